@@ -1,0 +1,159 @@
+"""Config and model to the parts of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.config import Config
+from harmony_ds.decomposer.find import Decomposition, find_layers
+from harmony_ds.device import Device, make_device
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.host_gradients import HostGradients
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer
+from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.stash import Stash
+from harmony_ds.offload.updater import Updater
+from harmony_ds.runtime.executor import Parts
+from harmony_ds.runtime.intercept import Interception
+from harmony_ds.runtime.layer_call import LayerCalls
+from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
+from harmony_ds.scheduler.packing import ElementBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What an engine is made of."""
+
+    device: Device
+    store: HostStore
+    ledger: Ledger
+    parts: Parts
+    runner: Runner
+    interception: Interception
+    optimizer: torch.optim.Optimizer | None
+    host_optimizer: HostOptimizer | None
+
+    def finish_updates(self) -> None:
+        """Waits for what the background thread still has to do."""
+        if self.parts.updater is not None:
+            self.parts.updater.wait_all()
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of host memory by kind."""
+        gradients, optimizer = self.parts.gradients, self.host_optimizer
+        return {
+            **self.store.host_bytes(),
+            "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
+            "gradients": 0 if gradients is None else gradients.host_bytes,
+            "stash": self.parts.stash.host_bytes,
+        }
+
+    def destroy(self) -> None:
+        """Ends the thread, gives the model its own forward and parameters back, frees page-locked memory."""
+        if self.parts.updater is not None:
+            self.parts.updater.stop()
+        self.runner.executor.abandon()
+        self.interception.remove()
+        self.parts.lending.remove()
+        if self.parts.gradients is not None:
+            self.parts.gradients.destroy()
+        self.parts.stash.destroy()
+        self.store.release()
+
+
+def assemble(
+    model: nn.Module,
+    config: Config,
+    client_optimizer: ClientOptimizer | None,
+    model_parameters: ParameterGroups | None,
+    device: Device | None,
+) -> Assembly:
+    """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
+    _check_on_host(model)
+    _switch_off_checkpointing(model)
+    settings = config.harmony
+    if device is None:
+        device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
+    decomposition = find_layers(model, settings.layers)
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    store = HostStore(model, decomposition, config.compute_dtype, device)
+    optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
+    ledger = Ledger()
+    host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
+    gradients, updater = _host_side(config, device, ledger, store, host_optimizer, decomposition)
+    wait = updater.wait_all if updater is not None else lambda: None
+    lending = Lending(model, decomposition.canonical, device, ledger, wait)
+    stash = Stash(device, ledger)
+    parts = Parts(
+        device=device,
+        residency=Residency(device, store, ledger, config.accumulation_dtype),
+        stash=stash,
+        gradients=gradients,
+        updater=updater,
+        lending=lending,
+        layer_calls=LayerCalls(decomposition.layers, lending, stash),
+        random=RandomStreams(device),
+    )
+    plan_settings = PlanSettings(
+        group_size=config.gradient_accumulation_steps,
+        pack_layers=settings.pack_layers,
+        stash=settings.stash,
+        prefetch=settings.prefetch,
+        deferred_update=config.deferred_update,
+        element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
+    )
+    graph = layer_graph(decomposition, store.parameters)
+    runner = Runner(parts, decomposition, graph, plan_settings)
+    interception = Interception(decomposition.layers)
+    return Assembly(device, store, ledger, parts, runner, interception, optimizer, host_optimizer)
+
+
+def _host_side(
+    config: Config,
+    device: Device,
+    ledger: Ledger,
+    store: HostStore,
+    optimizer: HostOptimizer | None,
+    decomposition: Decomposition,
+) -> tuple[HostGradients | None, Updater | None]:
+    if optimizer is None:
+        return None, None
+    limit = None if config.deferred_update else config.harmony.gradient_slabs + _first_deliveries(decomposition)
+    gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
+    return gradients, Updater(store, optimizer, gradients)
+
+
+def _first_deliveries(decomposition: Decomposition) -> int:
+    """Layers whose gradients wait on the host for an earlier layer's, because both share a parameter."""
+    waiting = 0
+    seen: set[str] = set()
+    for layer in decomposition.layers:
+        waiting += bool(seen & set(layer.parameters))
+        seen |= set(layer.parameters)
+    return waiting
+
+
+def _check_on_host(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise ModelError(
+                f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the device "
+                "itself. Pass the model before any .to(device) or .cuda()."
+            )
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """Layers are recomputed anyway; transformers' own checkpointing would recompute them a second time."""
+    for module in model.modules():
+        values: dict[str, Any] = module.__dict__
+        if values.get("gradient_checkpointing") is True:
+            values["gradient_checkpointing"] = False

@@ -1,0 +1,336 @@
+"""The ds_config: DeepSpeed's JSON in, frozen dataclasses out. The only reader of JSON and of defaults.
+
+Keys that DeepSpeed knows keep their spelling, meaning and default; ours live under "harmony", which DeepSpeed ignores.
+A key that nobody knows is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harmony_ds.errors import ConfigError
+
+_GIB = 2**30
+
+_HONOURED = frozenset(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "
+    "fp16 bf16 bfloat16 data_types steps_per_print harmony zero_optimization zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer".split()
+)
+_WITHOUT_MEANING = frozenset(
+    "wall_clock_breakdown memory_breakdown prescale_gradients gradient_predivide_factor gradient_allreduce_op "
+    "communication_data_type managed_gradient_accumulation dataloader_drop_last log_level sparse_gradients "
+    "disable_allgather dump_state checkpoint timers activation_checkpointing aio comms_logger tensorboard wandb "
+    "csv_monitor comet flops_profiler autotuning elasticity compile zero_gather_16bit_weights_on_model_save "
+    "data_efficiency curriculum_learning hybrid_engine seed use_data_before_expert_parallelism load_universal".split()
+)
+_REFUSED = {
+    "amp": 'Apex AMP is not supported: use "bf16" or "fp16", or torch.autocast around the call',
+    "torch_autocast": "torch_autocast is not supported here: put torch.autocast around the engine's call",
+    "pipeline": "pipeline parallelism is not supported",
+    "tensor_parallel": "tensor parallelism is not supported",
+    "compression_training": "compression training is not supported",
+    "sparse_attention": "sparse attention is not supported",
+}
+_HARMONY = frozenset("device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split())
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A `type` and its `params`: the optimizer or the scheduler block."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """The fp16 block. `static` is 0 for dynamic scaling; the rest is DeepSpeed's, under its names."""
+
+    static: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonySettings:
+    """The "harmony" block.
+
+    Attributes:
+        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+        device_memory_gib: device memory budget in GiB (None: on CUDA nine tenths of what is free, on the CPU unlimited).
+        pack_layers: layer calls in a pack (None: as many as fit).
+        layers: shell patterns over module names that override the repeated blocks found otherwise.
+        stash: where stashed inputs wait: "auto" (on the device if they fit), "device" or "host".
+        prefetch: swap the next pack in while this one computes.
+        pin_memory: page-lock host memory (CUDA).
+        seed: of the micro-batches' random numbers (None: torch.initial_seed() at initialize).
+        gradient_slabs: host buffers for gradients on their way to an update that is not deferred.
+    """
+
+    device: str = "auto"
+    device_memory_gib: float | None = None
+    pack_layers: int | None = None
+    layers: tuple[str, ...] = ()
+    stash: str = "auto"
+    prefetch: bool = True
+    pin_memory: bool = True
+    seed: int | None = None
+    gradient_slabs: int = 3
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.device_memory_gib is None else int(self.device_memory_gib * _GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the engine wants to know.
+
+    Attributes:
+        raw: the JSON as it was given.
+        without_meaning: keys that DeepSpeed knows and that mean nothing here.
+    """
+
+    micro_batch: int
+    gradient_accumulation_steps: int
+    train_batch_size: int
+    gradient_clipping: float
+    optimizer: Section | None
+    scheduler: Section | None
+    compute_dtype: torch.dtype
+    accumulation_dtype: torch.dtype
+    loss_scale: LossScale | None
+    steps_per_print: int | None
+    harmony: HarmonySettings
+    raw: dict[str, Any]
+    without_meaning: tuple[str, ...]
+
+    @property
+    def deferred_update(self) -> bool:
+        """Whether no layer may be updated before the norm of all gradients is known."""
+        return self.gradient_clipping > 0 or self.loss_scale is not None
+
+
+def load_config(source: Mapping[str, Any] | str | Path, world_size: int = 1) -> Config:
+    """Reads a ds_config from a dict or a JSON file.
+
+    Raises:
+        ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
+    """
+    raw = _read(source)
+    _check_keys(raw)
+    compute, loss_scale = _precision(raw)
+    micro_batch, steps, batch = _batch_triple(raw, world_size)
+    return Config(
+        micro_batch=micro_batch,
+        gradient_accumulation_steps=steps,
+        train_batch_size=batch,
+        gradient_clipping=_number(raw, "gradient_clipping", 1.0),
+        optimizer=_section(raw, "optimizer"),
+        scheduler=_section(raw, "scheduler"),
+        compute_dtype=compute,
+        accumulation_dtype=_accumulation_dtype(raw, compute),
+        loss_scale=loss_scale,
+        steps_per_print=raw.get("steps_per_print"),
+        harmony=_harmony(raw.get("harmony", {})),
+        raw=raw,
+        without_meaning=tuple(sorted(raw.keys() & _WITHOUT_MEANING)),
+    )
+
+
+def _read(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"Expected a string path to an existing deepspeed config, or a dictionary. Received: {str(source)!r}"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}.")
+    return data
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    duplicates = sorted({key for key in keys if keys.count(key) > 1})
+    if duplicates:
+        raise ConfigError(f"Duplicate keys in DeepSpeed config: {duplicates}")
+    return dict(pairs)
+
+
+def _check_keys(raw: dict[str, Any]) -> None:
+    known = _HONOURED | _WITHOUT_MEANING | _REFUSED.keys()
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, "the ds_config", known))
+        enabled = value.get("enabled", True) if isinstance(value, dict) else value
+        if key in _REFUSED and enabled:
+            raise ConfigError(f'"{key}": {_REFUSED[key]}.')
+    for block in ("offload_optimizer", "offload_param"):
+        zero = raw.get("zero_optimization")
+        offload = zero.get(block) if isinstance(zero, dict) else None
+        if isinstance(offload, dict) and offload.get("device") == "nvme":
+            raise ConfigError(
+                f'zero_optimization.{block}.device is "nvme": training state lives in host memory here; use "cpu".'
+            )
+
+
+def _unknown(key: str, where: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(sorted(known))}."
+    return f'unknown key "{key}" in {where}.{hint}'
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f'"{key}" must be a number that is not negative, not {value!r}.')
+    return float(value)
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Section | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise ConfigError(f'"{key}" must be an object with a "type", such as {{"type": "AdamW", "params": {{...}}}}.')
+    params = value.get("params") or {}
+    if key == "optimizer" and "max_grad_norm" in params:
+        raise ConfigError(
+            "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
+            "parameter 'gradient_clipping' see: https://www.deepspeed.ai/docs/config-json/#gradient-clipping for more "
+            "details"
+        )
+    automatic = sorted(name for name, v in params.items() if v == "auto")
+    if automatic:
+        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: give numbers.')
+    return Section(value["type"], dict(params))
+
+
+def _precision(raw: Mapping[str, Any]) -> tuple[torch.dtype, LossScale | None]:
+    bf16 = raw.get("bf16", raw.get("bfloat16", {})) or {}
+    fp16 = raw.get("fp16", {}) or {}
+    bf16_on, fp16_on = bool(bf16.get("enabled", False)), bool(fp16.get("enabled", False))
+    if bf16_on and fp16_on:
+        raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+    if not fp16_on:
+        return (torch.bfloat16 if bf16_on else torch.float32), None
+    scale = fp16.get("loss_scale", 0)
+    if isinstance(scale, bool):
+        raise ConfigError("fp16.loss_scale must be a number, not bool")
+    if not math.isfinite(scale):
+        raise ConfigError("fp16.loss_scale must be a finite number (0 enables dynamic loss scaling)")
+    if scale < 0:
+        raise ConfigError("fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)")
+    window = fp16.get("loss_scale_window", 1000)
+    if scale == 0 and window <= 0:
+        raise ConfigError("fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled")
+    return torch.float16, LossScale(
+        static=float(scale),
+        initial_scale_power=fp16.get("initial_scale_power", 16),
+        loss_scale_window=window,
+        hysteresis=fp16.get("hysteresis", 2),
+        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+        min_loss_scale=fp16.get("min_loss_scale", 1),
+    )
+
+
+def _accumulation_dtype(raw: Mapping[str, Any], compute: torch.dtype) -> torch.dtype:
+    name = (raw.get("data_types") or {}).get("grad_accum_dtype")
+    if name is None:
+        return torch.float32
+    if name not in _DTYPES:
+        raise ConfigError(f'data_types.grad_accum_dtype is "{name}": it must be one of {sorted(_DTYPES)}.')
+    dtype = _DTYPES[name]
+    if dtype not in (torch.float32, compute):
+        raise ConfigError(
+            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that.'
+        )
+    return dtype
+
+
+def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+    """Micro-batch, accumulation steps and batch, by DeepSpeed's rules: batch = micro-batch * steps * world size."""
+    batch = _count(raw, "train_batch_size")
+    micro = _count(raw, "train_micro_batch_size_per_gpu")
+    steps = _count(raw, "gradient_accumulation_steps")
+    if batch is None and micro is None:
+        raise ConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+    if micro is None:
+        assert batch is not None
+        steps = steps or 1
+        micro = batch // (steps * world_size)
+    if steps is None:
+        steps = 1 if batch is None else batch // (micro * world_size)
+    if batch is None:
+        batch = micro * steps * world_size
+    if batch != micro * steps * world_size:
+        raise ConfigError(
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
+            f"world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
+        )
+    return micro, steps, batch
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'"{key}" must be a whole number, not {value!r}.')
+    if value <= 0:
+        raise ConfigError(f'"{key}": {value} has to be greater than 0')
+    return value
+
+
+def _harmony(block: object) -> HarmonySettings:
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'"harmony" must be an object, not {block!r}.')
+    for key in block:
+        if key not in _HARMONY:
+            raise ConfigError(_unknown(str(key), '"harmony"', _HARMONY))
+    values = dict(block)
+    if "layers" in values:
+        layers = values["layers"]
+        if isinstance(layers, str) or not all(isinstance(pattern, str) for pattern in layers):
+            raise ConfigError(f'harmony.layers must be a list of patterns such as ["model.layers.*"], not {layers!r}.')
+        values["layers"] = tuple(layers)
+    settings = HarmonySettings(**values)
+    if settings.stash not in ("auto", "device", "host"):
+        raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
+    for key in ("pack_layers", "gradient_slabs"):
+        value = getattr(settings, key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"harmony.{key} must be a whole number of at least 1, not {value!r}.")
+    gib = settings.device_memory_gib
+    if gib is not None and (isinstance(gib, bool) or not isinstance(gib, (int, float)) or not gib > 0):
+        raise ConfigError(f"harmony.device_memory_gib must be a number above 0, not {gib!r}.")
+    for key in ("prefetch", "pin_memory"):
+        if not isinstance(getattr(settings, key), bool):
+            raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
+    return settings

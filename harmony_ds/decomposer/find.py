@@ -1,0 +1,130 @@
+"""Finds the layers of any `nn.Module`: the repeated blocks, and every other module that owns parameters directly.
+
+What enters is a module, what leaves are `Layer`s in registration order (the order of calls is only known once a
+forward pass has been seen). No architecture is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from harmony_ds.errors import ConfigError, ModelError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One module whose call is run with device copies of its parameters.
+
+    Attributes:
+        index: its number in registration order.
+        name: its qualified name in the model ("" for the model itself).
+        parameters: the canonical names of its parameters, its own and its descendants', each once.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decomposition:
+    """All layers of a model, and the parameters that no layer covers."""
+
+    layers: tuple[Layer, ...]
+    resident: tuple[str, ...]
+    canonical: dict[int, str]
+    """`id(parameter)` to canonical name, for every parameter of the model."""
+
+
+def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decomposition:
+    """Decomposes `model`.
+
+    Args:
+        model: any module.
+        patterns: shell patterns over qualified module names ("model.layers.*") that override the repeated blocks
+            which are found otherwise: top-most gradient-checkpointing layers of transformers, else the elements of
+            the outermost `ModuleList`s and `Sequential`s.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+        ModelError: the model has no parameter at all.
+    """
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    if not canonical:
+        raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
+    blocks = _matching(model, patterns) if patterns else _repeated_blocks(model)
+    layers: list[Layer] = []
+    resident: list[str] = []
+    for name, module, bare in _walk(model, "", blocks):
+        parameters = module._parameters.values() if bare else module.parameters()
+        names = tuple(dict.fromkeys(canonical[id(p)] for p in parameters if p is not None))
+        if bare:
+            resident.extend(names)
+        elif names:
+            layers.append(Layer(len(layers), name, module, names))
+    return Decomposition(tuple(layers), tuple(dict.fromkeys(resident)), canonical)
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
+    blocks: set[nn.Module] = set()
+    names = [(name, module) for name, module in model.named_modules() if name]
+    for pattern in patterns:
+        found = {module for name, module in names if fnmatchcase(name, pattern)}
+        if not found:
+            raise ConfigError(f'harmony.layers: the pattern "{pattern}" matches no module of {type(model).__name__}.')
+        blocks |= found
+    return _topmost(model, blocks)
+
+
+def _topmost(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+    nested = {inner for module in modules for inner in module.modules() if inner is not module}
+    return modules - nested
+
+
+def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
+    checkpointing = {m for m in model.modules() if _is_checkpointing_layer(m)}
+    blocks = _topmost(model, checkpointing)
+    covered = {inner for block in blocks for inner in block.modules()}
+    return blocks | set(_outermost_elements(model, covered))
+
+
+def _is_checkpointing_layer(module: nn.Module) -> bool:
+    # By name: importing transformers takes seconds, and a model that is not from there does not need it.
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[nn.Module]:
+    """Elements of the outermost lists below `module` that hold no block found already."""
+    for child in module.children():
+        if child in covered:
+            continue
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and not any(m in covered for m in child.modules())
+        for element in child.children() if is_list else ():
+            if isinstance(element, _CONTAINERS):
+                yield from _outermost_elements(nn.ModuleList([element]), covered)
+            elif any(True for _ in element.parameters()):
+                yield element
+        if not is_list:
+            yield from _outermost_elements(child, covered)
+
+
+def _walk(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yields (name, module, bare): layers, and containers whose own parameters (`bare`) no call covers."""
+    if module in blocks:
+        yield name, module, False
+        return
+    owns = any(p is not None for p in module._parameters.values())
+    if owns:
+        is_layer = not isinstance(module, _CONTAINERS) and not any(inner in blocks for inner in module.modules())
+        yield name, module, not is_layer
+        if is_layer:
+            return
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name, blocks)

@@ -1,0 +1,33 @@
+"""Where the work runs: one interface (`base`), a CUDA device and a CPU device."""
+
+from __future__ import annotations
+
+import torch
+
+from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
+from harmony_ds.device.cpu import CpuDevice
+from harmony_ds.device.cuda import CudaDevice
+from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.errors import ConfigError
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostStreamDevice", "MemoryProbe", "Stream", "make_device"]
+
+
+def make_device(name: str, budget_bytes: int | None, pin: bool = True) -> Device:
+    """The device called `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: there is no such device on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return CpuDevice(budget_bytes)
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f'harmony.device is "{name}": it must be "auto", "cpu", "cuda" or "cuda:N".')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = int(index) if index else (torch.cuda.current_device() if count else 0)
+    if wanted >= count:
+        raise ConfigError(f'harmony.device is "{name}" but this machine has {count} CUDA devices: use "cpu" or "auto".')
+    return CudaDevice(wanted, budget_bytes, pin)

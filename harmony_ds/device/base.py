@@ -1,0 +1,121 @@
+"""The one interface behind which every device sits.
+
+A `Device` owns three streams: COMPUTE, SWAP_IN (host to device) and SWAP_OUT (device to host). Work is *issued* on a
+stream and *ordered* by events; the host waits for a device only through `Event.synchronize`. Devices whose memory is
+not metered by an allocator of their own (the CPU device) are told of every byte through `charge` and `discharge`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stream(Enum):
+    """The queues of a device; what is issued on one runs in order."""
+
+    COMPUTE = "compute"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+
+
+class Event(Protocol):
+    """A point in a stream's order."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling host thread until the device has passed this point."""
+
+
+class MemoryProbe(Protocol):
+    """Bytes of device memory alive now, and the most since the last `reset`; used while a model is being measured."""
+
+    def live_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def reset(self) -> None: ...
+
+
+class Device(ABC):
+    """Buffers, copies, streams, events, random state, memory limit and peak of one device."""
+
+    name: str
+    torch_device: torch.device
+    budget_bytes: int | None
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which torch operations of this thread are issued on `stream`."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event behind everything issued on `stream` so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Lets `stream` (not the host) wait for `event`."""
+
+    @abstractmethod
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised flat buffer of its own, counted against the budget until `free`.
+
+        Must be called, and the buffer freed, on the stream that first writes it.
+
+        Raises:
+            DeviceOutOfMemoryError: the budget would be exceeded.
+        """
+
+    @abstractmethod
+    def free(self, buffer: Tensor) -> None:
+        """Uncounts a buffer of `empty`; the caller drops its last reference."""
+
+    @abstractmethod
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised flat host buffer of exactly that many bytes, page-locked where the device can use it."""
+
+    @abstractmethod
+    def host_free(self, buffer: Tensor) -> None:
+        """Undoes what `host_empty` did to the memory beyond allocating it."""
+
+    @abstractmethod
+    def charge(self, nbytes: int, what: str) -> None:
+        """Tells of `nbytes` that torch holds on the device for us. No-op where an allocator counts them.
+
+        Raises:
+            DeviceOutOfMemoryError: the budget would be exceeded; nothing is charged then.
+        """
+
+    @abstractmethod
+    def discharge(self, nbytes: int) -> None:
+        """Takes a charge back."""
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes in use now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most bytes in use since the last `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None: ...
+
+    @abstractmethod
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        """Measures activations too, on any device, while the context is open."""
+
+    @abstractmethod
+    def random_state(self) -> tuple[Tensor, ...]:
+        """The states of every generator that code on this device may draw from (host first)."""
+
+    @abstractmethod
+    def set_random_state(self, state: tuple[Tensor, ...]) -> None: ...
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seeds every generator of `random_state`."""

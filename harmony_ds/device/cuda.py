@@ -1,0 +1,132 @@
+"""The CUDA device: a compute stream, a swap-in stream and a swap-out stream, ordered by events alone.
+
+Compute runs on the stream that is current when a step begins (the user's). Buffers that the swap-in stream fills are
+allocated and freed on that stream, so the caching allocator may hand them out again without any stream waiting for
+another one's unrelated work. Host slabs are page-locked by registration at their exact size, because torch's
+`pin_memory` pads every allocation to a power of two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
+
+
+class CudaDevice(Device):
+    """One CUDA device under a hard budget (None: nine tenths of what is free now)."""
+
+    def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.name = f"cuda:{index}"
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        self.budget_bytes = budget_bytes if budget_bytes is not None else int(0.9 * free_bytes)
+        if budget_bytes is not None:
+            # The caching allocator refuses to reserve more than this share, whoever asks.
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), index)
+        self._pin = pin
+        self._registered: set[int] = set()
+        self._streams: dict[Stream, torch.cuda.Stream] = {
+            Stream.SWAP_IN: torch.cuda.Stream(index),
+            Stream.SWAP_OUT: torch.cuda.Stream(index),
+        }
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        if stream is Stream.COMPUTE:
+            return torch.cuda.current_stream(self.torch_device)
+        return self._streams[stream]
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream(stream))
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream(stream).wait_event(event)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def free(self, buffer: Tensor) -> None:
+        return None
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = torch.empty(numel, dtype=dtype)
+        if not self._pin or numel == 0:
+            return buffer
+        nbytes = numel * dtype.itemsize
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        if int(status) == 0:
+            self._registered.add(buffer.data_ptr())
+        else:
+            warnings.warn(
+                f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}): copies of them "
+                "will be slower. Raise `ulimit -l`, or set harmony.pin_memory to false to silence this.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return buffer
+
+    def host_free(self, buffer: Tensor) -> None:
+        if buffer.data_ptr() in self._registered:
+            self._registered.discard(buffer.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def charge(self, nbytes: int, what: str) -> None:
+        return None
+
+    def discharge(self, nbytes: int) -> None:
+        return None
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        return self._allocator_probe()
+
+    @contextmanager
+    def _allocator_probe(self) -> Iterator[MemoryProbe]:
+        yield AllocatorProbe(self)
+
+    def random_state(self) -> tuple[Tensor, ...]:
+        return (torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device))
+
+    def set_random_state(self, state: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1], self.torch_device)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(seed)
+
+
+class AllocatorProbe:
+    """A `MemoryProbe` over a device whose allocator counts every byte, activations included."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def live_bytes(self) -> int:
+        return self._device.allocated_bytes()
+
+    def peak_bytes(self) -> int:
+        return self._device.peak_bytes()
+
+    def reset(self) -> None:
+        self._device.reset_peak()

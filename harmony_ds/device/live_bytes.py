@@ -1,0 +1,65 @@
+"""Counts the bytes of tensors alive in a block of code, on a device that has no counting allocator.
+
+Storages are followed from the operation that makes them to their finalisation, as
+`torch.distributed._tools.mem_tracker` does. Memory that a kernel takes and gives back inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._live = 0
+        self._peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def live_bytes(self) -> int:
+        return self._live
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset(self) -> None:
+        self._peak = self._live
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if _is_plain(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if _is_plain(tensor) and tensor.device.type == self._device_type:
+                self._follow(tensor, known)
+        return result
+
+    def _follow(self, tensor: Tensor, known: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in known or key in self._storages:
+            return  # a view, or the result of an in-place operation
+        nbytes = storage.nbytes()
+
+        def uncount(_: object) -> None:
+            self._storages.pop(key, None)
+            self._live -= nbytes
+
+        self._storages[key] = weakref.ref(storage, uncount)
+        self._live += nbytes
+        self._peak = max(self._peak, self._live)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and type(value).__name__ != "PhantomParameter"

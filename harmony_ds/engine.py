@@ -1,0 +1,421 @@
+"""The DeepSpeed face of harmony_ds: `initialize`, forward, backward, step. No arithmetic and no policy of its own."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.assembly import Assembly, assemble
+from harmony_ds.bounds import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.config import Config, load_config
+from harmony_ds.device import Device
+from harmony_ds.errors import BatchError, ConfigError, OptimizerError
+from harmony_ds.loss_scaling import LossScaler
+from harmony_ds.offload.ledger import Traffic
+from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
+from harmony_ds.offload.updater import Clipping, GradientNorm
+from harmony_ds.reports import MemoryReport, SwapReport
+from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
+from harmony_ds.runtime.pending import PendingLoss
+from harmony_ds.scheduler.plan import Plan
+from harmony_ds.schedules import build_scheduler
+
+LossFunction = Callable[[Any], Tensor]
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: ParameterGroups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    device: Device | None = None,
+) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
+    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
+
+    Args:
+        args: may carry the path of a ds_config in `deepspeed_config`.
+        model: any `nn.Module`, in host memory.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
+        model_parameters: parameters or parameter groups to train (all that require gradients).
+        training_data: a dataset; the third result is a DataLoader over it with the ds_config's micro-batch size.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
+        config, config_params: the ds_config: a dict or a path.
+        device: an explicit device, instead of the ds_config's.
+        distributed_port, mpu, dist_init_required, mesh_param: accepted for DeepSpeed's sake; one process is used.
+
+    Returns:
+        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
+
+    Raises:
+        ConfigError: the ds_config cannot be meant.
+        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
+        ModelError: the model cannot be decomposed.
+    """
+    if model is None:
+        raise ConfigError("harmony_ds.initialize requires a model")
+    settings = load_config(_the_one_config(args, config if config is not None else config_params))
+    assembly = assemble(model, settings, optimizer, model_parameters, device)
+    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    loader = None
+    if training_data is not None:
+        loader = torch.utils.data.DataLoader(
+            training_data, batch_size=settings.micro_batch, shuffle=True, collate_fn=collate_fn
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _the_one_config(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+    named = getattr(args, "deepspeed_config", None)
+    if named is not None and config is not None:
+        raise ConfigError(
+            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
+            "initialize() function call"
+        )
+    chosen = config if config is not None else named
+    if chosen is None:
+        raise ConfigError("harmony_ds requires a ds_config: pass config=..., or --deepspeed_config in args")
+    return chosen
+
+
+class HarmonyEngine(nn.Module):
+    """Trains one model. Unknown attributes are looked up in the model."""
+
+    def __init__(self, model: nn.Module, config: Config, assembly: Assembly, lr_scheduler: Any) -> None:
+        super().__init__()
+        self.module = model
+        self._settings = config
+        self._assembly = assembly
+        self._runner = assembly.runner
+        self.optimizer = assembly.optimizer
+        self.lr_scheduler = build_scheduler(config.scheduler, lr_scheduler, self.optimizer)
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._boundary: bool | None = None
+        self._applied = False
+        self._norm: Future[GradientNorm] | None = None
+        self._traffic: Traffic | None = None
+        self._traffic_micro_batches = 0
+        self._peak_bytes = 0
+        self._looked_early = False
+        self._scaler = LossScaler(config.loss_scale)
+        seed = config.harmony.seed
+        self._group_parts = GroupParts(
+            model,
+            assembly.device,
+            assembly.ledger,
+            assembly.runner,
+            OutputKinds(),
+            torch.initial_seed() if seed is None else seed,
+            self._warn_about_looking,
+        )
+        self._group = self._new_group()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # ---- what a training loop calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
+
+        Raises:
+            BatchError: there is no tensor among the arguments.
+            DoesNotFitError: no plan fits this micro-batch in the device memory budget.
+        """
+        if not torch.is_grad_enabled():
+            with self._runner.streaming():
+                return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
+        return self._group.add(args, kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Propagates back from `loss`, or notes that the group has to when it runs.
+
+        Returns:
+            The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
+        """
+        self._need_optimizer()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise BatchError("loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors")
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        scaled = loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
+        if isinstance(scaled, PendingLoss):
+            scaled.backward()
+        else:
+            scaled.backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
+        self._need_optimizer()
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._optimizer_step(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> Tensor:
+        """One optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
+
+        Args:
+            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments. If it ends
+                early, the step is taken over what it gave, and the mean is over that.
+            loss_fn: from the model's outputs to a scalar (by default, the loss among them).
+
+        Returns:
+            The mean loss, detached, 0-dim, on the device.
+
+        Raises:
+            StopIteration: `data_iter` is at its end.
+        """
+        self._need_optimizer()
+        if self._group:
+            raise BatchError(
+                f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for them "
+                "before train_batch()."
+            )
+        batches = self._take(data_iter)
+        try:
+            queued = [self._group.queue(*_arguments(batch), loss_fn) for batch in batches]
+            scale = self._scaler.scale
+            for micro_batch in queued:
+                micro_batch.backward_from_loss(len(batches), scale)
+            self._optimizer_step({})
+        except BaseException:
+            self._group = self._new_group()
+            raise
+        self.micro_steps += len(batches)
+        return torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
+
+    def eval_batch(self, data_iter: Iterator[Any], loss_fn: LossFunction | None = None) -> Tensor:
+        """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
+
+        The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
+        """
+        batches = self._take(data_iter)
+        training = self.module.training
+        self.module.eval()
+        self.finish_updates()
+        try:
+            losses = self._group.evaluate([(*_arguments(batch), loss_fn) for batch in batches])
+        finally:
+            self.module.train(training)
+        return torch.stack(losses).mean()
+
+    def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        if data_iter is None:
+            raise BatchError("train_batch and eval_batch need an iterator over micro-batches.")
+        batches = []
+        for _ in range(self.gradient_accumulation_steps()):
+            try:
+                batches.append(next(data_iter))
+            except StopIteration:
+                break
+        if not batches:
+            raise StopIteration("the data iterator is at its end")
+        return batches
+
+    def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assembly, executor = self._assembly, self._runner.executor
+        assert assembly.host_optimizer is not None
+        group = self._group
+        assembly.device.reset_peak()
+        clipping = None
+        if self._settings.deferred_update:
+            clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None)
+        try:
+            ran = group.run(assembly.host_optimizer.hyper(), clipping)
+        finally:
+            self._group = self._new_group()
+        self._peak_bytes = assembly.device.peak_bytes()
+        self._traffic = assembly.ledger.close()
+        self._traffic_micro_batches = len(group)
+        self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
+
+    def _boundary_passed(self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any]) -> None:
+        self._norm = norm
+        self._applied = not overflow
+        if overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            # torch's schedulers look for a sign that the optimizer was stepped first.
+            self.optimizer._opt_called = True  # type: ignore[union-attr]
+            self.lr_scheduler.step(**lr_kwargs)
+        self._scaler.update(overflow)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._group = self._new_group()
+
+    def _new_group(self) -> StepGroup:
+        return StepGroup(self._group_parts, self.global_steps)
+
+    def _warn_about_looking(self) -> None:
+        if not self._looked_early:
+            self._looked_early = True
+            warnings.warn(
+                "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward pass "
+                "swapped the whole model in for itself. The value is right. To keep micro-batches grouped, look at losses "
+                "after engine.step(), keep sums out of place (total = total + loss.detach()), or use engine.train_batch().",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _need_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise OptimizerError(
+                "must provide optimizer during init in order to use backward/step: name one in the ds_config or pass one"
+            )
+
+    # ---- accumulation boundary, in DeepSpeed's words
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
+        self._boundary = is_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._settings.gradient_accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._settings.micro_batch
+
+    def train_batch_size(self) -> int:
+        return self._settings.train_batch_size
+
+    def gradient_clipping(self) -> float:
+        return self._settings.gradient_clipping
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the weights (no boundary, or an overflow: it did not)."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, before clipping, unscaled; None before the first."""
+        return None if self._norm is None else self._norm.result().total
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        self._need_optimizer()
+        assert self.optimizer is not None
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with (1.0 without fp16)."""
+        return self._scaler.scale
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ds_config as it was given."""
+        return self._settings.raw
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers run."""
+        return self._assembly.device.torch_device
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients live for one step only; there is nothing to do between steps."""
+
+    # ---- without gradients
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, its weights streamed layer by layer."""
+        with self._runner.streaming():
+            return self.module.generate(*self._group.on_device(args), **self._group.on_device(kwargs))
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """A context in which the model's methods can be called without gradients, under the device memory budget."""
+        return self._runner.streaming()
+
+    # ---- state and reports
+
+    def finish_updates(self) -> None:
+        """Waits for updates that are still under way. Reading weights through the model does so by itself."""
+        self._assembly.finish_updates()
+
+    @property
+    def usable(self) -> bool:
+        """False after a failure that left some layers updated and others not."""
+        updater = self._assembly.parts.updater
+        return self._runner.failed is None and (updater is None or updater.failure is None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a full group; None before the first micro-batch has been measured."""
+        return self._runner.plan
+
+    def on_progress(self, callback: Callable[[int, int, str], None] | None) -> None:
+        """`callback(done, total, task)` is called after each task of a step."""
+        self._runner.executor.on_progress = callback
+
+    def swap_report(self) -> SwapReport:
+        """Bytes between host and device in the last optimizer step.
+
+        Raises:
+            RuntimeError: there has been none.
+        """
+        plan = self._runner.plan
+        if self._traffic is None or plan is None:
+            raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
+        store = self._assembly.store
+        count = self._traffic_micro_batches
+        return SwapReport.of(
+            self._traffic,
+            lower_bound_bytes(plan, self._runner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize),
+            zero3_offload_bytes(self._runner.graph, store.dtype.itemsize, count),
+            count,
+        )
+
+    def memory_report(self) -> MemoryReport:
+        """Device peak of the last step against the plan and the budget; host bytes by kind."""
+        self.finish_updates()
+        plan = self._runner.plan
+        device = self._assembly.device
+        return MemoryReport(
+            device_peak_bytes=self._peak_bytes,
+            planned_peak_bytes=0 if plan is None else plan.peak_bytes,
+            budget_bytes=device.budget_bytes,
+            host_bytes=self._assembly.host_bytes(),
+            counted="plan" if device.name == "cpu" else "allocator",
+        )
+
+    def destroy(self) -> None:
+        """Finishes updates, ends threads, and gives the model its own forward back."""
+        self._group.abandon()
+        self._assembly.destroy()
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}

@@ -1,0 +1,98 @@
+"""Gradients on the host: slabs that packs' gradients are swapped out into, and the deliveries that lie in them.
+
+With updates as early as possible, a delivery lives until the host optimizer has used it, and a few slabs serve all
+packs in turn. With updates deferred until the norm is known, every pack keeps a slab of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.ledger import Kind, Ledger
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The gradients of one pack on the host, valid once `arrived` has passed.
+
+    Attributes:
+        gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
+    """
+
+    gradients: dict[str, Tensor]
+    arrived: Event
+    slab: Tensor
+
+
+class HostGradients:
+    """Hands out slabs and fills them."""
+
+    def __init__(self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None) -> None:
+        """`limit` slabs at most are handed out at a time (None: any number)."""
+        self._device = device
+        self._ledger = ledger
+        self._dtype = dtype
+        self._limit = limit
+        self._spare: list[Tensor] = []
+        self._out = 0
+        self._freed = threading.Condition()
+        self.host_bytes = 0
+
+    def swap_out(self, gradients: dict[str, Tensor], beyond_limit: bool) -> Delivery:
+        """Issues the copies of a pack's gradients to the host, behind what the compute stream does to them.
+
+        Waits for a slab while all are in use, unless `beyond_limit`.
+        """
+        device = self._device
+        counts = {name: slab_bytes(g.numel(), self._dtype.itemsize) // self._dtype.itemsize for name, g in gradients.items()}
+        slab = self._acquire(sum(counts.values()), beyond_limit)
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        views: dict[str, Tensor] = {}
+        offset = 0
+        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+            for name, gradient in gradients.items():
+                view = slab[offset : offset + gradient.numel()].view(gradient.shape)
+                view.copy_(gradient, non_blocking=True)
+                views[name] = view
+                offset += counts[name]
+                self._ledger.book_out(Kind.GRADIENTS, counts[name] * self._dtype.itemsize)
+        return Delivery(views, device.record(Stream.SWAP_OUT), slab)
+
+    def _acquire(self, numel: int, beyond_limit: bool) -> Tensor:
+        with self._freed:
+            if self._limit is not None and not beyond_limit:
+                self._freed.wait_for(lambda: self._out < (self._limit or 0))
+            self._out += 1
+            fitting = [slab for slab in self._spare if slab.numel() >= numel]
+            if fitting:
+                best = min(fitting, key=Tensor.numel)
+                self._spare = [slab for slab in self._spare if slab is not best]
+                return best
+            if self._spare and self._limit is not None:
+                self._forget(self._spare.pop())  # too small for this pack: a larger one takes its place
+        slab = self._device.host_empty(numel, self._dtype)
+        self.host_bytes += slab.numel() * slab.element_size()
+        return slab
+
+    def release(self, delivery: Delivery) -> None:
+        """Nothing of `delivery` is needed any more; called from the update thread."""
+        with self._freed:
+            self._out -= 1
+            self._spare.append(delivery.slab)
+            self._freed.notify_all()
+
+    def _forget(self, slab: Tensor) -> None:
+        self._device.host_free(slab)
+        self.host_bytes -= slab.numel() * slab.element_size()
+
+    def destroy(self) -> None:
+        """Gives the slabs back."""
+        with self._freed:
+            while self._spare:
+                self._forget(self._spare.pop())

@@ -1,0 +1,126 @@
+"""Host memory of the weights: one contiguous slab per layer, ready to be copied to the device in one piece.
+
+What enters is a decomposed model, whose parameters become views into the slabs (they stay full-shape host tensors that
+anyone can read). In mixed precision the slabs hold the compute dtype, and every trainable parameter has a master in
+fp32 beside it; in fp32 the parameter is its own master.
+
+    fp32         parameter = slab view = master                          4 bytes per parameter
+    bf16, fp16   parameter = slab view (2), master (4)                   6 bytes per trainable parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.find import Decomposition
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
+from harmony_ds.device.base import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies: elements `start` to `start + numel` of a slab, `padded` with what aligns the next one."""
+
+    slab: int
+    start: int
+    numel: int
+    padded: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Host memory that one copy moves, and the parameters in it: (name, first element in the piece, place)."""
+
+    memory: Tensor
+    parameters: tuple[tuple[str, int, Place], ...]
+
+
+class HostStore:
+    """Owns the slabs and the masters of a model's parameters."""
+
+    def __init__(self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device) -> None:
+        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice."""
+        self.dtype = dtype
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.masters: dict[str, nn.Parameter] = {}
+        self._device = device
+        self._slabs: list[Tensor] = []
+        self._places: dict[str, Place] = {}
+        for names in (*(layer.parameters for layer in decomposition.layers), decomposition.resident):
+            fresh = [name for name in names if name not in self._places]
+            if fresh:
+                self._settle(fresh)
+
+    def _settle(self, names: list[str]) -> None:
+        places: dict[str, Place] = {}
+        end = 0
+        for name in names:
+            parameter = self.parameters[name]
+            padded = slab_bytes(parameter.numel(), self.dtype.itemsize) // self.dtype.itemsize
+            places[name] = Place(len(self._slabs), end, parameter.numel(), padded, parameter.shape)
+            end += padded
+        # Slabs that torch allocates are aligned already; so is every place in them.
+        slab = self._device.host_empty(end, self.dtype)
+        assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
+        self._slabs.append(slab)
+        for name, place in places.items():
+            parameter = self.parameters[name]
+            view = slab[place.start : place.start + place.numel].view(place.shape)
+            with torch.no_grad():
+                view.copy_(parameter)
+                if parameter.requires_grad:
+                    self.masters[name] = self._master(parameter)
+                slab[place.start + place.numel : place.start + place.padded].zero_()
+            parameter.data = view
+        self._places |= places
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if self.dtype == torch.float32:
+            return parameter
+        return nn.Parameter(parameter.detach().float().contiguous().clone(), requires_grad=True)
+
+    def pieces(self, names: Iterable[str]) -> list[Piece]:
+        """The fewest contiguous runs of host memory that hold `names`."""
+        places = sorted(((self._places[name], name) for name in names), key=lambda p: (p[0].slab, p[0].start))
+        pieces: list[Piece] = []
+        run: list[tuple[str, int, Place]] = []
+        start = end = slab = -1
+        for place, name in places:
+            if place.slab != slab or place.start != end:
+                self._close_run(pieces, run, slab, start, end)
+                run, slab, start = [], place.slab, place.start
+            run.append((name, place.start - start, place))
+            end = place.start + place.padded
+        self._close_run(pieces, run, slab, start, end)
+        return pieces
+
+    def _close_run(
+        self, pieces: list[Piece], run: list[tuple[str, int, Place]], slab: int, start: int, end: int
+    ) -> None:
+        if run:
+            pieces.append(Piece(self._slabs[slab][start:end], tuple(run)))
+
+    def upload_copy(self, name: str) -> Tensor | None:
+        """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""
+        parameter, master = self.parameters[name], self.masters[name]
+        return None if parameter is master else parameter.data
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of the slabs and of the masters beside them."""
+        slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
+        masters = sum(
+            master.numel() * master.element_size()
+            for name, master in self.masters.items()
+            if master is not self.parameters[name]
+        )
+        return {"weights": slabs, "masters": masters}
+
+    def release(self) -> None:
+        """Gives the page-locked memory back; the parameters stay readable."""
+        for slab in self._slabs:
+            self._device.host_free(slab)

@@ -1,0 +1,124 @@
+"""Builds the host optimizer: from the ds_config's block, or from what the user handed over.
+
+Parameters of the model go in, their masters come to lie in the optimizer's parameter groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.config import Section
+from harmony_ds.errors import ConfigError, OptimizerError
+from harmony_ds.offload.native import make_native
+
+ParameterGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+_NATIVE = {"adagrad": "DeepSpeedCPUAdagrad", "lion": "DeepSpeedCPULion"}
+
+
+class Masters:
+    """From a model's parameters to their masters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+        self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
+
+    def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
+        """Parameter groups over masters. Frozen parameters and empty groups are left out.
+
+        Raises:
+            OptimizerError: a parameter is not the model's.
+        """
+        entries = list(given)
+        dicts: list[dict[str, Any]] = [dict(e) for e in entries if isinstance(e, dict)]
+        if not dicts:
+            dicts = [{"params": entries}]
+        groups = [{**group, "params": self._masters(group["params"])} for group in dicts]
+        return [group for group in groups if group["params"]]
+
+    def _masters(self, parameters: Any) -> list[nn.Parameter]:
+        masters: list[nn.Parameter] = []
+        for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+            if isinstance(parameter, tuple):  # named_parameters()
+                parameter = parameter[1]
+            if id(parameter) not in self._master_of:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
+                )
+            master = self._master_of[id(parameter)]
+            if master is not None and not any(master is known for known in masters):
+                masters.append(master)
+        return masters
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts masters in the place of parameters, in the groups and the state of the user's optimizer."""
+        for group in optimizer.param_groups:
+            group["params"] = self._masters(group["params"])
+        for key in list(optimizer.state):
+            master = self._master_of.get(id(key)) if isinstance(key, torch.Tensor) else None
+            if master is not None and master is not key:
+                optimizer.state[master] = optimizer.state.pop(key)
+
+
+def build_optimizer(
+    section: Section | None, client: ClientOptimizer | None, given: ParameterGroups, masters: Masters
+) -> torch.optim.Optimizer | None:
+    """The optimizer over masters; None if neither the user nor the ds_config names one.
+
+    Raises:
+        ConfigError: the ds_config names one that nobody knows, or options that it does not take.
+        CompilerMissingError: it has to be compiled and cannot be.
+    """
+    given = list(given)
+    if client is not None:
+        optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
+        masters.adopt(optimizer)
+        return optimizer
+    if section is None:
+        return None
+    groups = masters.groups(given)
+    if not groups:
+        raise OptimizerError("no parameter of the model requires a gradient: there is nothing to optimize.")
+    try:
+        return _by_name(section, groups)
+    except TypeError as error:
+        raise ConfigError(f'optimizer "{section.type}" does not take these params: {error}') from None
+
+
+def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    options = dict(section.params)
+    name = section.type.lower()
+    if name in ("adam", "adamw"):
+        return _adam(name, options, groups)
+    if name in _NATIVE:
+        return make_native(_NATIVE[name], groups, _with_tuple_betas(options))
+    for known in dir(torch.optim):
+        cls = getattr(torch.optim, known)
+        if known.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            optimizer: torch.optim.Optimizer = cls(groups, **options)  # type: ignore[call-arg]
+            return optimizer
+    raise ConfigError(
+        f'unknown optimizer "{section.type}" in the ds_config: name Adam, AdamW, Adagrad, Lion or one of torch.optim, or '
+        "hand an optimizer object to initialize."
+    )
+
+
+def _adam(name: str, options: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    torch_adam = options.pop("torch_adam", False)
+    decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    options = _with_tuple_betas(options)
+    if torch_adam:
+        options.pop("bias_correction", None)
+        options.pop("fp32_optimizer_states", None)
+        options.setdefault("weight_decay", 0.0)
+        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+        return cls(groups, fused=True, **options)
+    return make_native("DeepSpeedCPUAdam", groups, {**options, "adamw_mode": decoupled})
+
+
+def _with_tuple_betas(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "betas": tuple(options["betas"])} if "betas" in options else options

@@ -1,0 +1,160 @@
+"""Inputs of layer calls, kept from forward to backward: on the device while they fit there, else on the host.
+
+A tensor that several calls take (an encoder's output) is stashed once. Entries move between device and host as the plan
+says; a tensor that something else still holds is freed on the device only when that lets go of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.ledger import Kind, Ledger
+
+_ENTRY = "_harmony_stash_entry"
+
+
+class StashEntry:
+    """One stashed tensor. Either `device_tensor` or `host_tensor` is set, or both while it moves."""
+
+    __slots__ = ("arrived", "device_tensor", "host_tensor", "users", "version", "what")
+
+    def __init__(self, tensor: Tensor, what: str) -> None:
+        self.device_tensor: Tensor | None = tensor
+        self.host_tensor: Tensor | None = None
+        self.arrived: Event | None = None
+        self.users = 0
+        self.version = tensor._version
+        self.what = what
+
+    @property
+    def nbytes(self) -> int:
+        tensor = self.device_tensor if self.device_tensor is not None else self.host_tensor
+        return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+class Stash:
+    """Puts, moves and releases entries. Host buffers are kept for the next step: page-locking them is slow."""
+
+    def __init__(self, device: Device, ledger: Ledger) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._spare: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}
+        self._leaving: list[tuple[Event, Tensor]] = []
+        self.host_bytes = 0
+
+    def put(self, tensor: Tensor, what: str) -> StashEntry:
+        """The entry of `tensor` (made at its first use); `what` names it in errors."""
+        entry: StashEntry | None = getattr(tensor, _ENTRY, None)
+        if entry is None or entry.device_tensor is None or entry.version != tensor._version:
+            entry = StashEntry(tensor.detach(), what)
+            setattr(tensor, _ENTRY, entry)
+        entry.users += 1
+        return entry
+
+    def move_out(self, entries: Iterable[StashEntry]) -> None:
+        """Issues the copies to the host. The device tensors go when the next ones move, so that compute never waits."""
+        device = self._device
+        self._let_go()
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        for entry in entries:
+            tensor = entry.device_tensor
+            if tensor is None:
+                continue
+            self._check(entry, tensor)
+            if entry.host_tensor is None:
+                entry.host_tensor = self._copy_out(tensor)
+                entry.arrived = device.record(Stream.SWAP_OUT)
+                self._leaving.append((entry.arrived, tensor))
+            entry.device_tensor = None
+
+    def _copy_out(self, tensor: Tensor) -> Tensor:
+        device = self._device
+        spare = self._spare.get((tensor.numel(), tensor.dtype))
+        if spare:
+            flat, read = spare.pop()
+            device.wait(Stream.SWAP_OUT, read)
+        else:
+            flat = device.host_empty(tensor.numel(), tensor.dtype)
+            self.host_bytes += tensor.numel() * tensor.element_size()
+        host = flat.view(tensor.shape)
+        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+            host.copy_(tensor, non_blocking=True)
+        self._ledger.book_out(Kind.ACTIVATIONS, tensor.numel() * tensor.element_size())
+        return host
+
+    def _let_go(self) -> None:
+        for copied, _ in self._leaving:
+            # Their memory belongs to the compute stream: its next owner there comes behind the copy.
+            self._device.wait(Stream.COMPUTE, copied)
+        self._leaving.clear()
+
+    def bring_in(self, entries: Iterable[StashEntry]) -> None:
+        """Issues the copies back; `tensor` waits for them."""
+        device = self._device
+        self._let_go()
+        for entry in entries:
+            if entry.device_tensor is not None:
+                continue
+            host = entry.host_tensor
+            assert host is not None, "a released stash entry was asked for"
+            if entry.arrived is not None:
+                device.wait(Stream.SWAP_IN, entry.arrived)
+            with torch.no_grad(), device.on(Stream.SWAP_IN):
+                tensor = torch.empty(host.shape, dtype=host.dtype, device=device.torch_device)
+                tensor.copy_(host, non_blocking=True)
+            self._ledger.book_in(Kind.ACTIVATIONS, host.numel() * host.element_size())
+            entry.device_tensor = tensor
+            entry.version = tensor._version
+            entry.arrived = device.record(Stream.SWAP_IN)
+
+    def tensor(self, entry: StashEntry) -> Tensor:
+        """The tensor on the device, ready for the compute stream; shares its memory with the entry."""
+        if entry.device_tensor is None:
+            self.bring_in([entry])
+        tensor = entry.device_tensor
+        assert tensor is not None
+        if entry.arrived is not None:
+            self._device.wait(Stream.COMPUTE, entry.arrived)
+            entry.arrived = None
+        self._check(entry, tensor)
+        return tensor
+
+    def release(self, entry: StashEntry) -> None:
+        """One call is done with `entry`. The device copy goes, the host copy with the last user."""
+        entry.users -= 1
+        host = entry.host_tensor
+        if host is not None:
+            # Brought in by the swap-in stream, read by compute: free it behind the read.
+            self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
+            entry.device_tensor = None
+        if entry.users == 0:
+            entry.device_tensor = None
+            if host is not None:
+                spare = self._spare.setdefault((host.numel(), host.dtype), [])
+                spare.append((host.view(-1), self._device.record(Stream.SWAP_IN)))
+            entry.host_tensor = None
+
+    def abandon(self) -> None:
+        """After a failed step: forgets everything that was on its way."""
+        self._let_go()
+
+    def destroy(self) -> None:
+        """Gives the host buffers back."""
+        for buffers in self._spare.values():
+            for buffer, _ in buffers:
+                self._device.host_free(buffer)
+        self._spare.clear()
+        self.host_bytes = 0
+
+    def _check(self, entry: StashEntry, tensor: Tensor) -> None:
+        if tensor._version != entry.version:
+            raise ModelError(
+                f"the input of layer {entry.what} was changed in place after the layer was called, so it cannot be "
+                "recomputed. Make the operation out of place (x = x + y instead of x += y), or let harmony.layers name "
+                "the module around both."
+            )

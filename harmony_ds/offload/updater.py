@@ -1,0 +1,259 @@
+"""The background thread that brings gradients into weights: waits for their arrival, measures, clips, steps, casts.
+
+    immediate   update(p) is queued behind the swap-out of p; of several that wait, the pack needed first goes first
+    deferred    measure(delivery) for every delivery, norm() once, then update(p) in forward order
+
+Whoever needs a pack's weights calls `wait`. An error on the thread surfaces as itself in the next caller.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harmony_ds.offload.host_gradients import Delivery, HostGradients
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
+from harmony_ds.offload.host_store import HostStore
+
+_FIRST = -1  # the priority of what is not an update
+_LAST = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """What happens to gradients before they are used.
+
+    Attributes:
+        max_norm: clip to this global norm (0: not at all).
+        loss_scale: what the losses were multiplied with.
+        skip_overflow: apply nothing if any gradient is inf or NaN.
+    """
+
+    max_norm: float = 0.0
+    loss_scale: float = 1.0
+    skip_overflow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """The global norm before clipping, the factor that every gradient takes, and whether any was inf or NaN."""
+
+    total: float
+    coefficient: Tensor | None
+    overflow: bool
+
+
+class Updater:
+    """Owns the thread. Every method returns at once, but `wait`, `wait_all` and the result of `norm`."""
+
+    def __init__(self, store: HostStore, optimizer: HostOptimizer, gradients: HostGradients) -> None:
+        self._store = store
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._order = {name: place for place, name in enumerate(store.parameters)}
+        self._held: dict[str, list[Delivery]] = {}  # by parameter: deliveries that carry a gradient for it
+        self._norms: dict[str, Tensor] = {}
+        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+        self._pending: dict[int, int] = {}  # pack -> updates queued or running
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
+        self._thread.start()
+
+    # ---- called by the engine's thread
+
+    def receive(self, delivery: Delivery) -> None:
+        """Takes a delivery over; what it carries is used by a later `update` of the pack that owns it.
+
+        A parameter that several packs share is delivered by each: they are added up as they come, so that only the
+        first delivery is kept until the update.
+        """
+        shared = tuple(name for name in delivery.gradients if name in self._held)
+        for name in delivery.gradients:
+            self._held.setdefault(name, []).append(delivery)
+        if shared:
+            self._put(_FIRST, lambda: self._gather(shared))
+
+    def measure(self, names: tuple[str, ...]) -> None:
+        """Queues the norms of `names`, whose last delivery has been received."""
+        self._put(_FIRST, lambda: self._measure(names))
+
+    def norm(self, clipping: Clipping) -> Future[GradientNorm]:
+        """Queues the global norm of everything measured."""
+        result: Future[GradientNorm] = Future()
+        self._put(_FIRST, lambda: self._finish_norm(clipping, result), result)
+        return result
+
+    def norm_of_updates(self) -> Future[GradientNorm]:
+        """Queues, behind all updates, the global norm of what they used."""
+        result: Future[GradientNorm] = Future()
+        self._put(_LAST, lambda: self._finish_norm(Clipping(), result), result)
+        return result
+
+    def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
+        """Queues the update of `names`, the parameters that `pack` owns."""
+        with self._changed:
+            self._pending[pack] = self._pending.get(pack, 0) + 1
+        self._put(pack, lambda: self._update(pack, names, hyper, norm))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread, if anything did."""
+        return self._failure
+
+    def wait(self, pack: int) -> None:
+        """Blocks until `pack` has been updated.
+
+        Raises:
+            BaseException: what went wrong on the thread, as it was raised there.
+        """
+        if threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._pending.get(pack))
+            self._raise()
+
+    def wait_all(self) -> None:
+        """Blocks until nothing is pending; raises as `wait` does."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or (not self._pending and not self._jobs))
+            self._raise()
+
+    def discard(self) -> None:
+        """Drops the gradients of a step that will not be applied. The updates of earlier steps go on."""
+        if self._failure is not None:
+            return
+        self._put(_FIRST, self._discard)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or (not self._jobs and not self._pending))
+
+    def stop(self) -> None:
+        """Ends the thread once its queue is empty."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _put(self, priority: int, job: Callable[[], None], result: Future[GradientNorm] | None = None) -> None:
+        with self._changed:
+            if self._failure is not None and result is not None:
+                result.set_exception(self._failure)
+            self._raise()
+            heapq.heappush(self._jobs, (priority, next(self._counter), job))
+            self._changed.notify_all()
+
+    # ---- on the thread
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._stopping)
+                if not self._jobs or self._failure is not None:
+                    return
+                job = self._jobs[0]
+            try:
+                job[2]()
+            except BaseException as failure:  # surfaces in the caller's thread
+                with self._changed:
+                    self._failure = failure
+                    self._jobs.clear()
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._jobs.remove(job)
+                heapq.heapify(self._jobs)
+                self._changed.notify_all()
+
+    def _sum(self, name: str) -> Tensor | None:
+        """The gradient of `name`: what its deliveries carry, added up in their order of arrival, in the first one."""
+        deliveries = self._held.get(name)
+        if not deliveries:
+            return None
+        first = deliveries[0]
+        first.arrived.synchronize()
+        total = first.gradients[name]
+        while len(deliveries) > 1:
+            later = deliveries.pop(1)
+            later.arrived.synchronize()
+            total.add_(later.gradients[name])
+            self._drop(name, later)
+        return total
+
+    def _drop(self, name: str, delivery: Delivery) -> None:
+        del delivery.gradients[name]
+        if not delivery.gradients:
+            self._gradients.release(delivery)
+
+    def _gather(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._sum(name)
+
+    def _measure(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            total = self._sum(name)
+            if total is not None and self._optimizer.trains(name):
+                self._norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+
+    def _finish_norm(self, clipping: Clipping, result: Future[GradientNorm]) -> None:
+        # As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters.
+        try:
+            norms = [self._norms[name] for name in sorted(self._norms, key=self._order.__getitem__)]
+            self._norms.clear()
+            total = torch.linalg.vector_norm(torch.stack(norms), 2) if norms else torch.zeros(())
+            if clipping.loss_scale != 1.0:
+                total = total / clipping.loss_scale
+            coefficient: Tensor | None = None
+            if clipping.max_norm > 0:
+                coefficient = torch.clamp(clipping.max_norm / (total + 1e-6), max=1.0)
+            if clipping.loss_scale != 1.0:
+                coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
+            result.set_result(GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total))))
+        except BaseException as failure:
+            result.set_exception(failure)
+            raise
+
+    def _update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
+        coefficient = norm.result().coefficient if norm is not None else None
+        gradients: dict[str, Tensor] = {}
+        for name in names:
+            total = self._sum(name)
+            if total is not None and self._optimizer.trains(name):
+                gradient = total.to(self._store.masters[name].dtype)
+                if norm is None:  # nothing to clip: measured for whoever asks
+                    self._norms[name] = torch.linalg.vector_norm(gradient, 2)
+                gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient)
+        self._optimizer.step(gradients, hyper)
+        for name in gradients:
+            copy = self._store.upload_copy(name)
+            if copy is not None:
+                copy.copy_(self._store.masters[name].detach())
+        self._let_go(names)
+        with self._changed:
+            self._pending[pack] -= 1
+            if not self._pending[pack]:
+                del self._pending[pack]
+
+    def _let_go(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            for delivery in self._held.pop(name, []):
+                self._drop(name, delivery)
+
+    def _discard(self) -> None:
+        self._norms.clear()
+        self._let_go(tuple(self._held))

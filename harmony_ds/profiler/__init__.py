@@ -1,0 +1,5 @@
+"""What layers cost: `CostTable`, measured by `harmony_ds.runtime.measure`."""
+
+from harmony_ds.profiler.costs import CallCost, CostTable
+
+__all__ = ["CallCost", "CostTable"]

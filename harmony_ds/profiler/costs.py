@@ -1,0 +1,58 @@
+"""What the profiler hands on: bytes per layer call, as measured for one micro-batch. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from harmony_ds.decomposer.graph import merge_calls, positions_of
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """Device bytes of one layer call with one micro-batch; weights, which the plan counts itself, are not in it.
+
+    Attributes:
+        alive_bytes: what a micro-batch holds while it waits before this call: this call's inputs, and whatever the
+            code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
+        stash_bytes: inputs of this call that an earlier layer produced, and that no earlier call took.
+        shared_bytes: gradients of outputs of earlier calls that this or a later call takes.
+        forward_bytes: the most that running it forward adds, its outputs included.
+        graph_bytes: what its autograd graph and its outputs hold after it ran.
+        backward_bytes: the most that recomputing it and propagating backward adds, its parameters' gradients included.
+        needs_backward: whether a gradient flows through this call at all.
+    """
+
+    alive_bytes: int = 0
+    stash_bytes: int = 0
+    shared_bytes: int = 0
+    forward_bytes: int = 0
+    graph_bytes: int = 0
+    backward_bytes: int = 0
+    needs_backward: bool = False
+
+    def worst(self, other: CallCost) -> CallCost:
+        return CallCost(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(CallCost)))
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """One `CallCost` per position of the call order, and what comes after the last call.
+
+    Attributes:
+        calls: the layer called at each position.
+        costs: one per position.
+        tail_bytes: the most that the code after the last layer (the loss) adds, forward and backward.
+    """
+
+    calls: tuple[int, ...]
+    costs: tuple[CallCost, ...]
+    tail_bytes: int
+
+    def worst(self, other: CostTable) -> CostTable:
+        """A table that covers what both saw: every call of either, at the larger of both costs."""
+        order = merge_calls(self.calls, other.calls)
+        costs = [CallCost()] * len(order)
+        for table in (self, other):
+            for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
+                costs[position] = costs[position].worst(cost)
+        return CostTable(order, tuple(costs), max(self.tail_bytes, other.tail_bytes))

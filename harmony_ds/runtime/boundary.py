@@ -1,0 +1,169 @@
+"""Where the autograd graph is cut, and how gradients cross the cut.
+
+    layer call k            |  code between the layers   |          layer call k+1
+    ... -> output  ==cut==> Boundary -> glue -> input  ==cut==> Boundary -> recomputed layer -> ...
+
+A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
+hands each output's gradient to a `Sink` and stops. The same node stands on both sides of a layer call: in the
+micro-batch's own graph its sinks collect the gradients of the layer's outputs; in front of a recomputed layer they pass
+the gradients of its inputs on to where those came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+class Sink(Protocol):
+    """Takes gradients of one tensor."""
+
+    def add(self, gradient: Tensor) -> None: ...
+
+    def take(self) -> Tensor | None: ...
+
+
+class Slot:
+    """The gradient of one output of a layer call: the sum of what its consumers hand back.
+
+    Attributes:
+        call: the number of the call in its micro-batch.
+        shape: of the output, and so of its gradient.
+    """
+
+    __slots__ = ("call", "dtype", "gradient", "shape")
+
+    def __init__(self, call: int, output: Tensor) -> None:
+        self.call = call
+        self.shape = output.shape
+        self.dtype = output.dtype
+        self.gradient: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def add(self, gradient: Tensor) -> None:
+        # Out of place: autograd may hand the same tensor to several consumers.
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class _BoundaryNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.harmony_sinks = sinks
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        for sink, gradient in zip(ctx.harmony_sinks, gradients, strict=True):
+            if gradient is not None:
+                sink.add(gradient)
+        return None, None, None
+
+
+def cut(tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
+    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `sinks`."""
+    if not tensors:
+        return ()
+    anchor = torch.empty((), requires_grad=True)
+    with torch.enable_grad():
+        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)
+    return cut_tensors
+
+
+def sinks_of(node: Node | None) -> Sequence[Sink] | None:
+    """The sinks of `node` if it is a Boundary."""
+    return getattr(node, "harmony_sinks", None)
+
+
+class Glue:
+    """Gradients on their way back through the code between one micro-batch's layers.
+
+    A layer input that is not itself an output of an earlier layer was computed by glue. Its gradient must run through
+    the glue's graph to the Boundaries behind it: once, when everything that uses it has been propagated, and before
+    the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may share parts.
+    """
+
+    def __init__(self) -> None:
+        self._edges: dict[tuple[Node, int], tuple[GradientEdge, GlueSink]] = {}
+        self._newest: dict[Node, int] = {}
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether every layer input was an output of an earlier layer, untouched."""
+        return not self._edges
+
+    def sink(self, tensor: Tensor) -> Sink:
+        """Where the gradient of the layer input `tensor` (which requires one) goes."""
+        sinks = sinks_of(tensor.grad_fn)
+        if sinks is not None:
+            return sinks[tensor.output_nr]
+        edge = get_gradient_edge(tensor)
+        key = (edge.node, edge.output_nr)
+        if key not in self._edges:
+            self._edges[key] = (edge, GlueSink(self._newest_call_behind(edge.node)))
+        return self._edges[key][1]
+
+    def settle(self, call: int) -> None:
+        """Runs gradients through all glue whose newest call is `call` or later (-1: all)."""
+        due = [(edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call]
+        if due:
+            gradients = [sink.take() for _, sink in due]
+            torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
+
+    def touches(self, tensor: Tensor) -> bool:
+        """Whether the graph of `tensor` runs through a glue tensor that also feeds a layer."""
+        targets = {node for node, _ in self._edges}
+        seen: set[Node] = set()
+        todo = [tensor.grad_fn] if tensor.grad_fn is not None else []
+        while todo:
+            node = todo.pop()
+            if node in targets:
+                return True
+            if node not in seen:
+                seen.add(node)
+                todo += [following for following, _ in node.next_functions if following is not None]
+        return False
+
+    def _newest_call_behind(self, root: Node) -> int:
+        """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
+        todo = [root]
+        while todo:
+            node = todo[-1]
+            following = [n for n, _ in node.next_functions if n is not None]
+            missing = [n for n in following if n not in self._newest]
+            if missing and sinks_of(node) is None:
+                todo += missing
+                continue
+            todo.pop()
+            sinks = sinks_of(node)
+            own = [sink.call for sink in sinks or () if isinstance(sink, Slot)]
+            self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
+        return self._newest[root]
+
+
+class GlueSink:
+    """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
+
+    __slots__ = ("deadline", "gradient")
+
+    def __init__(self, deadline: int) -> None:
+        self.deadline = deadline
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient

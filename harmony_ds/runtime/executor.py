@@ -1,0 +1,327 @@
+"""Executes a plan: a handler per kind of task, and no policy of its own.
+
+    SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
+    EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
+    SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
+    FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
+    UPDATE         updater.update                 NORM       updater.norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.host_gradients import Delivery, HostGradients
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
+from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.layer_call import LayerCalls
+from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
+from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+
+RESIDENT = -1
+"""The pack number under which the resident set is updated."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one run of the executor does.
+
+    Attributes:
+        packs: of the plan.
+        tasks: to execute, in order.
+        activation_bytes: per task, what it holds beside weights; charged where no allocator counts it.
+        order: the call order that positions refer to.
+        micro_batches: by index.
+    """
+
+    packs: tuple[Pack, ...]
+    tasks: tuple[Task, ...]
+    activation_bytes: tuple[int, ...]
+    order: tuple[int, ...]
+    micro_batches: Mapping[int, MicroBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an engine that the executor drives."""
+
+    device: Device
+    residency: Residency
+    stash: Stash
+    gradients: HostGradients | None
+    updater: Updater | None
+    lending: Lending
+    layer_calls: LayerCalls
+    random: RandomStreams
+
+
+class Executor:
+    """Runs tasks on the calling thread."""
+
+    def __init__(self, parts: Parts, resident: tuple[str, ...]) -> None:
+        self._parts = parts
+        self.resident_names = resident
+        self._resident: DeviceCopy | None = None
+        self._copies: dict[int, DeviceCopy] = {}
+        self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
+        self._deliveries: dict[int, Delivery] = {}
+        self._hyper: Hyper = ()
+        self._clipping: Clipping | None = None
+        self.on_progress: Progress | None = None
+        self.norm: Future[GradientNorm] | None = None
+        self.updates_issued = 0
+        self.overflow = False  # of the last step: its updates were skipped
+        self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
+            TaskKind.SWAP_IN: self._swap_in,
+            TaskKind.FORWARD: self._forward,
+            TaskKind.FUSED: self._fused,
+            TaskKind.BACKWARD: self._backward,
+            TaskKind.SWAP_OUT: self._swap_out,
+            TaskKind.UPDATE: self._update,
+            TaskKind.EVICT: self._evict,
+            TaskKind.FREE_GRADIENTS: self._free_gradients,
+            TaskKind.STASH_OUT: self._stash_out,
+            TaskKind.STASH_IN: self._stash_in,
+            TaskKind.NORM: self._norm,
+        }
+
+    def run(self, work: Work, hyper: Hyper = (), clipping: Clipping | None = None) -> None:
+        """Executes every task of `work`.
+
+        Args:
+            hyper: hyper-parameters for the updates.
+            clipping: if given, updates wait for the norm of all gradients.
+
+        Raises:
+            OffPlanError: a micro-batch called a layer that `work` has no place for; nothing has been updated.
+            BaseException: whatever the model, the loss, the optimizer or the device raised.
+        """
+        parts = self._parts
+        self._hyper, self._clipping = hyper, clipping
+        self.updates_issued = 0
+        self.overflow = False
+        self.norm = None
+        self._bring_resident()
+        parts.random.open()
+        try:
+            with parts.lending.lent(self._resident.leaves if self._resident else {}):
+                total = len(work.tasks)
+                for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
+                    parts.device.charge(nbytes, f"the activations and gradients of task {task}")
+                    try:
+                        self._handlers[task.kind](work, task)
+                    finally:
+                        parts.device.discharge(nbytes)
+                    if self.on_progress is not None:
+                        self.on_progress(done + 1, total, str(task))
+        finally:
+            parts.random.close()
+
+    def abandon(self) -> None:
+        """After a failure: frees everything on the device. Gradients on the host are dropped by the updater."""
+        for copy in self._copies.values():
+            self._parts.residency.evict(copy)
+        if self._resident is not None:
+            self._parts.residency.evict(self._resident)
+        self._copies.clear()
+        self._leaving.clear()
+        self._resident = None
+        self._parts.stash.abandon()
+        self.norm = None
+
+    def has_leftovers(self) -> bool:
+        """Whether weights or gradients are on the device (never so between steps)."""
+        return bool(self._copies or self._leaving)
+
+    # ---- the resident set: on the device from the first task of a step to the last
+
+    def _bring_resident(self) -> None:
+        if self.resident_names and self._resident is None:
+            if self._parts.updater is not None:
+                self._parts.updater.wait(RESIDENT)
+            self._resident = self._parts.residency.swap_in(self.resident_names)
+        if self._resident is not None:
+            self._resident.wait(self._parts.device)
+
+    def release_resident(self, wanted: bool) -> None:
+        """The resident set's part of SWAP_OUT (if its gradients are `wanted`) and EVICT."""
+        if self._resident is None:
+            return
+        if wanted:
+            self._send(RESIDENT, self._resident, self.resident_names)
+            self._free(RESIDENT)
+        self._parts.residency.evict(self._resident)
+        self._resident = None
+
+    # ---- weights
+
+    def _swap_in(self, work: Work, task: Task) -> None:
+        pack = work.packs[task.pack]
+        if self._parts.updater is not None:
+            for owner in owners_of(work.packs, pack):
+                self._parts.updater.wait(owner)
+        self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
+
+    def _evict(self, work: Work, task: Task) -> None:
+        self._parts.residency.evict(self._copies.pop(task.pack))
+
+    def _leaves(self, pack: int) -> Mapping[str, Tensor]:
+        copy = self._copies[pack]
+        copy.wait(self._parts.device)
+        return copy.leaves
+
+    # ---- compute
+
+    def _forward(self, work: Work, task: Task) -> None:
+        micro_batch = work.micro_batches[task.micro_batch]
+        pack = work.packs[task.pack]
+        leaves = self._leaves(task.pack)
+        lane = self._enter(micro_batch)
+        while lane.request is not None:
+            position = micro_batch.place(lane.request.layer, work.order)
+            if position > pack.positions[-1]:
+                return
+            number = micro_batch.pass_position(position)
+            outputs, call = self._parts.layer_calls.forward(
+                lane.request,
+                number,
+                leaves,
+                micro_batch.glue,
+                self._parts.random.snapshot,
+            )
+            if call is not None:
+                micro_batch.calls.append((position, call))
+            lane.resume(outputs)
+            del outputs
+        micro_batch.finish()
+
+    def _fused(self, work: Work, task: Task) -> None:
+        micro_batch = work.micro_batches[task.micro_batch]
+        leaves = self._leaves(task.pack)
+        if not micro_batch.forwarded:
+            lane = self._enter(micro_batch)
+            while lane.request is not None:
+                micro_batch.pass_position(micro_batch.place(lane.request.layer, work.order))
+                lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
+            micro_batch.finish()
+        loss = micro_batch.objective(micro_batch.outputs)
+        micro_batch.outputs = None
+        if loss is not None and loss.requires_grad:
+            glue = micro_batch.glue
+            loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
+        del loss
+        self._settle(micro_batch)
+        self._accumulate(task.pack)
+
+    def _backward(self, work: Work, task: Task) -> None:
+        micro_batch = work.micro_batches[task.micro_batch]
+        leaves = self._leaves(task.pack)
+        for call in micro_batch.take_calls(work.packs[task.pack]):
+            micro_batch.glue.settle(call.number)
+            self._parts.layer_calls.backward(call, leaves, self._parts.random.replay)
+        self._settle(micro_batch)
+        self._accumulate(task.pack)
+
+    def _settle(self, micro_batch: MicroBatch) -> None:
+        """Once every layer is behind: what is left leads to resident parameters and to the user's own leaves."""
+        if not micro_batch.calls:
+            micro_batch.glue.settle(-1)
+            micro_batch.glue = Glue()
+
+    def _accumulate(self, pack: int) -> None:
+        self._parts.residency.accumulate(self._copies[pack])
+        if self._resident is not None:
+            self._parts.residency.accumulate(self._resident)
+
+    def _enter(self, micro_batch: MicroBatch) -> Lane:
+        """The micro-batch's lane, with its random stream current; started if it was not."""
+        if micro_batch.lane is None:
+            self._parts.random.start(micro_batch, micro_batch.seed)
+            micro_batch.lane = Lane(
+                micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device.torch_device
+            )
+            micro_batch.lane.resume()
+        else:
+            self._parts.random.switch(micro_batch)
+        return micro_batch.lane
+
+    # ---- stash
+
+    def _stash_out(self, work: Work, task: Task) -> None:
+        self._parts.stash.move_out(_entries(work, task))
+
+    def _stash_in(self, work: Work, task: Task) -> None:
+        self._parts.stash.bring_in(_entries(work, task))
+
+    # ---- gradients and updates
+
+    def _swap_out(self, work: Work, task: Task) -> None:
+        self._send(task.pack, self._copies[task.pack], work.packs[task.pack].owned)
+
+    def _send(self, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
+        assert self._parts.gradients is not None and self._parts.updater is not None
+        gradients = self._parts.residency.gradients(copy)
+        delivery = self._parts.gradients.swap_out(gradients, beyond_limit=self._clipping is not None)
+        self._leaving[pack] = (gradients, delivery.arrived)
+        self._parts.updater.receive(delivery)
+        if self._clipping is not None:
+            self._parts.updater.measure(owned)
+
+    def _free_gradients(self, work: Work, task: Task) -> None:
+        self._free(task.pack)
+
+    def _free(self, pack: int) -> None:
+        _, copied = self._leaving.pop(pack)
+        # Their memory belongs to the compute stream: its next owner there comes behind the copy.
+        self._parts.device.wait(Stream.COMPUTE, copied)
+
+    def _norm(self, work: Work, task: Task) -> None:
+        assert self._parts.updater is not None and self._clipping is not None
+        self.release_resident(wanted=True)
+        self.norm = self._parts.updater.norm(self._clipping)
+        if self._clipping.skip_overflow and self.norm.result().overflow:
+            self.overflow = True
+            self._parts.updater.discard()
+
+    def _update(self, work: Work, task: Task) -> None:
+        assert self._parts.updater is not None
+        if self.overflow:
+            return
+        self.updates_issued += 1
+        self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.norm)
+
+    def finish_step(self) -> None:
+        """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""
+        self.release_resident(wanted=True)
+        if self.resident_names and self._parts.updater is not None and not self.overflow:
+            self.updates_issued += 1
+            self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
+        if self.norm is None and self._parts.updater is not None:
+            self.norm = self._parts.updater.norm_of_updates()
+
+
+def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
+    """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
+    borrowed = set(pack.parameters) - set(pack.owned)
+    return [pack.index, *(other.index for other in packs[: pack.index] if borrowed & set(other.owned))]
+
+
+def _entries(work: Work, task: Task) -> list[StashEntry]:
+    calls = work.micro_batches[task.micro_batch].calls_in(work.packs[task.pack])
+    return [entry for call in calls for entry in call.entries]
+
+
+__all__ = ["RESIDENT", "Executor", "OffPlanError", "Parts", "Work", "owners_of"]

@@ -1,0 +1,154 @@
+"""Puts the engine between a model and its layers, without changing either's class or signature.
+
+Each layer's `forward` becomes an `InterceptedForward`, which asks whoever is active on the calling thread what to do:
+a `Lane` parks, a `Streamer` runs the layer at once, and nobody at all means that the layer runs as it always did.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from harmony_ds.decomposer.find import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context to enter again later, on another thread."""
+
+    device_type: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def current(device_type: str) -> Autocast | None:
+        """The calling thread's, if it is on."""
+        if not torch.is_autocast_enabled(device_type):
+            return None
+        return Autocast(device_type, torch.get_autocast_dtype(device_type))
+
+    @staticmethod
+    @contextmanager
+    def entered(state: Autocast | None) -> Iterator[None]:
+        """`state` entered. Without a weight cache: it is keyed by tensors that are swapped."""
+        if state is None:
+            yield
+        else:
+            with torch.autocast(state.device_type, state.dtype, cache_enabled=False):
+                yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One layer call that a model is about to make.
+
+    Attributes:
+        layer: index of the layer.
+        forward: the layer's own forward, bound.
+        context: the caller's context variables.
+        grad: the caller's grad mode.
+        autocast: the caller's autocast.
+    """
+
+    layer: int
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: contextvars.Context
+    grad: bool
+    autocast: Autocast | None
+
+
+class Handler(Protocol):
+    """Who decides what becomes of a layer call."""
+
+    device_type: str
+
+    def call(self, request: Request) -> Any:
+        """The outputs of the layer call."""
+
+
+class _Active(threading.local):
+    handler: Handler | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Layer calls of this thread go to `handler` while the context is open."""
+    before, _active.handler = _active.handler, handler
+    try:
+        yield
+    finally:
+        _active.handler = before
+
+
+class InterceptedForward:
+    """Stands in a layer's instance attributes as its `forward`. A copy of the layer gets its class's forward back."""
+
+    def __init__(self, layer: Layer) -> None:
+        functools.update_wrapper(self, layer.module.forward)
+        self._layer = layer
+        self._forward = layer.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = _active.handler
+        if handler is None:
+            return self._forward(*args, **kwargs)
+        return handler.call(
+            Request(
+                self._layer.index,
+                self._forward,
+                args,
+                kwargs,
+                contextvars.copy_context(),
+                torch.is_grad_enabled(),
+                Autocast.current(handler.device_type),
+            )
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # copy.deepcopy knows the new module before it copies what the old one holds.
+        module = memo.get(id(self._layer.module))
+        if module is None:
+            return deepcopy(self._forward, memo)
+        return _forward_of_class(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of_class, (self._layer.module,)
+
+
+def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+class Interception:
+    """Intercepts the layers of one model until `remove`."""
+
+    def __init__(self, layers: tuple[Layer, ...]) -> None:
+        self._modules: list[nn.Module] = []
+        for layer in layers:
+            if isinstance(layer.module.__dict__.get("forward"), InterceptedForward):
+                self.remove()
+                raise ValueError("this model belongs to another engine: call its destroy() first")
+            layer.module.__dict__["forward"] = InterceptedForward(layer)
+            self._modules.append(layer.module)
+
+    def remove(self) -> None:
+        """Gives every layer its own forward back."""
+        for module in self._modules:
+            intercepted = module.__dict__.pop("forward", None)
+            if isinstance(intercepted, InterceptedForward) and not isinstance(intercepted._forward, types.MethodType):
+                module.__dict__["forward"] = intercepted._forward
+        self._modules.clear()

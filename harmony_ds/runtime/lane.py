@@ -1,0 +1,105 @@
+"""One micro-batch's forward pass, suspended at layer calls.
+
+A lane is a thread that runs the model's own forward; exactly one of all threads (the lanes and the engine's) runs at
+any time. Python, torch and the user keep per-thread and per-context state (autocast, grad mode, context variables):
+threads keep it apart by construction, which coroutines on one thread do not.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harmony_ds.runtime.intercept import Autocast, Request, handled_by
+
+
+class LaneAborted(BaseException):
+    """Unwinds a suspended forward pass whose step has failed elsewhere."""
+
+
+class Lane:
+    """Runs `function` up to its next layer call, again and again."""
+
+    def __init__(self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: torch.device) -> None:
+        self.device_type = device.type
+        self.request: Request | None = None
+        self.result: Any = None
+        self._device = device
+        self._grad = grad
+        self._autocast = autocast
+        self._failure: BaseException | None = None
+        self._reply: Any = None
+        self._go = threading.Lock()
+        self._back = threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
+        self._running = False
+        self.finished = False
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._run, function), name="harmony-lane", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def parked(self) -> bool:
+        """Whether it waits at a layer call."""
+        return self.request is not None
+
+    def resume(self, reply: Any = None) -> None:
+        """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
+
+        Raises:
+            BaseException: what `function` raised.
+        """
+        self.request = None
+        self._reply = reply
+        self._running = True
+        self._go.release()
+        self._back.acquire()
+        self._running = False
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Ends the thread wherever it is."""
+        if self._running:  # the engine's thread was interrupted while it waited for this lane
+            self._back.acquire()
+            self._running = False
+        if not self.finished:
+            self.request = None
+            self._reply = LaneAborted()
+            self._go.release()
+        self._thread.join()
+
+    # ---- on the lane's thread
+
+    def call(self, request: Request) -> Any:
+        """Parks at a layer call and returns what the engine made of it."""
+        self.request = request
+        self._back.release()
+        self._go.acquire()
+        reply, self._reply = self._reply, None
+        if isinstance(reply, LaneAborted):
+            raise reply
+        return reply
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        self._go.acquire()
+        try:
+            if not isinstance(self._reply, LaneAborted):
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                with torch.set_grad_enabled(self._grad), Autocast.entered(self._autocast), handled_by(self):
+                    self.result = function()
+        except LaneAborted:
+            pass
+        except BaseException as failure:  # surfaces in `resume`
+            self._failure = failure
+        finally:
+            self.finished = True
+            self._back.release()

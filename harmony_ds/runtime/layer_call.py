@@ -1,0 +1,381 @@
+"""Runs one layer for one micro-batch: forward and cut, again in backward, or attached to the micro-batch's own graph.
+
+The forward pass builds an autograd graph and throws it away: kernels are chosen by whether a gradient is required, and
+the recomputation must give the same bits.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.runtime.intercept import Autocast, Request
+from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.random_streams import State
+from harmony_ds.runtime.trees import Shape, flatten, unflatten
+
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+class _Nowhere:
+    """Takes the gradients of a graph that nobody propagates through."""
+
+    def add(self, gradient: Tensor) -> None:
+        return None
+
+    def take(self) -> Tensor | None:
+        return None
+
+
+_NOWHERE = _Nowhere()
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCall:
+    """What it takes to run a layer call again and to propagate through it.
+
+    Attributes:
+        request: the call as the model made it, without its arguments.
+        number: place among the calls of its micro-batch.
+        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
+        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        sinks: per tensor argument: where its gradient goes, or None.
+        state: random state before the call.
+        slots: per tensor output: the sum of its gradients, or None where none flows.
+    """
+
+    request: Request
+    number: int
+    arguments: Arguments
+    tensors: list[StashEntry | Kept]
+    sinks: list[Sink | None]
+    state: State
+    slots: list[Slot | None] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[StashEntry]:
+        return [t for t in self.tensors if isinstance(t, StashEntry)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A tensor argument that stays where it is, and its version when the layer was called."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Arguments:
+    """Arguments of a layer call with their tensors taken out, and mappings that the layer may write into."""
+
+    leaves: list[Any]
+    shape: Shape
+    places: list[list[int]]  # per distinct tensor: the leaves that it stands in
+    mappings: list[tuple[int, dict[Any, Any]]]  # leaf, content before the call
+    inside: list[Any]  # the leaves of those contents; places count on from `leaves`
+    inside_shape: Shape
+
+    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """Positional and keyword arguments over `tensors`; mappings are copies, returned last."""
+        leaves = [*self.leaves, *self.inside]
+        for tensor, places in zip(tensors, self.places, strict=True):
+            for place in places:
+                leaves[place] = tensor
+        inside = leaves[len(self.leaves) :]
+        del leaves[len(self.leaves) :]
+        copies: list[Any] = []
+        for (place, _), content in zip(self.mappings, unflatten(inside, self.inside_shape), strict=True):
+            clone = copy.copy(leaves[place])
+            clone.clear()
+            clone.update(content)
+            leaves[place] = clone
+            copies.append(clone)
+        args, kwargs = unflatten(leaves, self.shape)
+        return args, kwargs, copies
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a run of a layer left: its output leaves, and how to give them back."""
+
+    inputs: list[Tensor]
+    leaves: list[Any]
+    shape: Shape
+
+
+class LayerCalls:
+    """Runs the layer calls of one model."""
+
+    def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
+        self._layers = layers
+        self._slots = [lending.slots(layer.module) for layer in layers]
+        self._stash = stash
+        self._changes_inputs: set[int] = set()
+        self._changes_buffers: set[int] = set()
+
+    # ---- attached: part of the caller's own graph, or of none
+
+    def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+        """Runs the call as the model wrote it, on device copies of the layer's parameters."""
+        if request.grad:
+            request = _without_cache(request)
+        with self._slots[request.layer].filled(copies), _caller_state(request):
+            return request.context.run(request.forward, *request.args, **request.kwargs)
+
+    # ---- cut: forward now, backward later
+
+    def forward(
+        self, request: Request, number: int, copies: Mapping[str, Tensor], glue: Glue, state: Callable[[], State]
+    ) -> tuple[Any, RecordedCall | None]:
+        """Runs the call and cuts its outputs from its graph.
+
+        Returns:
+            The outputs for the model, and the record for `backward`; None where no gradient can flow.
+        """
+        if not request.grad:
+            return self.attached(request, copies), None
+        request = _without_cache(request)
+        arguments, tensors = _take_tensors(request)
+        call = RecordedCall(
+            request=Request(
+                request.layer, request.forward, (), {}, request.context, True, request.autocast
+            ),
+            number=number,
+            arguments=arguments,
+            tensors=[],
+            sinks=[glue.sink(t) if t.requires_grad else None for t in tensors],
+            state=state(),
+        )
+        given = tensors
+        if request.layer in self._changes_inputs:
+            given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        name = self._layers[request.layer].name
+        call.tensors = [self._keep(tensor, name) for tensor in given]
+        versions = [t._version for t in tensors]
+        outcome = self._run(call, [t.detach() for t in tensors], copies, [_NOWHERE if s else None for s in call.sinks])
+        outputs = self._cut_outputs(call, outcome, tensors)
+        if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
+            self._changes_inputs.add(request.layer)
+            raise InputChangedError(
+                f"layer {name} changes its input in place, which was not seen when the model was measured."
+            )
+        return outputs, call if any(call.slots) else self._forget(call)
+
+    def backward(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> bool:
+        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`.
+
+        Returns:
+            Whether there was anything to propagate.
+        """
+        gradients = [slot.take() if slot is not None else None for slot in call.slots]
+        if all(gradient is None for gradient in gradients):
+            self._forget(call)
+            return False
+        replay(call.state)
+        tensors = [self._tensor(call, kept) for kept in call.tensors]
+        if call.request.layer in self._changes_inputs:
+            tensors = [t.clone() for t in tensors]
+        with self._buffers_kept(call.request.layer):
+            outcome = self._run(call, tensors, copies, call.sinks)
+            outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
+            if len(outputs) != len(gradients):
+                raise ModelError(
+                    f"layer {self._layers[call.request.layer].name} returned {len(gradients)} tensors in forward and "
+                    f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's random "
+                    "numbers alone."
+                )
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            del outcome, outputs
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        self._forget(call)
+        return True
+
+    def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
+        # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
+        # is small and taken by every layer.
+        if sinks_of(tensor.grad_fn) is not None or tensor.requires_grad:
+            return self._stash.put(tensor, name)
+        return Kept(tensor.detach(), tensor._version)
+
+    def _tensor(self, call: RecordedCall, kept: StashEntry | Kept) -> Tensor:
+        if isinstance(kept, StashEntry):
+            return self._stash.tensor(kept).detach()
+        if kept.tensor._version != kept.version:
+            raise ModelError(
+                f"an argument of layer {self._layers[call.request.layer].name} was changed in place after the layer was "
+                "called, so the layer cannot be recomputed. Make the operation out of place."
+            )
+        return kept.tensor
+
+    def _forget(self, call: RecordedCall) -> None:
+        for entry in call.entries:
+            self._stash.release(entry)
+        call.tensors = []
+
+    def _run(
+        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], sinks: list[Any]
+    ) -> Outcome:
+        request = call.request
+        ends = [place for place, sink in enumerate(sinks) if sink is not None]
+        inputs = list(tensors)
+        for place, tensor in zip(ends, cut([tensors[p] for p in ends], [sinks[p] for p in ends]), strict=True):
+            inputs[place] = tensor
+        args, kwargs, mappings = call.arguments.filled(inputs)
+        module = self._layers[request.layer].module
+        versions = _buffer_versions(module)
+        with self._slots[request.layer].filled(copies), _caller_state(request), _collecting(request) as collected:
+            result = request.context.run(request.forward, *args, **kwargs)
+        if versions != _buffer_versions(module):
+            self._changes_buffers.add(request.layer)
+        writes = [_writes(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)]
+        leaves, shape = flatten((result, collected, writes))
+        return Outcome(inputs, leaves, shape)
+
+    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor]) -> Any:
+        """The outputs for the model: inputs that came back are the model's own, the rest is cut."""
+        source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
+        leaves = list(outcome.leaves)
+        cut_places: list[int] = []
+        slots: list[Slot] = []
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            slot = None
+            if id(leaf) in source_of:
+                leaves[place] = source_of[id(leaf)]
+            elif leaf.requires_grad:
+                slot = Slot(call.number, leaf)
+                slots.append(slot)
+                cut_places.append(place)
+            else:
+                leaves[place] = leaf.detach()
+            call.slots.append(slot)
+        for place, tensor in zip(cut_places, cut([leaves[p].detach() for p in cut_places], slots), strict=True):
+            leaves[place] = tensor
+        result, collected, writes = unflatten(leaves, outcome.shape)
+        _give_back(call, collected, writes)
+        return result
+
+    @contextmanager
+    def _buffers_kept(self, layer: int) -> Iterator[None]:
+        """A recomputation must not update running statistics a second time."""
+        if layer not in self._changes_buffers:
+            yield
+            return
+        buffers = [b for b in self._layers[layer].module.buffers()]
+        before = [b.clone() for b in buffers]
+        yield
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+class InputChangedError(ModelError):
+    """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
+
+
+def _without_cache(request: Request) -> Request:
+    """In training there is no cache to fill, and a recomputation would fill it twice (as transformers' own
+    gradient checkpointing does)."""
+    kwargs = dict(request.kwargs)
+    for key in _CACHE_ARGUMENTS:
+        if kwargs.get(key) is not None:
+            kwargs[key] = None
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    args = tuple(None if type(a).__name__.endswith("Cache") else a for a in request.args)
+    return Request(
+        request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast
+    )
+
+
+def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
+    leaves, shape = flatten((request.args, request.kwargs))
+    mappings = [
+        (place, dict(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, collections.abc.MutableMapping)
+    ]
+    inside, inside_shape = flatten([content for _, content in mappings])
+    places: dict[int, list[int]] = {}
+    tensors: dict[int, Tensor] = {}
+    for place, leaf in enumerate([*leaves, *inside]):
+        if isinstance(leaf, Tensor):
+            tensors[id(leaf)] = leaf
+            places.setdefault(id(leaf), []).append(place)
+    kept = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in inside]
+    arguments = Arguments(kept, shape, list(places.values()), mappings, rest, inside_shape)
+    return arguments, list(tensors.values())
+
+
+@contextmanager
+def _caller_state(request: Request) -> Iterator[None]:
+    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
+        yield
+
+
+def _buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(b), b._version) for b in module.buffers()]
+
+
+# ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
+
+
+def _collector_variable() -> Any:
+    # Never imported for its own sake: a model that uses it has imported it.
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    variable = getattr(capturing, "_active_collector", None)
+    return getattr(variable, "context_var", variable)
+
+
+@contextmanager
+def _collecting(request: Request) -> Iterator[dict[str, list[Any]]]:
+    """While open, what the layer collects goes into the yielded lists instead of the caller's."""
+    variable = _collector_variable()
+    outer = request.context.run(variable.get) if variable is not None else None
+    if outer is None:
+        yield {}
+        return
+    inner: dict[str, Any] = {key: [] if isinstance(value, list) else value for key, value in outer.items()}
+    token = request.context.run(variable.set, inner)
+    collected: dict[str, list[Any]] = {}
+    try:
+        yield collected
+    finally:
+        request.context.run(variable.reset, token)
+        collected.update({key: value for key, value in inner.items() if isinstance(value, list) and value})
+
+
+def _give_back(call: RecordedCall, collected: dict[str, list[Any]], writes: list[dict[Any, Any]]) -> None:
+    """Lets the caller see what the layer collected and wrote, with cut tensors."""
+    if collected:
+        outer = call.request.context.run(_collector_variable().get)
+        for key, values in collected.items():
+            outer[key].extend(values)
+    for (place, _), written in zip(call.arguments.mappings, writes, strict=True):
+        call.arguments.leaves[place].update(written)
+
+
+def _writes(before: dict[Any, Any], after: Any) -> dict[Any, Any]:
+    """What a layer put into a mapping that it was given."""
+    return {
+        key: value
+        for key, value in dict(after).items()
+        if key not in before or any(a is not b for a, b in zip(flatten(value)[0], flatten(before[key])[0], strict=False))
+    }

@@ -1,0 +1,255 @@
+"""What a module's parameters are while the engine runs it.
+
+Every module's `_parameters` dictionary is exchanged as a whole, which costs one assignment per module:
+
+    resting        WatchedParameters   the host tensors; reading one waits for its pending update
+    lent           PhantomParameters   the device's dtype and device, no memory; using one raises its name
+    in a call      device copies       of this layer's parameters, for the time of one layer call
+
+Buffers live on the device while a model is lent, and what changed comes back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.device.base import Device
+from harmony_ds.errors import ParameterOutsideLayerError
+from harmony_ds.offload.ledger import Kind, Ledger
+
+
+class PhantomParameter(torch.Tensor):
+    """Answers questions about shape, dtype and device like the parameter on the device would, and nothing else."""
+
+    harmony_name: str
+    harmony_touched: Callable[[str], None]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(name: str, like: Tensor, device: torch.device, touched: Callable[[str], None]) -> PhantomParameter:
+        """A phantom of `like` on `device`; `touched` is told its name before an operation on it raises."""
+        phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
+            PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
+        )
+        phantom.harmony_name = name
+        phantom.harmony_touched = touched
+        return phantom
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PhantomParameter({self.harmony_name}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_iter((args, kwargs))
+        names = [leaf.harmony_name for leaf in leaves if isinstance(leaf, PhantomParameter)]
+        for leaf in torch.utils._pytree.tree_iter((args, kwargs)):
+            if isinstance(leaf, PhantomParameter):
+                leaf.harmony_touched(leaf.harmony_name)
+        raise ParameterOutsideLayerError(
+            f"the parameter {names[0]} was used ({func}) outside the call of the layer that owns it, where it is not "
+            "on the device. Name a module that contains both the layer and this use in harmony.layers."
+        )
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's host parameters; looking at one waits until its pending update is done. Copies are plain dicts."""
+
+    __slots__ = ("_wait",)
+
+    def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._wait = wait
+
+    def __getitem__(self, key: str) -> Any:
+        self._wait()
+        return super().__getitem__(key)
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: deepcopy(value, memo) for key, value in self.items()}
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+class Lending:
+    """Exchanges what the modules of one model hold."""
+
+    def __init__(
+        self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger, wait: Callable[[], None]
+    ) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._owners: list[tuple[nn.Module, dict[str, str]]] = []
+        for module in model.modules():
+            held = module.__dict__["_parameters"]
+            names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
+            if names:
+                self._owners.append((module, names))
+                module.__dict__["_parameters"] = WatchedParameters(held, wait)
+        self._resting = {module: module.__dict__["_parameters"] for module, _ in self._owners}
+        self._names = dict(self._owners)
+        self._phantoms: dict[nn.Module, dict[str, Any]] = {}
+        self._buffer_owners = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
+        self._buffers = DeviceBuffers(self._buffer_owners, device, ledger)
+        self._lent = False
+        self.touched: set[str] = set()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Device bytes of the model's buffers while it is lent."""
+        return self._buffers.nbytes
+
+    @contextmanager
+    def lent(self, resident: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
+        """While open, no module shows host tensors: phantoms, and `resident` device tensors by canonical name.
+
+        What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised.
+        """
+        if self._lent:  # a forward pass inside generate()
+            yield
+            return
+        self._lent = True
+        try:
+            for module, names in self._owners:
+                module.__dict__["_parameters"] = self._shown(module, names, resident)
+            self._buffers.lend()
+            yield
+            if keep_buffers:
+                self._buffers.take_back()
+        finally:
+            self._buffers.restore()
+            for module, _ in self._owners:
+                module.__dict__["_parameters"] = self._resting[module]
+            self._lent = False
+
+    def _shown(self, module: nn.Module, names: dict[str, str], resident: Mapping[str, Tensor]) -> dict[str, Any]:
+        phantoms = self._phantoms.get(module)
+        if phantoms is None:
+            resting = self._resting[module]
+            phantoms = {key: None for key in resting}
+            for key, name in names.items():
+                host = dict.__getitem__(resting, key)
+                phantoms[key] = PhantomParameter.of(name, host, self._device.torch_device, self.touched.add)
+            self._phantoms[module] = phantoms
+        shown = {key: resident[name] for key, name in names.items() if name in resident}
+        return {**phantoms, **shown} if shown else phantoms
+
+    def remove(self) -> None:
+        """Gives every module a plain dictionary of its host parameters."""
+        for module, held in self._resting.items():
+            module.__dict__["_parameters"] = dict(dict.items(held))
+
+    def slots(self, layer: nn.Module) -> LayerSlots:
+        """The dictionaries of a layer's modules, to be filled by `LayerSlots.filled`."""
+        return LayerSlots([(module, self._names[module]) for module in layer.modules() if module in self._names])
+
+
+class LayerSlots:
+    """Where a layer's parameters are looked up."""
+
+    def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
+        self._owners = tuple(owners)
+
+    @contextmanager
+    def filled(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
+        """While open, the layer's modules hold `copies` (by canonical name)."""
+        before = [module.__dict__["_parameters"] for module, _ in self._owners]
+        try:
+            for (module, names), shown in zip(self._owners, before, strict=True):
+                filled = {key: copies.get(name, shown[key]) for key, name in names.items()}
+                module.__dict__["_parameters"] = filled if len(filled) == len(shown) else {**shown, **filled}
+            yield
+        finally:
+            for (module, _), shown in zip(self._owners, before, strict=True):
+                module.__dict__["_parameters"] = shown
+
+
+class DeviceBuffers:
+    """The buffers of a model on the device: copied once, brought back where the forward pass changed them."""
+
+    def __init__(self, owners: list[nn.Module], device: Device, ledger: Ledger) -> None:
+        self._owners = owners
+        self._device = device
+        self._ledger = ledger
+        self._host: dict[nn.Module, dict[str, Any]] = {}
+        self._lent: dict[nn.Module, dict[str, Any]] = {}
+        self._versions: dict[int, int] = {}
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # id(host) -> (host, its version, device copy)
+        buffers = {id(b): b for m in owners for b in m._buffers.values() if b is not None}
+        self.nbytes = sum(_nbytes(b) for b in buffers.values())
+
+    def lend(self) -> None:
+        for module in self._owners:
+            host = module.__dict__["_buffers"]
+            self._host[module] = host
+            shown = {key: None if b is None else self._copy(b) for key, b in host.items()}
+            module.__dict__["_buffers"] = shown
+            self._lent[module] = dict(shown)
+
+    def _copy(self, host: Tensor) -> Tensor:
+        known = self._copies.get(id(host))
+        if known is not None and known[1] == host._version:
+            return known[2]
+        if known is None:
+            self._device.charge(_nbytes(host), "a buffer of the model")
+        copy = torch.empty_like(host, device=self._device.torch_device)
+        copy.copy_(host)
+        self._ledger.book_in(Kind.DATA, _nbytes(host))
+        self._copies[id(host)] = (host, host._version, copy)
+        self._versions[id(copy)] = copy._version
+        return copy
+
+    def take_back(self) -> None:
+        """Copies what changed on the device into the host buffers (or in their place, if it was replaced)."""
+        for module, lent in self._lent.items():
+            host = self._host[module]
+            for key, now in module.__dict__["_buffers"].items():
+                before = lent.get(key)
+                if now is None or (now is before and now._version == self._versions[id(now)]):
+                    continue
+                self._ledger.book_out(Kind.DATA, _nbytes(now))
+                target = host.get(key)
+                if target is None or target.shape != now.shape or target.dtype != now.dtype:
+                    host[key] = now.detach().to("cpu", copy=True)
+                    continue
+                with torch.no_grad():
+                    target.copy_(now)
+                if now is before:
+                    self._versions[id(now)] = now._version
+                    self._copies[id(target)] = (target, target._version, now)
+
+    def restore(self) -> None:
+        """Puts the host buffers back. Device copies that were changed but not taken back are made anew next time."""
+        for module, host in self._host.items():
+            module.__dict__["_buffers"] = host
+        for key, (_, _, copy) in list(self._copies.items()):
+            if copy._version != self._versions[id(copy)]:
+                self._device.discharge(_nbytes(copy))
+                del self._copies[key]
+        self._host.clear()
+        self._lent.clear()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

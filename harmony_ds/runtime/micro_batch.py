@@ -1,0 +1,124 @@
+"""One micro-batch on its way through a step: its lane, its recorded calls, its gradients between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from harmony_ds.errors import BatchError
+from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.intercept import Autocast
+from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.layer_call import RecordedCall
+from harmony_ds.scheduler.plan import Pack
+
+Objective = Callable[[Any], Tensor | None]
+"""From a forward pass's outputs to the scalar to propagate back from (None: nothing)."""
+
+
+class OffPlanError(Exception):
+    """A micro-batch called a layer that the plan has no place for; the model must be measured with it."""
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """State of one micro-batch.
+
+    Attributes:
+        index: place in the group.
+        seed: of its random stream.
+        forward: runs the model on its inputs; called on the lane's thread.
+        objective: called with the outputs, on the engine's thread, where forward and backward are fused.
+        autocast: the caller's, entered again on the lane's thread.
+    """
+
+    index: int
+    seed: int
+    forward: Callable[[], Any]
+    objective: Objective
+    autocast: Autocast | None
+    grad: bool = True
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
+    lane: Lane | None = None
+    outputs: Any = None
+    forwarded: bool = False
+    calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
+    """Recorded calls with their positions, in the order they were made."""
+    glue: Glue = field(default_factory=Glue)
+    _cursor: int = 0
+    _numbers: int = 0
+
+    def place(self, layer: int, order: tuple[int, ...]) -> int:
+        """The position of the call of `layer` that comes next.
+
+        Raises:
+            OffPlanError: there is none.
+        """
+        try:
+            return order.index(layer, self._cursor)
+        except ValueError:
+            raise OffPlanError from None
+
+    def pass_position(self, position: int) -> int:
+        """Moves on behind `position`; returns the number of the call just placed there."""
+        self._cursor = position + 1
+        self._numbers += 1
+        return self._numbers - 1
+
+    def calls_in(self, pack: Pack) -> list[RecordedCall]:
+        """The recorded calls of `pack`."""
+        return [call for position, call in self.calls if position in pack.positions]
+
+    def take_calls(self, pack: Pack) -> list[RecordedCall]:
+        """The recorded calls of `pack`, the last one first; they are no longer recorded."""
+        taken: list[RecordedCall] = []
+        while self.calls and self.calls[-1][0] >= pack.positions[0]:
+            taken.append(self.calls.pop()[1])
+        return taken
+
+    def move(self, positions: tuple[int, ...]) -> None:
+        """The call order has grown: `positions[p]` is where the call once at `p` is now."""
+        self.calls = [(positions[place], call) for place, call in self.calls]
+
+    def finish(self) -> None:
+        """Takes the outputs off a lane that ran to its end."""
+        assert self.lane is not None
+        self.outputs = self.lane.result
+        self.lane.close()
+        self.lane = None
+        self.forwarded = True
+
+    def abandon(self) -> None:
+        """Ends the lane wherever it is, and forgets everything recorded."""
+        if self.lane is not None:
+            self.lane.close()
+        self.lane = None
+        self.outputs = None
+        self.calls.clear()
+        self.glue = Glue()
+        self.forwarded = False
+        self._cursor = self._numbers = 0
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss among a model's outputs: `.loss`, `["loss"]`, the first of a tuple, or the scalar itself.
+
+    Raises:
+        BatchError: there is none.
+    """
+    loss = outputs if isinstance(outputs, Tensor) else getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, dict):
+        loss = outputs.get("loss")
+    if loss is None and isinstance(outputs, tuple) and outputs:
+        loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else None
+        found = f"a tensor of shape {shape}" if shape is not None else type(outputs).__name__
+        raise BatchError(
+            f"the model returned no scalar loss but {found}. Pass labels, so that the model computes one, or use the "
+            "loop: outputs = engine(...); loss = ...; engine.backward(loss); engine.step()."
+        )
+    return loss

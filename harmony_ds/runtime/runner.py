@@ -1,0 +1,287 @@
+"""Measures, plans and runs groups of micro-batches; recovers from whatever a step may raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from harmony_ds.decomposer.find import Decomposition
+from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, ParameterOutsideLayerError
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.updater import Clipping
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.runtime.executor import Executor, Parts, Work
+from harmony_ds.runtime.layer_call import InputChangedError
+from harmony_ds.runtime.measure import Measurement
+from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
+from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.trees import tensors_in
+from harmony_ds.scheduler.choose import Request, choose_plan
+from harmony_ds.scheduler.compose import Group, Policy, compose_forward, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.plan import Plan, Task, TaskKind
+from harmony_ds.scheduler.validate import validate
+
+Shapes = tuple[tuple[int, ...], ...]
+_MEASURE_ATTEMPTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What the ds_config says about plans.
+
+    Attributes:
+        group_size: micro-batches per optimizer step, as configured.
+        pack_layers, stash, prefetch: see `harmony_ds.config.HarmonySettings`.
+        deferred_update: whether updates wait for the norm of all gradients.
+        element: bytes per element of weights and gradients on the link.
+    """
+
+    group_size: int
+    pack_layers: int | None
+    stash: str
+    prefetch: bool
+    deferred_update: bool
+    element: ElementBytes
+
+
+class Runner:
+    """Everything between a queued micro-batch and an updated weight."""
+
+    def __init__(self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, settings: PlanSettings) -> None:
+        self._parts = parts
+        self._layers = decomposition.layers
+        self._graph = graph
+        self._settings = settings
+        self._costs: CostTable | None = None
+        self._measured: list[Shapes] = []
+        self._plan: Plan | None = None
+        self._tasks: dict[Group, Work] = {}
+        self.executor = Executor(parts, graph.resident)
+        self._streamer = Streamer(
+            parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls
+        )
+        self.failed: str | None = None
+
+    # ---- measuring and planning
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for a full group; None before the first micro-batch has been seen."""
+        return self._plan
+
+    @property
+    def graph(self) -> LayerGraph:
+        """Layers, and their call order once a micro-batch has been seen."""
+        return self._graph
+
+    def covers(self, inputs: Any) -> bool:
+        """Whether no tensor of `inputs` is larger than what has been measured."""
+        shapes = _shapes(inputs)
+        return any(_dominates(known, shapes) for known in self._measured)
+
+    def measure(
+        self, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int, queued: Sequence[MicroBatch]
+    ) -> None:
+        """Measures the model with one micro-batch and plans anew.
+
+        Args:
+            queued: micro-batches of the same step whose forward pass ran already; they are moved to the new plan.
+
+        Raises:
+            DoesNotFitError: no plan fits.
+            BaseException: whatever the model raised.
+        """
+        self.check_usable()
+        if self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        table = self._measure_until_known(forward, objective, seed)
+        if self._costs is not None:
+            table = self._costs.worst(table)
+        moved = positions_of(self._graph.calls, table.calls)
+        graph = replace(self._graph, calls=table.calls)
+        plan = self._choose(graph, table, self._settings.group_size)
+        self._costs, self._graph, self._plan = table, graph, plan
+        self._measured.append(_shapes(inputs))
+        self._tasks.clear()
+        for micro_batch in queued:
+            micro_batch.move(moved)
+
+    def _measure_until_known(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
+        """Parameters that turn out to be used between layers join the resident set, and the model is measured again."""
+        parts = self._parts
+        for _ in range(_MEASURE_ATTEMPTS):
+            measurement = Measurement(
+                parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random
+            )
+            try:
+                return measurement.run(forward, objective, seed, self._graph.resident)
+            except ParameterOutsideLayerError:
+                found = parts.lending.touched - set(self._graph.resident)
+                if not found:
+                    raise
+                self._graph = replace(self._graph, resident=(*self._graph.resident, *sorted(found)))
+                self.executor.resident_names = self._graph.resident
+            except InputChangedError:
+                pass  # it is remembered; the next run keeps a copy
+        raise AssertionError("the model shows something new each time it is measured")
+
+    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> Plan:
+        settings = self._settings
+        request = Request(
+            micro_batches=group_size,
+            budget_bytes=self._parts.device.budget_bytes,
+            resident_bytes=self._resident_bytes(graph),
+            pack_layers=settings.pack_layers,
+            stash=settings.stash,
+            policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+        )
+        return choose_plan(graph, costs, settings.element, request)
+
+    def _resident_bytes(self, graph: LayerGraph) -> int:
+        element = self._settings.element
+        specs = [graph.parameter(name) for name in graph.resident]
+        weights = sum(slab_bytes(spec.numel, element.weight) for spec in specs)
+        gradients = sum(slab_bytes(spec.numel, element.gradient) for spec in specs if spec.trainable)
+        return weights + gradients + self._parts.lending.buffer_bytes
+
+    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+        assert self._plan is not None and self._costs is not None
+        if len(micro_batches) > self._plan.micro_batches:
+            self._plan = self._choose(self._graph, self._costs, len(micro_batches))
+            self._tasks.clear()
+        plan = self._plan
+        group = Group(
+            tuple(m.index for m in micro_batches if not m.forwarded), tuple(m.index for m in micro_batches if m.forwarded)
+        )
+        work = self._tasks.get(group)
+        if work is None:
+            policy = Policy(self._settings.prefetch, plan.stash_on_host, self._settings.deferred_update)
+            tasks = compose_step(plan.packs, group, policy)
+            validate(plan.packs, tasks, group)
+            work = self._tasks[group] = self._with_memory(tasks)
+        return replace(work, micro_batches={m.index: m for m in micro_batches})
+
+    def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
+        assert self._plan is not None and self._costs is not None
+        walked = walk_memory(self._plan.packs, tasks, self._costs)
+        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {})
+
+    # ---- running
+
+    def check_usable(self) -> None:
+        """Raises EngineFailedError after a failure that left some layers updated and others not."""
+        updater = self._parts.updater
+        if self.failed is None and updater is not None and updater.failure is not None:
+            self.failed = f"the background update failed: {updater.failure!r}"
+        if self.failed is not None:
+            raise EngineFailedError(
+                f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
+                "and load the last checkpoint."
+            )
+
+    def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
+        """Forward, backward and updates of one optimizer step; updates may still be under way on return.
+
+        Raises:
+            OffPlanError, InputChangedError: the step must be measured and run again; nothing has been updated.
+            BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
+        """
+        self.check_usable()
+        with self._recovering(micro_batches):
+            self.executor.run(self._work(micro_batches), hyper, clipping)
+            self.executor.finish_step()
+
+    def forward_now(self, micro_batch: MicroBatch) -> None:
+        """The forward pass of one micro-batch, because somebody wants its outputs."""
+        self.check_usable()
+        assert self._plan is not None
+        policy = Policy(self._settings.prefetch, self._plan.stash_on_host)
+        tasks = compose_forward(self._plan.packs, micro_batch.index, policy)
+        work = replace(self._with_memory(tasks), micro_batches={micro_batch.index: micro_batch})
+        with self._recovering([micro_batch]):
+            self.executor.run(work)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+        self.check_usable()
+        assert self._plan is not None
+        packs = self._plan.packs
+        tasks = [
+            task
+            for pack in packs
+            for task in (
+                Task(TaskKind.SWAP_IN, pack.index),
+                *(Task(TaskKind.FORWARD, pack.index, m.index) for m in micro_batches),
+                Task(TaskKind.EVICT, pack.index),
+            )
+        ]
+        work = replace(self._with_memory(tuple(tasks)), micro_batches={m.index: m for m in micro_batches})
+        with self._recovering(micro_batches):
+            self.executor.run(work)
+        self.executor.release_resident(wanted=False)
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """A context in which the model can be called without gradients."""
+        self.check_usable()
+        if self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        return self._streamer.streaming(self._graph.resident, self._graph.calls)
+
+    def _recovering(self, micro_batches: Sequence[MicroBatch]) -> _Recovery:
+        return _Recovery(self, micro_batches)
+
+    def recover(self, error: BaseException, micro_batches: Sequence[MicroBatch]) -> None:
+        """After `error` in a step: ends lanes, frees the device, drops gradients; decides whether one can go on."""
+        for micro_batch in micro_batches:
+            micro_batch.abandon()
+        self.executor.abandon()
+        updater = self._parts.updater
+        if updater is not None and updater.failure is not None:
+            self.failed = f"the background update failed: {updater.failure!r}"
+        elif self.executor.updates_issued:
+            self.failed = f"a step failed after {self.executor.updates_issued} packs had been updated: {error!r}"
+        elif updater is not None:
+            updater.discard()
+
+
+class _Recovery:
+    def __init__(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
+        self._runner = runner
+        self._micro_batches = micro_batches
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._runner.recover(error, self._micro_batches)
+
+
+def layer_graph(decomposition: Decomposition, parameters: dict[str, torch.nn.Parameter]) -> LayerGraph:
+    """The graph of a model whose call order is not known yet."""
+    return LayerGraph(
+        tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
+        tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),
+        (),
+        decomposition.resident,
+    )
+
+
+def _shapes(inputs: Any) -> Shapes:
+    return tuple(tuple(t.shape) for t in tensors_in(inputs))
+
+
+def _dominates(known: Shapes, shapes: Shapes) -> bool:
+    return len(known) == len(shapes) and all(
+        len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
+    )
+
+
+__all__ = ["DoesNotFitError", "InputChangedError", "OffPlanError", "PlanSettings", "Runner", "layer_graph"]

@@ -1,0 +1,87 @@
+"""Forward passes without gradients, one at a time: evaluation and `generate`.
+
+Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.device.base import Device
+from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.runtime.intercept import Request, handled_by
+from harmony_ds.runtime.layer_call import LayerCalls
+from harmony_ds.runtime.lending import Lending
+
+
+class Streamer:
+    """Handles layer calls on the calling thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: tuple[Layer, ...],
+        residency: Residency,
+        lending: Lending,
+        layer_calls: LayerCalls,
+    ) -> None:
+        self.device_type = device.torch_device.type
+        self._device = device
+        self._layers = layers
+        self._residency = residency
+        self._lending = lending
+        self._calls = layer_calls
+        self._resident: frozenset[str] = frozenset()
+        self._next: dict[int, int] = {}
+        self._ahead: tuple[int, DeviceCopy] | None = None
+        self._open = False
+
+    @contextmanager
+    def streaming(self, resident: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
+        """While open, layer calls of this thread stream. `order` (may be empty) tells which layer to fetch ahead."""
+        if self._open:
+            yield
+            return
+        self._open = True
+        self._resident = frozenset(resident)
+        self._next = dict(zip(order, order[1:], strict=False))
+        copy = self._residency.swap_in(resident)
+        copy.wait(self._device)
+        try:
+            with self._lending.lent(copy.leaves), handled_by(self), torch.no_grad():
+                yield
+        finally:
+            self._open = False
+            self._residency.evict(copy)
+            if self._ahead is not None:
+                self._residency.evict(self._ahead[1])
+                self._ahead = None
+
+    def call(self, request: Request) -> Any:
+        """Runs one layer call at once."""
+        copy = self._take(request.layer)
+        following = self._next.get(request.layer)
+        if following is not None and following != request.layer:
+            self._ahead = (following, self._swap_in(following))
+        try:
+            copy.wait(self._device)
+            return self._calls.attached(request, copy.leaves)
+        finally:
+            self._residency.evict(copy)
+
+    def _take(self, layer: int) -> DeviceCopy:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == layer:
+            return ahead[1]
+        if ahead is not None:
+            self._residency.evict(ahead[1])
+        return self._swap_in(layer)
+
+    def _swap_in(self, layer: int) -> DeviceCopy:
+        names = self._layers[layer].parameters
+        return self._residency.swap_in(tuple(name for name in names if name not in self._resident))

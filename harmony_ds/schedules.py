@@ -1,0 +1,33 @@
+"""Learning-rate schedules: DeepSpeed's, torch's, or the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from harmony_ds.config import Section
+from harmony_ds.errors import ConfigError
+
+
+def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The user's scheduler (an object, or a callable over the optimizer), else the ds_config's, else None.
+
+    Raises:
+        ConfigError: nobody knows the ds_config's scheduler, or it does not take its params.
+    """
+    if client is not None:
+        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+    if section is None:
+        return None
+    if optimizer is None:
+        raise ConfigError('the ds_config has a "scheduler" but no optimizer: name one or pass one.')
+    from deepspeed.runtime import lr_schedules
+
+    cls = getattr(lr_schedules, section.type, None) or getattr(torch.optim.lr_scheduler, section.type, None)
+    if cls is None:
+        raise ConfigError(f"DeepSpeed does not recognize LR scheduler {section.type}")
+    try:
+        return cls(optimizer, **section.params)
+    except TypeError as error:
+        raise ConfigError(f'scheduler "{section.type}" does not take these params: {error}') from None

@@ -1,0 +1,178 @@
+"""A torch device for tests, "simdev", that lives in host memory and counts every byte.
+
+    from tests import simdevice
+
+    if (reason := simdevice.unavailable_reason()) is not None:
+        pytest.skip(reason)
+    simdevice.load()
+    x = torch.ones(8, device="simdev")
+    simdevice.allocated_bytes()  # 32
+
+Loading is for the life of the process and is seen by all of torch: from then on
+``torch.accelerator`` is simdev, also for code that has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+__all__ = [
+    "DEVICE",
+    "allocated_bytes",
+    "load",
+    "peak_bytes",
+    "reset_peak",
+    "set_limit",
+    "stats",
+    "traffic",
+    "unavailable_reason",
+]
+
+DEVICE = "simdev"
+
+_SOURCE = Path(__file__).with_name("simdevice.cpp")
+# A build takes about a minute on a slow machine; a lock this old is left over from a
+# build that was killed, and torch would wait for it for ever.
+_STALE_LOCK_SECONDS = 900.0
+
+_loaded: list[ModuleType] = []  # empty until load() has built and registered the device
+
+
+def unavailable_reason() -> str | None:
+    """Why simdev cannot be used here, or None. Looks only: builds nothing, never raises."""
+    if _loaded:
+        return None
+    try:
+        if os.name != "posix":
+            return "simdev is built on POSIX systems only"
+        compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+        if shutil.which(compiler) is None:
+            return f"no C++ compiler: {compiler} is not on PATH"
+        if _ninja_directory() is None:
+            return "no ninja: neither on PATH nor installed for this Python"
+        header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+        if not header.exists():
+            return f"no Python headers: {header} does not exist"
+        name = torch._C._get_privateuse1_backend_name()
+        if name not in ("privateuseone", DEVICE):
+            return f"torch's one slot for other devices is taken by {name}"
+    except Exception as error:  # noqa: BLE001  whatever it is, the tests are to be skipped, not to fail
+        return f"simdev cannot be looked for: {error!r}"
+    return None
+
+
+def load() -> ModuleType:
+    """The compiled module; the first call builds it (once per machine) and registers the device."""
+    if _loaded:
+        return _loaded[0]
+    reason = unavailable_reason()
+    if reason is not None:
+        raise RuntimeError(reason)
+    from torch.utils import backend_registration
+
+    from tests.simdevice import backend
+
+    module = _build()
+    backend_registration.rename_privateuse1_backend(DEVICE)
+    module.init()
+    torch._register_device_module(DEVICE, backend)
+    backend_registration.generate_methods_for_privateuse1_backend()
+    _loaded.append(module)
+    return module
+
+
+def stats() -> dict[str, int]:
+    """All counters, by name."""
+    values: dict[str, int] = load().stats()
+    return values
+
+
+def allocated_bytes() -> int:
+    """Bytes that simdev holds now."""
+    return stats()["allocated"]
+
+
+def peak_bytes() -> int:
+    """The most bytes that simdev held at once since the last `reset_peak`."""
+    return stats()["peak"]
+
+
+def reset_peak() -> None:
+    """Let the peak start again from what is held now."""
+    load().reset_peak()
+
+
+def set_limit(limit: int | None) -> None:
+    """Raise torch.OutOfMemoryError where more than `limit` bytes would be held; None: no limit."""
+    if limit is not None and limit < 0:
+        raise ValueError(f"a limit of {limit} bytes is not possible; None means no limit")
+    load().set_limit(-1 if limit is None else limit)
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes copied (from host to device, from device to host) since the device was loaded."""
+    values = stats()
+    return values["host_to_device"], values["device_to_host"]
+
+
+def _ninja_directory() -> str | None:
+    """Where ninja is: on PATH, or beside a Python whose environment is not activated."""
+    found = shutil.which("ninja")
+    if found is not None:
+        return str(Path(found).parent)
+    candidates = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        candidates.append(ninja.BIN_DIR)
+    for directory in candidates:
+        if shutil.which("ninja", path=directory) is not None:
+            return directory
+    return None
+
+
+def _build() -> ModuleType:
+    from torch.utils import cpp_extension
+
+    # The name tells builds apart: another torch or another source is another build.
+    version = re.sub(r"\W", "_", str(torch.__version__))
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    name = f"simdev_{version}_{digest}"
+    build_directory = Path(cpp_extension._get_build_directory(name, False))
+    _remove_stale_lock(build_directory / "lock")
+
+    ninja_directory = _ninja_directory()
+    assert ninja_directory is not None
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([path, ninja_directory])
+    try:
+        module: ModuleType = cpp_extension.load(
+            name=name,
+            sources=[str(_SOURCE)],
+            # The kernels are the CPU's, so there is nothing here worth optimizing further.
+            extra_cflags=["-O1", "-g0"],
+            build_directory=str(build_directory),
+        )
+    finally:
+        os.environ["PATH"] = path
+    return module
+
+
+def _remove_stale_lock(lock: Path) -> None:
+    try:
+        if time.time() - lock.stat().st_mtime > _STALE_LOCK_SECONDS:
+            lock.unlink()
+    except FileNotFoundError:
+        pass

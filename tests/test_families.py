@@ -1,0 +1,250 @@
+"""The test material itself is sound: every family trains, deterministically, and looks at its input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.families import FAMILIES, MODULES, Family
+from tests.oracle import (
+    Bf16Run,
+    assert_same,
+    largest_difference,
+    loss_in,
+    train_plainly,
+    train_plainly_bf16,
+    with_floating_dtype,
+)
+
+EVERY_FAMILY = [pytest.param(family, id=family.name) for family in FAMILIES + MODULES]
+WITHOUT_DROPOUT = {"resnet", "mamba"}
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+MAIN_INPUTS = ("input_ids", "input_features", "pixel_values", "inputs", "left", "words")
+
+
+def seed_of(step: int, position: int) -> int:
+    return 100 * step + position
+
+
+def groups_of(family: Family) -> list[list[dict[str, Any]]]:
+    """Two steps of two micro-batches."""
+    return [[family.batch(2 * step + position) for position in range(2)] for step in range(2)]
+
+
+def train(family: Family, dropout: float) -> tuple[nn.Module, list[list[float]]]:
+    model = family.build(dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, train_plainly(model, groups_of(family), optimizer, clip=1.0, seed_of=seed_of)
+
+
+def train_bf16(family: Family) -> tuple[nn.Module, Bf16Run]:
+    model = family.build(0.1)
+    has_batch_norm = any(isinstance(module, BatchNorm) for module in model.modules())
+    groups = [[with_floating_dtype(batch, torch.bfloat16) for batch in group] for group in groups_of(family)]
+    run = train_plainly_bf16(
+        model,
+        groups,
+        lambda masters: torch.optim.AdamW(masters, lr=1e-3),
+        clip=1.0,
+        seed_of=seed_of,
+        bf16_buffers=has_batch_norm,
+    )
+    return model, run
+
+
+def forward_loss(model: nn.Module, batch: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return loss_in(model(**batch)).item()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_training_is_finite_and_repeats_bit_for_bit(family: Family, dropout: float) -> None:
+    first, first_losses = train(family, dropout)
+    second, second_losses = train(family, dropout)
+
+    assert first.training
+    assert all(math.isfinite(loss) for group in first_losses for loss in group)
+    assert first_losses == second_losses
+    assert_same(first, second, bitwise=True)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_training_changes_every_parameter_that_has_a_gradient(family: Family) -> None:
+    before, after = family.build(0.0), family.build(0.0)
+    outputs = after(**family.batch(0))
+    loss_in(outputs).backward()
+    torch.optim.SGD(after.parameters(), lr=1.0).step()
+
+    moved = {name for name, (absolute, _) in largest_difference(after, before).items() if absolute > 0.0}
+    with_gradient = {
+        name for name, p in after.named_parameters() if p.grad is not None and p.grad.abs().max().item() > 1e-6
+    }
+    without_gradient = {name for name, p in after.named_parameters() if p.grad is None}
+    assert with_gradient <= moved
+    assert not without_gradient & moved
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_dropout_changes_the_loss_and_not_the_weights(family: Family) -> None:
+    without, with_dropout = family.build(0.0), family.build(0.5)
+    assert_same(without, with_dropout, bitwise=True)
+
+    same_loss = forward_loss(without, family.batch(0)) == forward_loss(with_dropout, family.batch(0))
+    assert same_loss == (family.name in WITHOUT_DROPOUT)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_loss_depends_on_the_input(family: Family) -> None:
+    model, batch = family.build(0.0), family.batch(0)
+    main_input = next(name for name in MAIN_INPUTS if name in batch)
+    changed = batch | {main_input: batch[main_input].flip(-1)}
+
+    assert forward_loss(model, batch) != forward_loss(model, changed)
+    assert len({forward_loss(model, family.batch(index)) for index in range(4)}) == 4
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_building_and_batching_leave_the_global_random_stream_alone(family: Family) -> None:
+    torch.manual_seed(7)
+    family.build(0.1)
+    family.batch(3)
+    drawn = torch.rand(4)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(4))
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_batches_repeat(family: Family) -> None:
+    for index in range(4):
+        once, again = family.batch(index), family.batch(index)
+        assert once.keys() == again.keys()
+        for name, value in once.items():
+            assert torch.equal(value, again[name]) if isinstance(value, Tensor) else value == again[name]
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_bf16_training_is_finite_and_ends_equal_to_its_masters(family: Family) -> None:
+    model, run = train_bf16(family)
+
+    assert all(math.isfinite(loss) for group in run.losses for loss in group)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert_same(trained, {name: master.bfloat16() for name, master in run.masters.items()}, bitwise=True)
+    assert all(master.dtype == torch.float32 and master.grad is None for master in run.masters.values())
+
+
+class Line(nn.Module):
+    """slope * x, squared: small enough to train by hand."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(slope))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.slope * x, torch.zeros_like(x))
+
+
+def test_plain_training_by_hand() -> None:
+    """Gradient of (slope x)^2 is 2 slope x^2: the mean over x = 1 and x = 2 is 5 slope = 10, clipped to 1."""
+    model = Line(2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    group = [{"x": torch.tensor(1.0)}, {"x": torch.tensor(2.0)}]
+
+    losses = train_plainly(model, [group, group], optimizer, clip=1.0, seed_of=seed_of, scheduler=scheduler)
+
+    assert losses == [[4.0, 16.0], [pytest.approx(2.25), pytest.approx(9.0)]]
+    assert model.slope.item() == pytest.approx(2.0 - 0.5 - 0.25)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    """The bf16 matrix product of the first block rounds, so the losses differ from those in fp32, if only a little."""
+    family = MODULES[0]
+    plain, rounded = family.build(0.0), family.build(0.0)
+    (expected,), (found,) = (
+        train_plainly(
+            model,
+            [[family.batch(0)]],
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            clip=None,
+            seed_of=seed_of,
+            autocast=dtype,
+        )
+        for model, dtype in ((plain, None), (rounded, torch.bfloat16))
+    )
+    assert found != expected
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_bf16_masters_keep_what_the_model_rounds_away() -> None:
+    """Below 1.0 bf16 counts in steps of 2^-8: a step of 2^-10 is invisible, three of them are not."""
+    model = Line(1.0)
+    batch = {"x": torch.tensor(1.0, dtype=torch.bfloat16)}  # gradient 2 at slope 1
+    run = train_plainly_bf16(
+        model, [[batch]] * 3, lambda masters: torch.optim.SGD(masters, lr=2.0**-11), clip=None, seed_of=seed_of
+    )
+    assert run.masters["slope"].item() == 1.0 - 3 * 2.0**-10
+    assert model.slope.dtype == torch.bfloat16
+    assert model.slope.item() == 1.0 - 2.0**-8
+
+
+def test_bf16_gradients_are_summed_in_fp32() -> None:
+    """256 + 1 is 256 in bf16; the master sees 257."""
+    model = Line(1.0)
+    values = [128.0**0.5 * 2**0.5, 1.0]  # squares 256 and 1; times 2 slope / 2 micro-batches = 256 and 1
+    group = [{"x": torch.tensor(value, dtype=torch.bfloat16)} for value in values]
+    run = train_plainly_bf16(
+        model, [group], lambda masters: torch.optim.SGD(masters, lr=1.0), clip=None, seed_of=seed_of
+    )
+    assert run.masters["slope"].item() == 1.0 - 257.0
+
+
+def test_bf16_masters_start_from_unrounded_values() -> None:
+    model = Line(1.0 + 2.0**-12)
+    run = train_plainly_bf16(model, [], lambda masters: torch.optim.SGD(masters, lr=1.0), clip=None, seed_of=seed_of)
+    assert run.masters["slope"].item() == 1.0 + 2.0**-12
+    assert model.slope.item() == 1.0
+
+
+def test_assert_same_names_the_worst_tensor() -> None:
+    expected = {"a": torch.ones(2, 3), "b": torch.full((4,), 100.0), "c": torch.tensor(3)}
+    actual = {name: tensor.clone() for name, tensor in expected.items()}
+    actual["a"][1, 2] += 0.5
+    actual["b"][0] += 1.0
+
+    assert largest_difference(actual, expected) == {"a": (0.5, 0.5), "b": (1.0, 0.01), "c": (0.0, 0.0)}
+    with pytest.raises(AssertionError, match=r"2 of 3 tensors differ.*Worst is a\[1, 2\]: 1\.5, expected 1\.0"):
+        assert_same(actual, expected, bitwise=True)
+    with pytest.raises(AssertionError, match=r"1 of 3 tensors differ"):
+        assert_same(actual, expected, bitwise=False, relative=0.1)
+    assert_same(actual, expected, bitwise=False, relative=0.5)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [(0.0, -0.0), (float("nan"), 1.0), (1.0, float("nan")), (float("inf"), 1.0), (1.0, 1.0 + 2.0**-23)],
+)
+def test_bitwise_sees_every_bit(actual: float, expected: float) -> None:
+    with pytest.raises(AssertionError, match="1 of 1 tensors differ"):
+        assert_same({"a": torch.tensor(actual)}, {"a": torch.tensor(expected)}, bitwise=True)
+
+
+@pytest.mark.parametrize(("actual", "expected"), [(float("nan"), 1.0), (1.0, float("nan")), (float("inf"), 1.0)])
+def test_a_tolerance_does_not_forgive_a_nan(actual: float, expected: float) -> None:
+    with pytest.raises(AssertionError, match="1 of 1 tensors differ"):
+        assert_same({"a": torch.tensor(actual)}, {"a": torch.tensor(expected)}, bitwise=False)
+
+
+def test_assert_same_wants_the_same_names_shapes_and_dtypes() -> None:
+    with pytest.raises(AssertionError, match=r"missing tensors: \['b'\]; unexpected tensors: \['a'\]"):
+        assert_same({"a": torch.ones(1)}, {"b": torch.ones(1)}, bitwise=True)
+    with pytest.raises(AssertionError, match=r"a is .*expected"):
+        assert_same({"a": torch.ones(1)}, {"a": torch.ones(2)}, bitwise=True)
+    with pytest.raises(AssertionError, match=r"a is .*expected"):
+        assert_same({"a": torch.ones(1)}, {"a": torch.ones(1, dtype=torch.bfloat16)}, bitwise=True)
