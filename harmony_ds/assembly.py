@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import Decomposition, find_layers
+from harmony_ds.decomposer.find import find_layers
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_gradients import HostGradients
@@ -89,7 +89,7 @@ def assemble(
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     ledger = Ledger()
     host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
-    gradients, updater = _host_side(config, device, ledger, store, host_optimizer, decomposition)
+    gradients, updater = _host_side(config, device, ledger, store, host_optimizer)
     wait = updater.wait_all if updater is not None else lambda: None
     lending = Lending(model, decomposition.canonical, device, ledger, wait)
     stash = Stash(device, ledger)
@@ -123,23 +123,12 @@ def _host_side(
     ledger: Ledger,
     store: HostStore,
     optimizer: HostOptimizer | None,
-    decomposition: Decomposition,
 ) -> tuple[HostGradients | None, Updater | None]:
     if optimizer is None:
         return None, None
-    limit = None if config.deferred_update else config.harmony.gradient_slabs + _first_deliveries(decomposition)
+    limit = None if config.deferred_update else config.harmony.gradient_slabs
     gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
     return gradients, Updater(store, optimizer, gradients)
-
-
-def _first_deliveries(decomposition: Decomposition) -> int:
-    """Layers whose gradients wait on the host for an earlier layer's, because both share a parameter."""
-    waiting = 0
-    seen: set[str] = set()
-    for layer in decomposition.layers:
-        waiting += bool(seen & set(layer.parameters))
-        seen |= set(layer.parameters)
-    return waiting
 
 
 def _check_on_host(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ class HostGradients:
 
     def __init__(self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None) -> None:
         """`limit` slabs at most are handed out at a time (None: any number)."""
+        self.held = 0  # slabs beyond the limit: deliveries that wait for an earlier pack which shares a parameter
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
@@ -67,7 +68,7 @@ class HostGradients:
     def _acquire(self, numel: int, beyond_limit: bool) -> Tensor:
         with self._freed:
             if self._limit is not None and not beyond_limit:
-                self._freed.wait_for(lambda: self._out < (self._limit or 0))
+                self._freed.wait_for(lambda: self._out < (self._limit or 0) + self.held)
             self._out += 1
             fitting = [slab for slab in self._spare if slab.numel() >= numel]
             if fitting:

@@ -77,6 +77,9 @@ class Updater:
         A parameter that several packs share is delivered by each: they are added up as they come, so that only the
         first delivery is kept until the update.
         """
+        if not delivery.gradients:  # no micro-batch came through that pack
+            self._gradients.release(delivery)
+            return
         shared = tuple(name for name in delivery.gradients if name in self._held)
         for name in delivery.gradients:
             self._held.setdefault(name, []).append(delivery)

@@ -242,7 +242,9 @@ class LayerCalls:
         versions = _buffer_versions(module)
         with self._slots[request.layer].filled(copies), _caller_state(request), _collecting(request) as collected:
             result = request.context.run(request.forward, *args, **kwargs)
-        if versions != _buffer_versions(module):
+        if versions != _buffer_versions(module) or any(
+            isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules()
+        ):
             self._changes_buffers.add(request.layer)
         writes = [_writes(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)]
         leaves, shape = flatten((result, collected, writes))

@@ -223,10 +223,11 @@ class DeviceBuffers:
     def take_back(self) -> None:
         """Copies what changed on the device into the host buffers (or in their place, if it was replaced)."""
         for module, lent in self._lent.items():
+            if not self._changed(module, lent):
+                continue
             host = self._host[module]
             for key, now in module.__dict__["_buffers"].items():
-                before = lent.get(key)
-                if now is None or (now is before and now._version == self._versions[id(now)]):
+                if now is None:
                     continue
                 self._ledger.book_out(Kind.DATA, _nbytes(now))
                 target = host.get(key)
@@ -235,20 +236,31 @@ class DeviceBuffers:
                     continue
                 with torch.no_grad():
                     target.copy_(now)
-                if now is before:
+                if now is lent.get(key):
                     self._versions[id(now)] = now._version
                     self._copies[id(target)] = (target, target._version, now)
+            self._lent[module] = {}
 
     def restore(self) -> None:
         """Puts the host buffers back. Device copies that were changed but not taken back are made anew next time."""
         for module, host in self._host.items():
+            if self._lent[module] and self._changed(module, self._lent[module]):
+                for buffer in host.values():
+                    known = self._copies.pop(id(buffer), None)
+                    if known is not None:
+                        self._device.discharge(_nbytes(known[2]))
             module.__dict__["_buffers"] = host
-        for key, (_, _, copy) in list(self._copies.items()):
-            if copy._version != self._versions[id(copy)]:
-                self._device.discharge(_nbytes(copy))
-                del self._copies[key]
         self._host.clear()
         self._lent.clear()
+
+    def _changed(self, module: nn.Module, lent: dict[str, Any]) -> bool:
+        # torch's batch_norm updates running statistics without raising their version.
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
+            return True
+        return any(
+            now is not None and (now is not lent.get(key) or now._version != self._versions[id(now)])
+            for key, now in module.__dict__["_buffers"].items()
+        )
 
 
 def _nbytes(tensor: Tensor) -> int:

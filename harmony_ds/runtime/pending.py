@@ -131,7 +131,8 @@ class PendingLoss(torch.Tensor):
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
         tickets = self.tickets
-        if len(tickets) == 1 and not self.resolved and not args and not kwargs:
+        plain = not args and not any(kwargs.values())  # torch passes every keyword on, unset ones too
+        if len(tickets) == 1 and not self.resolved and plain:
             next(iter(tickets)).backward(self)
         else:
             self.value().backward(*args, **kwargs)

@@ -25,7 +25,7 @@ from harmony_ds.scheduler.choose import Request, choose_plan
 from harmony_ds.scheduler.compose import Group, Policy, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.validate import validate
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -108,6 +108,8 @@ class Runner:
         graph = replace(self._graph, calls=table.calls)
         plan = self._choose(graph, table, self._settings.group_size)
         self._costs, self._graph, self._plan = table, graph, plan
+        if self._parts.gradients is not None:
+            self._parts.gradients.held = held_deliveries(plan.packs)
         self._measured.append(_shapes(inputs))
         self._tasks.clear()
         for micro_batch in queued:
@@ -262,6 +264,17 @@ class _Recovery:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._runner.recover(error, self._micro_batches)
+
+
+def held_deliveries(packs: tuple[Pack, ...]) -> int:
+    """Packs whose gradients must wait on the host for an earlier pack's, because they share a parameter."""
+    delivered: set[str] = set()
+    held = 0
+    for pack in reversed(packs):
+        first = set(pack.parameters) - delivered
+        held += bool(first - set(pack.owned))
+        delivered |= first
+    return held
 
 
 def layer_graph(decomposition: Decomposition, parameters: dict[str, torch.nn.Parameter]) -> LayerGraph:
