@@ -240,7 +240,7 @@ class HarmonyEngine(nn.Module):
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         assembly, executor = self._assembly, self._runner.executor
         assert assembly.host_optimizer is not None
-        group = self._group
+        group, count = self._group, len(self._group)
         assembly.device.reset_peak()
         clipping = None
         if self._settings.deferred_update:
@@ -251,7 +251,7 @@ class HarmonyEngine(nn.Module):
             self._group = self._new_group()
         self._peak_bytes = assembly.device.peak_bytes()
         self._traffic = assembly.ledger.close()
-        self._traffic_micro_batches = len(group)
+        self._traffic_micro_batches = count
         self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
 
     def _boundary_passed(self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any]) -> None:

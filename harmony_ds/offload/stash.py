@@ -81,7 +81,9 @@ class Stash:
         else:
             flat = device.host_empty(tensor.numel(), tensor.dtype)
             self.host_bytes += tensor.numel() * tensor.element_size()
-        host = flat.view(tensor.shape)
+        # Kernels round differently for other strides: they are part of what is stashed.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        host = flat.as_strided(tensor.shape, strides)
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
             host.copy_(tensor, non_blocking=True)
         self._ledger.book_out(Kind.ACTIVATIONS, tensor.numel() * tensor.element_size())
@@ -105,7 +107,7 @@ class Stash:
             if entry.arrived is not None:
                 device.wait(Stream.SWAP_IN, entry.arrived)
             with torch.no_grad(), device.on(Stream.SWAP_IN):
-                tensor = torch.empty(host.shape, dtype=host.dtype, device=device.torch_device)
+                tensor = torch.empty_like(host, device=device.torch_device)
                 tensor.copy_(host, non_blocking=True)
             self._ledger.book_in(Kind.ACTIVATIONS, host.numel() * host.element_size())
             entry.device_tensor = tensor
@@ -136,7 +138,8 @@ class Stash:
             entry.device_tensor = None
             if host is not None:
                 spare = self._spare.setdefault((host.numel(), host.dtype), [])
-                spare.append((host.view(-1), self._device.record(Stream.SWAP_IN)))
+                flat = host.as_strided((host.numel(),), (1,))
+                spare.append((flat, self._device.record(Stream.SWAP_IN)))
             entry.host_tensor = None
 
     def abandon(self) -> None:

@@ -111,7 +111,8 @@ class Glue:
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
-            self._edges[key] = (edge, GlueSink(self._newest_call_behind(edge.node)))
+            nbytes = tensor.numel() * tensor.element_size()
+            self._edges[key] = (edge, GlueSink(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
 
     def settle(self, call: int) -> None:
@@ -155,10 +156,11 @@ class Glue:
 class GlueSink:
     """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
 
-    __slots__ = ("deadline", "gradient")
+    __slots__ = ("deadline", "gradient", "nbytes")
 
-    def __init__(self, deadline: int) -> None:
+    def __init__(self, deadline: int, nbytes: int) -> None:
         self.deadline = deadline
+        self.nbytes = nbytes
         self.gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:

@@ -70,7 +70,7 @@ class QueuedMicroBatch:
     def __init__(self, group: StepGroup, micro_batch: MicroBatch, loss_fn: LossFunction) -> None:
         self.micro_batch = micro_batch
         self.loss_fn = loss_fn
-        self._group = group
+        self._group: StepGroup | None = group
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
@@ -78,7 +78,7 @@ class QueuedMicroBatch:
     def loss(self, attached: bool) -> Tensor:
         """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
         if self._value is None:
-            self._group.forward_now(self)
+            self._forward_now()
         if attached and self._attached is not None:
             return self._attached
         assert self._value is not None
@@ -103,8 +103,16 @@ class QueuedMicroBatch:
     def outputs(self) -> Any:
         """The model's outputs, with their graph; computed now if need be."""
         if self.micro_batch.outputs is None:
-            self._group.forward_now(self)
+            self._forward_now()
         return self.micro_batch.outputs
+
+    def _forward_now(self) -> None:
+        if self._group is None:
+            raise BatchError(
+                "this micro-batch was never propagated back from, and its step is over: its outputs are not known. Call "
+                "engine.backward(loss), look at them before engine.step(), or run the engine under torch.no_grad()."
+            )
+        self._group.forward_now(self)
 
     def take_loss(self, outputs: Any) -> Tensor:
         """Notes the loss among `outputs`."""
@@ -133,9 +141,12 @@ class QueuedMicroBatch:
         sum(terms[1:], terms[0]).backward()
 
     def close(self) -> None:
-        """The step is over: the value stays, the graph goes."""
+        """The step is over: the value stays; graph, outputs and inputs go."""
         self._attached = None
-        self.micro_batch.outputs = None
+        self._objectives.clear()
+        self.micro_batch.abandon()
+        self.micro_batch.objective = lambda outputs: None
+        self._group = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +251,9 @@ class StepGroup:
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
         """Somebody looks at a micro-batch of this group before the boundary."""
-        self._looked_at(ticket)
+        kind = self._kinds.get(*ticket.micro_batch.inputs)
+        if kind is not None and kind.pending:
+            self._looked()
         for _ in range(_ATTEMPTS):
             try:
                 self._runner.forward_now(ticket.micro_batch)
@@ -252,16 +265,6 @@ class StepGroup:
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
-
-    def _looked_at(self, ticket: QueuedMicroBatch) -> None:
-        kind = self._kinds.get(*ticket.micro_batch.inputs)
-        if ticket not in self._queue:
-            raise BatchError(
-                "this micro-batch was never propagated back from, and its step is over: its outputs are not known. Call "
-                "engine.backward(loss), look at them before engine.step(), or run the engine under torch.no_grad()."
-            )
-        if kind is not None and kind.pending:
-            self._looked()
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
@@ -281,6 +284,7 @@ class StepGroup:
         finally:
             for ticket in self._queue:
                 ticket.close()
+            self._queue.clear()
         return True
 
     def _run_until_planned(
@@ -315,7 +319,7 @@ class StepGroup:
     def abandon(self) -> None:
         """Forgets everything queued."""
         for ticket in self._queue:
-            ticket.micro_batch.abandon()
+            ticket.close()
         self._queue.clear()
 
 

@@ -19,9 +19,9 @@ from harmony_ds.device.base import Device, MemoryProbe
 from harmony_ds.errors import ParameterOutsideLayerError
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.runtime.boundary import Glue, Slot
+from harmony_ds.runtime.boundary import Glue, GlueSink, Slot
 from harmony_ds.runtime.intercept import Request, handled_by
-from harmony_ds.runtime.layer_call import LayerCalls, RecordedCall
+from harmony_ds.runtime.layer_call import Kept, LayerCalls, RecordedCall
 from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import Objective
 from harmony_ds.runtime.random_streams import RandomStreams
@@ -39,6 +39,7 @@ class _Row:
     call: RecordedCall | None = None
     made: list[Slot] = field(default_factory=list)
     taken: list[Slot] = field(default_factory=list)
+    glued: list[GlueSink] = field(default_factory=list)
 
 
 class Measurement:
@@ -63,6 +64,7 @@ class Measurement:
         self._resident: tuple[str, ...] = ()
         self._rows: list[_Row] = []
         self._glue = Glue()
+        self._kept: list[Kept] = []
         self._probe: MemoryProbe | None = None
         self._base = 0
 
@@ -135,9 +137,12 @@ class Measurement:
 
     def _note(self, row: _Row, call: RecordedCall) -> None:
         row.call = call
+        # In a step the recorded call would hold these until it is propagated through.
+        self._kept += [kept for kept in call.tensors if isinstance(kept, Kept)]
         row.stash = sum(entry.nbytes for entry in call.entries if entry.users == 1)
         row.made = [slot for slot in call.slots if slot is not None]
         row.taken = [sink for sink in call.sinks if isinstance(sink, Slot)]
+        row.glued = [sink for sink in call.sinks if isinstance(sink, GlueSink)]
 
     def _propagate(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped."""
@@ -157,13 +162,11 @@ class Measurement:
     def _table(self, tail: int) -> CostTable:
         costs: list[CallCost] = []
         for position, row in enumerate(self._rows):
-            later = {id(slot) for other in self._rows[position:] for slot in other.taken}
-            made = [slot for earlier in self._rows[:position] for slot in earlier.made]
             costs.append(
                 CallCost(
                     alive_bytes=row.alive,
                     stash_bytes=row.stash,
-                    shared_bytes=sum(slot.nbytes for slot in made if id(slot) in later),
+                    shared_bytes=self._shared_bytes(position),
                     forward_bytes=row.forward,
                     # The graph is whole when the forward pass peaks; what it holds afterwards is less.
                     graph_bytes=row.forward,
@@ -172,3 +175,17 @@ class Measurement:
                 )
             )
         return CostTable(tuple(row.layer for row in self._rows), tuple(costs), tail)
+
+    def _shared_bytes(self, position: int) -> int:
+        """Gradients that wait, once everything from `position` on has been propagated through, for what lies before."""
+        later = self._rows[position:]
+        direct = {id(slot): slot for row in later for slot in row.taken if slot.call < position}
+        glued = {id(sink): sink for row in later for sink in row.glued if sink.deadline < position}
+        # When gradients run through glue, those of the layers' outputs behind it come into being beside them.
+        newest = max((sink.deadline for sink in glued.values()), default=-1)
+        behind = [slot for row in self._rows[newest : newest + 1] for slot in row.made] if newest >= 0 else []
+        return (
+            sum(slot.nbytes for slot in direct.values())
+            + sum(sink.nbytes for sink in glued.values())
+            + sum(slot.nbytes for slot in behind if id(slot) not in direct)
+        )

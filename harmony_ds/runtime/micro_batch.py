@@ -86,7 +86,7 @@ class MicroBatch:
     def finish(self) -> None:
         """Takes the outputs off a lane that ran to its end."""
         assert self.lane is not None
-        self.outputs = self.lane.result
+        self.outputs, self.lane.result = self.lane.result, None
         self.lane.close()
         self.lane = None
         self.forwarded = True

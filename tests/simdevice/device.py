@@ -1,0 +1,54 @@
+"""The test device behind the engine's device interface: every byte counted by its allocator, activations included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import MemoryProbe
+from harmony_ds.device.cuda import AllocatorProbe
+from harmony_ds.device.host_streams import HostStreamDevice
+from tests import simdevice
+
+
+class SimDevice(HostStreamDevice):
+    """Host memory that is not the host, under a hard limit (None: none)."""
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        simdevice.load()
+        self.name = "simdev"
+        self.torch_device = torch.device("simdev", 0)
+        self.budget_bytes = budget_bytes
+        self._before = simdevice.allocated_bytes()  # what other tests left behind
+        simdevice.set_limit(None if budget_bytes is None else budget_bytes + self._before)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def free(self, buffer: Tensor) -> None:
+        return None
+
+    def charge(self, nbytes: int, what: str) -> None:
+        return None
+
+    def discharge(self, nbytes: int) -> None:
+        return None
+
+    def allocated_bytes(self) -> int:
+        return simdevice.allocated_bytes() - self._before
+
+    def peak_bytes(self) -> int:
+        return simdevice.peak_bytes() - self._before
+
+    def reset_peak(self) -> None:
+        simdevice.reset_peak()
+
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        return self._allocator_probe()
+
+    @contextmanager
+    def _allocator_probe(self) -> Iterator[MemoryProbe]:
+        yield AllocatorProbe(self)
