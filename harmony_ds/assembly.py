@@ -135,8 +135,8 @@ def _check_on_host(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ModelError(
-                f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the device "
-                "itself. Pass the model before any .to(device) or .cuda()."
+                f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
+                "device itself. Pass the model before any .to(device) or .cuda()."
             )
 
 

@@ -40,7 +40,9 @@ _REFUSED = {
     "compression_training": "compression training is not supported",
     "sparse_attention": "sparse attention is not supported",
 }
-_HARMONY = frozenset("device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split())
+_HARMONY = frozenset(
+    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split()
+)
 _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -77,8 +79,8 @@ class HarmonySettings:
 
     Attributes:
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
-        device_memory_gib: device memory budget in GiB (None: on CUDA nine tenths of what is free, on the CPU unlimited).
-        pack_layers: layer calls in a pack (None: as many as fit).
+        device_memory_gib: device memory budget in GiB (None: on CUDA nine tenths of what is free, on the CPU
+        unlimited). pack_layers: layer calls in a pack (None: as many as fit).
         layers: shell patterns over module names that override the repeated blocks found otherwise.
         stash: where stashed inputs wait: "auto" (on the device if they fit), "device" or "host".
         prefetch: swap the next pack in while this one computes.
@@ -291,8 +293,8 @@ def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, in
         batch = micro * steps * world_size
     if batch != micro * steps * world_size:
         raise ConfigError(
-            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
-            f"world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
+            f"* world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
         )
     return micro, steps, batch
 
@@ -321,6 +323,11 @@ def _harmony(block: object) -> HarmonySettings:
             raise ConfigError(f'harmony.layers must be a list of patterns such as ["model.layers.*"], not {layers!r}.')
         values["layers"] = tuple(layers)
     settings = HarmonySettings(**values)
+    _check_harmony(settings)
+    return settings
+
+
+def _check_harmony(settings: HarmonySettings) -> None:
     if settings.stash not in ("auto", "device", "host"):
         raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
     for key in ("pack_layers", "gradient_slabs"):
@@ -333,4 +340,3 @@ def _harmony(block: object) -> HarmonySettings:
     for key in ("prefetch", "pin_memory"):
         if not isinstance(getattr(settings, key), bool):
             raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
-    return settings

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.config import Config, load_config
 from harmony_ds.device import Device
 from harmony_ds.errors import BatchError, ConfigError, OptimizerError
@@ -25,25 +24,26 @@ from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.reports import MemoryReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.pending import PendingLoss
+from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.schedules import build_scheduler
 
 LossFunction = Callable[[Any], Tensor]
 
 
-def initialize(
+def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: ClientOptimizer | None = None,
     model_parameters: ParameterGroups | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
+    distributed_port: int = 29500,  # noqa: ARG001
+    mpu: Any = None,  # noqa: ARG001
+    dist_init_required: bool | None = None,  # noqa: ARG001
     collate_fn: Callable[[Any], Any] | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
-    mesh_param: Any = None,
+    mesh_param: Any = None,  # noqa: ARG001
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
     device: Device | None = None,
@@ -158,14 +158,16 @@ class HarmonyEngine(nn.Module):
         """
         self._need_optimizer()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BatchError("loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors")
+            raise BatchError(
+                "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+            )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         scaled = loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
         if isinstance(scaled, PendingLoss):
             scaled.backward()
         else:
-            scaled.backward(retain_graph=retain_graph)
+            torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -193,8 +195,8 @@ class HarmonyEngine(nn.Module):
         self._need_optimizer()
         if self._group:
             raise BatchError(
-                f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for them "
-                "before train_batch()."
+                f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for "
+                "them before train_batch()."
             )
         batches = self._take(data_iter)
         try:
@@ -244,7 +246,9 @@ class HarmonyEngine(nn.Module):
         assembly.device.reset_peak()
         clipping = None
         if self._settings.deferred_update:
-            clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None)
+            clipping = Clipping(
+                self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None
+            )
         try:
             ran = group.run(assembly.host_optimizer.hyper(), clipping)
         finally:
@@ -275,9 +279,9 @@ class HarmonyEngine(nn.Module):
         if not self._looked_early:
             self._looked_early = True
             warnings.warn(
-                "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward pass "
-                "swapped the whole model in for itself. The value is right. To keep micro-batches grouped, look at losses "
-                "after engine.step(), keep sums out of place (total = total + loss.detach()), or use engine.train_batch().",
+                "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward "
+                "pass swapped the whole model in for itself. The value is right. To keep micro-batches grouped, look at "
+                "losses after engine.step(), keep sums out of place (total = total + loss.detach()), or use engine.train_batch().",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -349,7 +353,9 @@ class HarmonyEngine(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
         with self._runner.streaming():
-            return self.module.generate(*self._group.on_device(args), **self._group.on_device(kwargs))
+            return self.module.generate(  # type: ignore[operator]
+                *self._group.on_device(args), **self._group.on_device(kwargs)
+            )
 
     def streaming(self) -> AbstractContextManager[None]:
         """A context in which the model's methods can be called without gradients, under the device memory budget."""
@@ -389,7 +395,9 @@ class HarmonyEngine(nn.Module):
         count = self._traffic_micro_batches
         return SwapReport.of(
             self._traffic,
-            lower_bound_bytes(plan, self._runner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize),
+            lower_bound_bytes(
+                plan, self._runner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize
+            ),
             zero3_offload_bytes(self._runner.graph, store.dtype.itemsize, count),
             count,
         )

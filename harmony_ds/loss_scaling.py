@@ -14,7 +14,8 @@ class LossScaler:
         self._scaler: Any = None
         if settings is None:
             return
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler as StaticLossScaler
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
 
         if settings.static > 0:
             self._scaler = StaticLossScaler(scale=settings.static)

@@ -38,7 +38,9 @@ class SwapReport:
     @property
     def swap_bytes(self) -> int:
         """Weights and gradients, both ways."""
-        return sum(side[kind] for side in (self.host_to_device, self.device_to_host) for kind in ("weights", "gradients"))
+        return sum(
+            side[kind] for side in (self.host_to_device, self.device_to_host) for kind in ("weights", "gradients")
+        )
 
     @property
     def ratio(self) -> float:
@@ -47,8 +49,10 @@ class SwapReport:
 
     def __str__(self) -> str:
         lines = [f"swaps of one step, {self.micro_batches} micro-batches          to device         to host"]
-        for kind in self.host_to_device:
-            lines.append(f"  {kind:<36}{self.host_to_device[kind]:>17,}{self.device_to_host[kind]:>16,}")
+        lines += [
+            f"  {kind:<36}{self.host_to_device[kind]:>17,}{self.device_to_host[kind]:>16,}"
+            for kind in self.host_to_device
+        ]
         lines.append(f"  weights and gradients {self.swap_bytes:,} bytes = {self.ratio:.4f} x the lower bound")
         if self.swap_bytes:
             saved = self.zero3_offload_bytes / self.swap_bytes

@@ -80,17 +80,17 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
         if not found:
             raise ConfigError(f'harmony.layers: the pattern "{pattern}" matches no module of {type(model).__name__}.')
         blocks |= found
-    return _topmost(model, blocks)
+    return _topmost(blocks)
 
 
-def _topmost(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+def _topmost(modules: set[nn.Module]) -> set[nn.Module]:
     nested = {inner for module in modules for inner in module.modules() if inner is not module}
     return modules - nested
 
 
 def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
     checkpointing = {m for m in model.modules() if _is_checkpointing_layer(m)}
-    blocks = _topmost(model, checkpointing)
+    blocks = _topmost(checkpointing)
     covered = {inner for block in blocks for inner in block.modules()}
     return blocks | set(_outermost_elements(model, covered))
 

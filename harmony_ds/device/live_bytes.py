@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
     def __init__(self, device_type: str = "cpu") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._live = 0
         self._peak = 0

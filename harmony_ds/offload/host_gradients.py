@@ -51,7 +51,9 @@ class HostGradients:
         Waits for a slab while all are in use, unless `beyond_limit`.
         """
         device = self._device
-        counts = {name: slab_bytes(g.numel(), self._dtype.itemsize) // self._dtype.itemsize for name, g in gradients.items()}
+        counts = {
+            name: slab_bytes(g.numel(), self._dtype.itemsize) // self._dtype.itemsize for name, g in gradients.items()
+        }
         slab = self._acquire(sum(counts.values()), beyond_limit)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         views: dict[str, Tensor] = {}

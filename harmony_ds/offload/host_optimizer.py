@@ -26,8 +26,7 @@ class HostOptimizer:
     """Shares the state of `optimizer` and steps subsets of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
-        """
-        Args:
+        """Args:
             optimizer: already over the masters.
             masters: by canonical name; those that `optimizer` does not have are not trained.
 

@@ -38,7 +38,8 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     """
     _check_compiler(name)
     cls = getattr(import_module(_OPS[name][0]), name)
-    return _or_explain(name, lambda: cls(parameter_groups, **options))
+    optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
+    return optimizer
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:

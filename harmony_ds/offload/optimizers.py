@@ -15,7 +15,7 @@ from harmony_ds.config import Section
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.native import make_native
 
-ParameterGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+ParameterGroups = Iterable[Any]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 _NATIVE = {"adagrad": "DeepSpeedCPUAdagrad", "lion": "DeepSpeedCPULion"}
@@ -42,9 +42,8 @@ class Masters:
 
     def _masters(self, parameters: Any) -> list[nn.Parameter]:
         masters: list[nn.Parameter] = []
-        for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-            if isinstance(parameter, tuple):  # named_parameters()
-                parameter = parameter[1]
+        for entry in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+            parameter = entry[1] if isinstance(entry, tuple) else entry  # named_parameters() gives pairs
             if id(parameter) not in self._master_of:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
@@ -73,7 +72,6 @@ def build_optimizer(
         ConfigError: the ds_config names one that nobody knows, or options that it does not take.
         CompilerMissingError: it has to be compiled and cannot be.
     """
-    given = list(given)
     if client is not None:
         optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
         masters.adopt(optimizer)
@@ -99,11 +97,11 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
     for known in dir(torch.optim):
         cls = getattr(torch.optim, known)
         if known.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-            optimizer: torch.optim.Optimizer = cls(groups, **options)  # type: ignore[call-arg]
+            optimizer: torch.optim.Optimizer = cls(groups, **options)
             return optimizer
     raise ConfigError(
-        f'unknown optimizer "{section.type}" in the ds_config: name Adam, AdamW, Adagrad, Lion or one of torch.optim, or '
-        "hand an optimizer object to initialize."
+        f'unknown optimizer "{section.type}" in the ds_config: name Adam, AdamW, Adagrad, Lion or one of torch.optim, '
+        "or hand an optimizer object to initialize."
     )
 
 

@@ -172,7 +172,7 @@ class Updater:
                 job = self._jobs[0]
             try:
                 job[2]()
-            except BaseException as failure:  # surfaces in the caller's thread
+            except BaseException as failure:  # noqa: BLE001 - surfaces in the caller's thread
                 with self._changed:
                     self._failure = failure
                     self._jobs.clear()

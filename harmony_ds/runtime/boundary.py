@@ -77,7 +77,7 @@ def cut(tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
         return ()
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)
+        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)  # type: ignore[no-untyped-call]
     return cut_tensors
 
 
@@ -117,7 +117,9 @@ class Glue:
 
     def settle(self, call: int) -> None:
         """Runs gradients through all glue whose newest call is `call` or later (-1: all)."""
-        due = [(edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call]
+        due = [
+            (edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call
+        ]
         if due:
             gradients = [sink.take() for _, sink in due]
             torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)

@@ -1,10 +1,10 @@
 """Executes a plan: a handler per kind of task, and no policy of its own.
 
-    SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
-    EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-    SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
-    FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
-    UPDATE         updater.update                 NORM       updater.norm
+SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
+EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
+SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
+FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
+UPDATE         updater.update                 NORM       updater.norm
 """
 
 from __future__ import annotations

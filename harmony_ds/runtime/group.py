@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.device.base import Device
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
@@ -109,8 +109,8 @@ class QueuedMicroBatch:
     def _forward_now(self) -> None:
         if self._group is None:
             raise BatchError(
-                "this micro-batch was never propagated back from, and its step is over: its outputs are not known. Call "
-                "engine.backward(loss), look at them before engine.step(), or run the engine under torch.no_grad()."
+                "this micro-batch was never propagated back from, and its step is over: its outputs are not known. "
+                "Call engine.backward(loss), look at them before engine.step(), or run the engine under torch.no_grad()."
             )
         self._group.forward_now(self)
 
@@ -226,7 +226,7 @@ class StepGroup:
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         target = self._device.torch_device
-        if tensor.requires_grad or tensor.device == target and target.type != "cpu":
+        if tensor.requires_grad or (tensor.device == target and target.type != "cpu"):
             return tensor.to(target)
         self._ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
         if target.type == "cuda":
@@ -287,9 +287,7 @@ class StepGroup:
             self._queue.clear()
         return True
 
-    def _run_until_planned(
-        self, tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
-    ) -> None:
+    def _run_until_planned(self, tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
         retry = not any(m.forwarded for m in micro_batches)
         for _ in range(_ATTEMPTS):
@@ -321,5 +319,3 @@ class StepGroup:
         for ticket in self._queue:
             ticket.close()
         self._queue.clear()
-
-

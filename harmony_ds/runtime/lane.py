@@ -24,7 +24,9 @@ class LaneAborted(BaseException):
 class Lane:
     """Runs `function` up to its next layer call, again and again."""
 
-    def __init__(self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: torch.device
+    ) -> None:
         self.device_type = device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -98,7 +100,7 @@ class Lane:
                     self.result = function()
         except LaneAborted:
             pass
-        except BaseException as failure:  # surfaces in `resume`
+        except BaseException as failure:  # noqa: BLE001 - surfaces in `resume`
             self._failure = failure
         finally:
             self.finished = True

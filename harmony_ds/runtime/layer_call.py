@@ -150,9 +150,7 @@ class LayerCalls:
         request = _without_cache(request)
         arguments, tensors = _take_tensors(request)
         call = RecordedCall(
-            request=Request(
-                request.layer, request.forward, (), {}, request.context, True, request.autocast
-            ),
+            request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
             number=number,
             arguments=arguments,
             tensors=[],
@@ -172,7 +170,10 @@ class LayerCalls:
             raise InputChangedError(
                 f"layer {name} changes its input in place, which was not seen when the model was measured."
             )
-        return outputs, call if any(call.slots) else self._forget(call)
+        if not any(call.slots):
+            self._forget(call)
+            return outputs, None
+        return outputs, call
 
     def backward(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> bool:
         """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`.
@@ -194,8 +195,8 @@ class LayerCalls:
             if len(outputs) != len(gradients):
                 raise ModelError(
                     f"layer {self._layers[call.request.layer].name} returned {len(gradients)} tensors in forward and "
-                    f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's random "
-                    "numbers alone."
+                    f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's "
+                    "random numbers alone."
                 )
             pairs = [
                 (output, gradient)
@@ -219,8 +220,8 @@ class LayerCalls:
             return self._stash.tensor(kept).detach()
         if kept.tensor._version != kept.version:
             raise ModelError(
-                f"an argument of layer {self._layers[call.request.layer].name} was changed in place after the layer was "
-                "called, so the layer cannot be recomputed. Make the operation out of place."
+                f"an argument of layer {self._layers[call.request.layer].name} was changed in place after the layer "
+                "was called, so the layer cannot be recomputed. Make the operation out of place."
             )
         return kept.tensor
 
@@ -281,7 +282,7 @@ class LayerCalls:
         if layer not in self._changes_buffers:
             yield
             return
-        buffers = [b for b in self._layers[layer].module.buffers()]
+        buffers = list(self._layers[layer].module.buffers())
         before = [b.clone() for b in buffers]
         yield
         with torch.no_grad():
@@ -295,7 +296,8 @@ class InputChangedError(ModelError):
 
 def _without_cache(request: Request) -> Request:
     """In training there is no cache to fill, and a recomputation would fill it twice (as transformers' own
-    gradient checkpointing does)."""
+    gradient checkpointing does).
+    """
     kwargs = dict(request.kwargs)
     for key in _CACHE_ARGUMENTS:
         if kwargs.get(key) is not None:
@@ -303,9 +305,7 @@ def _without_cache(request: Request) -> Request:
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     args = tuple(None if type(a).__name__.endswith("Cache") else a for a in request.args)
-    return Request(
-        request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast
-    )
+    return Request(request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast)
 
 
 def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
@@ -379,5 +379,6 @@ def _writes(before: dict[Any, Any], after: Any) -> dict[Any, Any]:
     return {
         key: value
         for key, value in dict(after).items()
-        if key not in before or any(a is not b for a, b in zip(flatten(value)[0], flatten(before[key])[0], strict=False))
+        if key not in before
+        or any(a is not b for a, b in zip(flatten(value)[0], flatten(before[key])[0], strict=False))
     }

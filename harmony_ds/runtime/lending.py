@@ -30,7 +30,7 @@ class PhantomParameter(torch.Tensor):
     harmony_name: str
     harmony_touched: Callable[[str], None]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(name: str, like: Tensor, device: torch.device, touched: Callable[[str], None]) -> PhantomParameter:
@@ -42,11 +42,13 @@ class PhantomParameter(torch.Tensor):
         phantom.harmony_touched = touched
         return phantom
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PhantomParameter({self.harmony_name}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         leaves = torch.utils._pytree.tree_iter((args, kwargs))
         names = [leaf.harmony_name for leaf in leaves if isinstance(leaf, PhantomParameter)]
         for leaf in torch.utils._pytree.tree_iter((args, kwargs)):
@@ -147,7 +149,7 @@ class Lending:
         phantoms = self._phantoms.get(module)
         if phantoms is None:
             resting = self._resting[module]
-            phantoms = {key: None for key in resting}
+            phantoms = dict.fromkeys(resting)
             for key, name in names.items():
                 host = dict.__getitem__(resting, key)
                 phantoms[key] = PhantomParameter.of(name, host, self._device.torch_device, self.touched.add)
@@ -226,9 +228,8 @@ class DeviceBuffers:
             if not self._changed(module, lent):
                 continue
             host = self._host[module]
-            for key, now in module.__dict__["_buffers"].items():
-                if now is None:
-                    continue
+            shown: dict[str, Tensor | None] = module.__dict__["_buffers"]
+            for key, now in _tensors(shown):
                 self._ledger.book_out(Kind.DATA, _nbytes(now))
                 target = host.get(key)
                 if target is None or target.shape != now.shape or target.dtype != now.dtype:
@@ -236,7 +237,7 @@ class DeviceBuffers:
                     continue
                 with torch.no_grad():
                     target.copy_(now)
-                if now is lent.get(key):
+                if now is lent.get(key) and target is not None:
                     self._versions[id(now)] = now._version
                     self._copies[id(target)] = (target, target._version, now)
             self._lent[module] = {}
@@ -257,10 +258,12 @@ class DeviceBuffers:
         # torch's batch_norm updates running statistics without raising their version.
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
             return True
-        return any(
-            now is not None and (now is not lent.get(key) or now._version != self._versions[id(now)])
-            for key, now in module.__dict__["_buffers"].items()
-        )
+        shown: dict[str, Tensor | None] = module.__dict__["_buffers"]
+        return any(now is not lent.get(key) or now._version != self._versions[id(now)] for key, now in _tensors(shown))
+
+
+def _tensors(held: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(key, tensor) for key, tensor in held.items() if tensor is not None]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -1,8 +1,8 @@
 """Measures a model on the device with one micro-batch: the call order, and the bytes of every call.
 
-The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up gradient,
-backward at once, exactly as a step would run it; then it is evicted. Nothing is kept: no gradient, no random number, no
-change of a buffer.
+The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
+gradient, backward at once, exactly as a step would run it; then it is evicted. Nothing is kept: no gradient, no random
+number, no change of a buffer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device, MemoryProbe
@@ -68,9 +67,7 @@ class Measurement:
         self._probe: MemoryProbe | None = None
         self._base = 0
 
-    def run(
-        self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]
-    ) -> CostTable:
+    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
 
         Raises:

@@ -1,8 +1,8 @@
-"""A loss that has not been computed yet, so that a loop which hands over one micro-batch at a time can still be grouped.
+"""A loss that has not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
 
-What stays pending: arithmetic with numbers and scalars, `detach`, `float`, `clone`, `mean`, ... and `backward`. Everything
-else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting, and adding it in
-place to a plain tensor (`total += loss`), because nobody could tell that tensor's other owners later.
+What stays pending: arithmetic with numbers and scalars, `detach`, `float`, `clone`, `mean`, ... and `backward`.
+Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting, and
+adding it in place to a plain tensor (`total += loss`), because nobody could tell that tensor's other owners later.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PendingLoss(torch.Tensor):
         """Its value; computes what is not known yet."""
         return self.evaluate(lambda ticket: ticket.loss(self._attached))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PendingLoss(of {len(self.tickets)} micro-batches, {'known' if self.resolved else 'not computed yet'})"
 
     def __hash__(self) -> int:
@@ -124,7 +124,9 @@ class PendingLoss(torch.Tensor):
         return func(*known_args, **known_kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         # Reached by C++ code that never asked __torch_function__.
         known_args, known_kwargs = _replace((args, kwargs or {}), lambda p: p.value())
         return func(*known_args, **known_kwargs)
@@ -138,7 +140,7 @@ class PendingLoss(torch.Tensor):
             self.value().backward(*args, **kwargs)
 
 
-def _make(
+def _make(  # noqa: PLR0913, PLR0917 - a constructor that a tensor subclass cannot have
     ticket: Ticket | None,
     function: Callable[..., Any] | None,
     args: tuple[Any, ...],

@@ -64,9 +64,7 @@ class Runner:
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
         self.executor = Executor(parts, graph.resident)
-        self._streamer = Streamer(
-            parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls
-        )
+        self._streamer = Streamer(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls)
         self.failed: str | None = None
 
     # ---- measuring and planning
@@ -160,7 +158,8 @@ class Runner:
             self._tasks.clear()
         plan = self._plan
         group = Group(
-            tuple(m.index for m in micro_batches if not m.forwarded), tuple(m.index for m in micro_batches if m.forwarded)
+            tuple(m.index for m in micro_batches if not m.forwarded),
+            tuple(m.index for m in micro_batches if m.forwarded),
         )
         work = self._tasks.get(group)
         if work is None:

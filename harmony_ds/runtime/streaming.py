@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Streamer:
             return
         self._open = True
         self._resident = frozenset(resident)
-        self._next = dict(zip(order, order[1:], strict=False))
+        self._next = dict(pairwise(order))
         copy = self._residency.swap_in(resident)
         copy.wait(self._device)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.profiler.costs import CostTable
@@ -27,7 +28,7 @@ def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, p
     packs: list[Pack] = []
     seen: set[str] = set(graph.resident)
     specs = {spec.name: spec for spec in graph.parameters}
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         positions = tuple(range(first, last))
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 
 class TaskKind(Enum):
@@ -93,11 +94,11 @@ class Plan:
             f"{len(self.packs)} packs, {self.micro_batches} micro-batches, stash on the "
             f"{'host' if self.stash_on_host else 'device'}, planned device peak {self.peak_bytes:,} bytes"
         ]
-        for pack in self.packs:
-            lines.append(
-                f"  pack {pack.index}: calls {pack.positions[0]}-{pack.positions[-1]}, "
-                f"{pack.weight_bytes:,} bytes of weights, {pack.gradient_bytes:,} of gradients"
-            )
+        lines += [
+            f"  pack {pack.index}: calls {pack.positions[0]}-{pack.positions[-1]}, "
+            f"{pack.weight_bytes:,} bytes of weights, {pack.gradient_bytes:,} of gradients"
+            for pack in self.packs
+        ]
         row: list[str] = []
         for task in self.tasks:
             if task.kind is TaskKind.SWAP_IN and row:
@@ -112,6 +113,11 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
-        packs = tuple(Pack(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}) for p in data["packs"])
+        packs = tuple(_pack_of(pack) for pack in data["packs"])
         tasks = tuple(Task(TaskKind(t["kind"]), t["pack"], t["micro_batch"], t["device"]) for t in data["tasks"])
         return Plan(packs, tasks, **{k: v for k, v in data.items() if k not in ("packs", "tasks")})
+
+
+def _pack_of(fields: dict[str, Any]) -> Pack:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Pack(**values)

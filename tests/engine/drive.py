@@ -1,0 +1,146 @@
+"""How the tests of this folder build an engine on the CPU device, drive it, and compare it with the oracle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import harmony_ds
+from harmony_ds import HarmonyEngine
+from tests.families import FAMILIES, MODULES, Batch, Family
+from tests.oracle import assert_same, train_plainly
+
+SEED = 5
+WHOLE = 100  # more layer calls than any family makes: one pack
+Optimizer = torch.optim.Optimizer
+MakeOptimizer = Callable[[Any], Optimizer]
+Groups = list[list[Batch]]
+EVERY_FAMILY = FAMILIES + MODULES
+
+
+def seed_of(step: int, position: int) -> int:
+    return harmony_ds.micro_batch_seed(SEED, step, position)
+
+
+def family(name: str) -> Family:
+    return next(f for f in EVERY_FAMILY if f.name == name)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def small_sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def optimizer_for(one: Family) -> MakeOptimizer:
+    """AdamW where the bits must agree; else one that does not blow rounding up."""
+    if one.bitwise:
+        return adamw
+    return small_sgd if one.name == "gemma4" else sgd
+
+
+def config_of(accumulation: int, clip: float | None = None, harmony: dict[str, Any] | None = None, **more: Any) -> Any:
+    """A ds_config on the CPU device; `harmony` and `more` are added to its two levels."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip or 0.0,
+        "harmony": {"device": "cpu", "seed": SEED, **(harmony or {})},
+        **more,
+    }
+
+
+@contextmanager
+def engine_for(model: nn.Module, optimizer: Any, config: dict[str, Any], **arguments: Any) -> Iterator[HarmonyEngine]:
+    """An engine over `model`, destroyed at the end. `optimizer`: from parameters to an optimizer, or None."""
+    made = None if optimizer is None else optimizer(model.parameters())
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=made, config=config, **arguments)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def groups_of(one: Family, steps: int, accumulation: int) -> Groups:
+    return [[one.batch(step * accumulation + i) for i in range(accumulation)] for step in range(steps)]
+
+
+def train_groups(engine: HarmonyEngine, groups: Iterable[Sequence[Batch]]) -> list[float]:
+    """One `train_batch` for each group; the mean losses."""
+    return [engine.train_batch(iter(group)).item() for group in groups]
+
+
+def loop(engine: HarmonyEngine, groups: Groups, look: Callable[[int], bool] = lambda i: False) -> list[list[float]]:
+    """The familiar loop. `look(i)` tells after which micro-batches of a group the loss is looked at."""
+    losses: list[list[float]] = []
+    for group in groups:
+        row = []
+        for i, batch in enumerate(group):
+            loss = engine(**batch).loss
+            if look(i):
+                loss.item()
+            engine.backward(loss)
+            engine.step()
+            row.append(loss)
+        losses.append([loss.item() for loss in row])
+    return losses
+
+
+def means_of(losses: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of each group, in the arithmetic of the losses."""
+    return [torch.tensor(group).mean().item() for group in losses]
+
+
+def plain_model(one: Family, dropout: float) -> nn.Module:
+    """The model to train plainly. A key-value cache changes the strides of GPT-2's and OPT's attention dropout."""
+    model = one.build(dropout)
+    if one.name in ("gpt2", "opt") and dropout:
+        model.config.use_cache = False
+    return model
+
+
+def plainly(
+    one: Family, dropout: float, groups: Groups, make: MakeOptimizer, clip: float | None = None, **options: Any
+) -> tuple[nn.Module, list[list[float]]]:
+    """The oracle's model after `groups`, and its losses."""
+    model = plain_model(one, dropout)
+    return model, train_plainly(model, groups, make(model.parameters()), clip=clip, seed_of=seed_of, **options)
+
+
+def same_losses(actual: Sequence[float], expected: Sequence[float], bitwise: bool) -> bool:
+    if bitwise:
+        return list(actual) == list(expected)
+    return all(abs(a - e) <= 1e-6 * abs(e) for a, e in zip(actual, expected, strict=True))
+
+
+def assert_trains_like_plain(
+    one: Family, dropout: float, groups: Groups, config: dict[str, Any], make: MakeOptimizer
+) -> None:
+    """The engine's losses and weights after `groups` are the oracle's."""
+    plain, losses = plainly(one, dropout, groups, make, config["gradient_clipping"] or None)
+    model = one.build(dropout)
+    with engine_for(model, make, config) as engine:
+        actual = train_groups(engine, groups)
+    assert_same(model, plain, one.bitwise)
+    assert same_losses(actual, means_of(losses), one.bitwise), (actual, means_of(losses))
+
+
+def lanes() -> list[str]:
+    """Threads of micro-batches that are still alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony-lane")]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters and buffers."""
+    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}

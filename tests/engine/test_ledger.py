@@ -1,0 +1,155 @@
+"""The bytes in the ledger are those of the formula, whatever the number of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds import SwapReport
+from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
+from tests.families import HIDDEN, ragged_length
+
+LLAMA_CALLS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
+
+
+def rounded(nbytes: int) -> int:
+    """A parameter starts at a multiple of 64 bytes."""
+    return (nbytes + 63) // 64 * 64
+
+
+def layer_bytes(model: nn.Module, element: int) -> list[int]:
+    """Bytes of each call's parameters, in call order."""
+    modules = [model.get_submodule(name) for name in LLAMA_CALLS]
+    return [sum(rounded(p.numel() * element) for p in module.parameters()) for module in modules]
+
+
+def packed(layers: list[int], pack: int) -> list[int]:
+    """Bytes of each pack; packs are counted from the last call."""
+    backwards = layers[::-1]
+    return [sum(backwards[start : start + pack]) for start in range(0, len(layers), pack)][::-1]
+
+
+def report_of(accumulation: int, harmony: dict[str, Any], **more: Any) -> tuple[SwapReport, nn.Module]:
+    """The report of the second step (the first one also measures the model), and the model."""
+    llama = family("llama")
+    model = llama.build(0.0)
+    with engine_for(model, adamw, config_of(accumulation, None, harmony, **more)) as engine:
+        for group in groups_of(llama, 2, accumulation):
+            engine.train_batch(iter(group))
+        return engine.swap_report(), model
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("pack", [1, 2, 3, 4, WHOLE])
+def test_weights_and_gradients_equal_the_formula(pack: int, clip: float) -> None:
+    report, model = report_of(4, {"pack_layers": pack}, gradient_clipping=clip)
+
+    packs = packed(layer_bytes(model, 4), pack)
+    assert report.host_to_device["weights"] == sum(packs) + sum(packs[:-1])
+    assert report.device_to_host["gradients"] == sum(packs)
+    assert report.device_to_host["weights"] == report.host_to_device["gradients"] == 0
+    assert report.lower_bound_bytes == 2 * sum(packs) + sum(packs[:-1])
+    assert report.ratio == 1.0
+    assert report.micro_batches == 4
+
+
+@pytest.mark.parametrize(("gradients", "element"), [("fp32", 4), ("bf16", 2)])
+def test_bf16_halves_the_weights_and_gradients_go_in_their_accumulation_dtype(gradients: str, element: int) -> None:
+    data_types = {"grad_accum_dtype": gradients}
+    report, model = report_of(4, {"pack_layers": 1}, bf16={"enabled": True}, data_types=data_types)
+
+    weights = layer_bytes(model, 2)
+    assert report.host_to_device["weights"] == sum(weights) + sum(weights[:-1])
+    assert report.device_to_host["gradients"] == sum(layer_bytes(model, element))
+    assert report.ratio == 1.0
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+def test_swaps_do_not_grow_with_the_number_of_micro_batches(pack: int) -> None:
+    reports = [report_of(accumulation, {"pack_layers": pack})[0] for accumulation in (1, 4, 16)]
+
+    assert len({report.swap_bytes for report in reports}) == 1
+    assert [report.ratio for report in reports] == [1.0, 1.0, 1.0]
+    assert reports[0].zero3_offload_bytes < reports[1].zero3_offload_bytes < reports[2].zero3_offload_bytes
+
+
+@pytest.mark.parametrize(("pack", "stashed"), [(1, 4), (2, 3), (3, 2), (WHOLE, 0)])
+def test_activations_that_wait_on_the_host_are_each_input_of_an_unfused_layer_once(pack: int, stashed: int) -> None:
+    report, _ = report_of(4, {"pack_layers": pack, "stash": "host"})
+
+    tokens = 2 * sum(ragged_length(index) for index in range(4, 8))
+    expected = stashed * tokens * HIDDEN * 4
+    assert report.host_to_device["activations"] == report.device_to_host["activations"] == expected
+
+
+def test_a_stash_on_the_device_moves_nothing() -> None:
+    report, _ = report_of(4, {"pack_layers": 1, "stash": "device"})
+
+    assert report.host_to_device["activations"] == report.device_to_host["activations"] == 0
+
+
+def test_data_is_the_batches_once() -> None:
+    report, _ = report_of(4, {"pack_layers": 1})
+
+    tokens = 2 * sum(ragged_length(index) for index in range(4, 8))
+    assert report.host_to_device["data"] == 3 * 8 * tokens  # words, mask, labels
+    assert report.device_to_host["data"] == 0
+
+
+@pytest.mark.parametrize(("bf16", "element"), [(False, 4), (True, 2)])
+def test_zero3_offload_moves_weights_and_gradients_twice_for_every_micro_batch(bf16: bool, element: int) -> None:
+    report, model = report_of(4, {}, bf16={"enabled": bf16})
+
+    count = sum(p.numel() for p in model.parameters())
+    assert report.zero3_offload_bytes == 4 * (4 * element * count) + 4 * count
+
+
+def test_frozen_parameters_send_no_gradients() -> None:
+    llama = family("llama")
+    model = llama.build(0.0)
+    for parameter in model.model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    for parameter in model.model.embed_tokens.parameters():
+        parameter.requires_grad_(False)
+    with engine_for(model, adamw, config_of(2, None, {"pack_layers": 1})) as engine:
+        for group in groups_of(llama, 2, 2):
+            engine.train_batch(iter(group))
+        report = engine.swap_report()
+
+    layers = layer_bytes(model, 4)
+    # Nothing flows back through the embedding, so it is not swapped in again.
+    assert report.host_to_device["weights"] == sum(layers) + sum(layers[1:-1])
+    assert report.device_to_host["gradients"] == sum(layers) - layers[0] - layers[2]
+    assert report.ratio == 1.0
+    trainable, count = sum(p.numel() for p in model.parameters() if p.requires_grad), sum(map(nn.Parameter.numel, model.parameters()))
+    assert report.zero3_offload_bytes == 2 * (8 * count + 8 * trainable) + 4 * trainable
+
+
+def test_the_first_step_is_reported_without_what_measuring_it_moved() -> None:
+    llama = family("llama")
+    with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        engine.train_batch(iter(groups_of(llama, 1, 2)[0]))
+        assert engine.swap_report().ratio == 1.0
+
+
+def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:
+    llama = family("llama")
+    first, second = groups_of(llama, 2, 2)
+    with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        engine.train_batch(iter(first))
+        with torch.no_grad():
+            engine(**first[0])
+        engine.eval_batch(iter(first))
+        engine.train_batch(iter(second))
+        assert engine.swap_report().ratio == 1.0
+
+
+def test_there_is_no_report_before_the_first_step() -> None:
+    llama = family("llama")
+    with engine_for(llama.build(0.0), sgd, config_of(2)) as engine:
+        with pytest.raises(RuntimeError, match="no optimizer step"):
+            engine.swap_report()
+        assert engine.plan is None

@@ -1,0 +1,265 @@
+"""The familiar loop, `loss = engine(...).loss; engine.backward(loss); engine.step()`, in the ways people write it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harmony_ds import BatchError, HarmonyEngine
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
+from tests.oracle import assert_same, train_plainly
+
+LLAMA = family("llama")
+STEPS, ACCUMULATION = 3, 4
+GROUPS = groups_of(LLAMA, STEPS, ACCUMULATION)
+ONE_PACK_EACH = {"pack_layers": 1}
+LOOKED = "looked at before its accumulation boundary"
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_loop_is_grouped_and_exact(dropout: float, clip: float | None) -> None:
+    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, clip)
+    model = LLAMA.build(dropout)
+    with engine_for(model, adamw, config_of(ACCUMULATION, clip, ONE_PACK_EACH)) as engine:
+        assert loop(engine, GROUPS) == losses
+        assert engine.swap_report().ratio == 1.0
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "SharedDepthNet", "BareParameterNet", "SkipNet", "BatchNormNet"])
+def test_the_loop_of_other_models(name: str) -> None:
+    one = family(name)
+    groups = groups_of(one, 2, 3)
+    plain, losses = plainly(one, 0.0, groups, sgd)
+    model = one.build(0.0)
+    actual = []
+    with engine_for(model, sgd, config_of(3, None, ONE_PACK_EACH)) as engine:
+        for group in groups:
+            row = []
+            for batch in group:
+                outputs = engine(**batch)
+                loss = outputs if name == "SharedDepthNet" else outputs["loss"] if name == "BareParameterNet" else outputs.loss
+                engine.backward(loss)
+                engine.step()
+                row.append(loss)
+            actual.append([float(loss) for loss in row])
+        assert engine.swap_report().ratio == 1.0
+    assert_same(model, plain, one.bitwise)
+    assert [pytest.approx(row, rel=1e-6) for row in losses] == actual
+
+
+@pytest.mark.parametrize("look", [lambda i: True, lambda i: i % 2 == 1, lambda i: i == 0], ids=["all", "second", "first"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callable[[int], bool]) -> None:
+    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, 0.5)
+    model = LLAMA.build(dropout)
+    with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, ONE_PACK_EACH)) as engine:
+        with pytest.warns(RuntimeWarning, match=LOOKED) as warned:
+            actual = loop(engine, GROUPS, look)
+        assert len(warned) == 1
+        assert warned[0].filename == __file__ or "drive.py" in warned[0].filename
+        assert engine.swap_report().ratio > 1.0
+    assert actual == losses
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+def test_a_look_before_or_after_backward(when: str) -> None:
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
+    model = LLAMA.build(0.1)
+    actual = []
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine, pytest.warns(RuntimeWarning):
+        for group in GROUPS:
+            row = []
+            for batch in group:
+                loss = engine(**batch).loss
+                if when == "before backward":
+                    row.append(loss.item())
+                engine.backward(loss)
+                if when == "after backward":
+                    row.append(loss.item())
+                engine.step()
+            actual.append(row)
+    assert actual == losses
+    assert_same(model, plain, bitwise=True)
+
+
+def run_with_total(add: Callable[[Tensor, Tensor], Tensor]) -> tuple[nn.Module, float, HarmonyEngine]:
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
+        total = torch.zeros(())
+        for group in GROUPS:
+            for batch in group:
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                total = add(total, loss)
+        value = total.item()
+    return model, value, engine
+
+
+def in_place(total: Tensor, loss: Tensor) -> Tensor:
+    total += loss.detach()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("add", "looks"),
+    [
+        (in_place, True),
+        (lambda total, loss: total + loss.detach(), False),
+        (lambda total, loss: loss.detach() + total, False),
+        (lambda total, loss: total + loss.detach().float() / 1.0, False),
+    ],
+    ids=["in place", "out of place", "from the right", "float"],
+)
+def test_sums_of_losses(add: Callable[[Tensor, Tensor], Tensor], looks: bool) -> None:
+    plain, losses = plainly(LLAMA, 0.0, GROUPS, adamw)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, total, engine = run_with_total(add)
+    assert len(warned) == looks, [str(w.message) for w in warned]
+    expected = torch.zeros(())
+    for loss in (loss for row in losses for loss in row):
+        expected = expected + torch.tensor(loss)
+    assert total == expected.item()
+    assert_same(model, plain, bitwise=True)
+    assert (engine.swap_report().ratio == 1.0) is not looks
+
+
+def test_in_place_addition_to_a_plain_tensor_keeps_that_tensor() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(1)) as engine:
+        total = torch.zeros(())
+        alias = total
+        with pytest.warns(RuntimeWarning, match=LOOKED):
+            total += engine(**GROUPS[0][0]).loss.detach()
+        assert total is alias
+        assert total.item() > 0.0
+
+
+def test_a_loss_used_after_the_step_keeps_its_value() -> None:
+    _, losses = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
+    with engine_for(LLAMA.build(0.0), sgd, config_of(ACCUMULATION)) as engine:
+        row = []
+        for batch in GROUPS[0]:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            row.append(loss)
+        again = groups_of(LLAMA, 1, ACCUMULATION)[0]
+        engine.train_batch(iter(again))
+        assert [loss.item() for loss in row] == losses[0]
+        assert torch.stack([loss.detach() for loss in row]).mean().item() == means_of(losses)[0]
+        assert f"{row[0]:.4f}" == f"{losses[0][0]:.4f}"
+        assert row[0] < row[0] + 1
+        assert (row[0] + row[1]).item() == pytest.approx(losses[0][0] + losses[0][1])
+        assert float(sum(row)) == pytest.approx(sum(losses[0]))
+
+
+def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
+        forgotten = engine(**GROUPS[0][0]).loss
+        engine.step()
+        wanted = engine(**GROUPS[0][1]).loss
+        engine.backward(wanted)
+        engine.step()
+        assert wanted.item() > 0.0
+        with pytest.raises(BatchError, match="never propagated"):
+            forgotten.item()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_loss_of_the_users_own_from_logits(labels: bool) -> None:
+    reference = LLAMA.build(0.1)
+    batches = [[b if labels else {k: v for k, v in b.items() if k != "labels"} for b in group] for group in GROUPS]
+    targets = [b["labels"] for group in GROUPS for b in group]
+    upcoming = iter(targets)
+    losses = train_plainly(
+        reference, batches, adamw(reference.parameters()), clip=None, seed_of=seed_of,
+        loss_of=lambda outputs: cross_entropy(outputs.logits, next(upcoming)),
+    )
+    model = LLAMA.build(0.1)
+    actual = []
+    with warnings.catch_warnings(record=True) as warned, engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        warnings.simplefilter("always")
+        upcoming = iter(targets)
+        for group in batches:
+            for batch in group:
+                loss = cross_entropy(engine(**batch).logits, next(upcoming))
+                engine.backward(loss)
+                engine.step()
+                actual.append(loss.item())
+    assert len(warned) <= 1
+    assert actual == [loss for row in losses for loss in row]
+    assert_same(model, reference, bitwise=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_tuple_outputs(dropout: float) -> None:
+    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw)
+    model = LLAMA.build(dropout)
+    actual = []
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        for group in GROUPS:
+            row = []
+            for batch in group:
+                loss, logits = engine(**batch, return_dict=False)[:2]
+                assert logits.shape[-1] == 96
+                engine.backward(loss)
+                engine.step()
+                row.append(loss.item())
+            actual.append(row)
+    assert actual == losses
+    assert_same(model, plain, bitwise=True)
+
+
+def test_loss_backward_called_directly() -> None:
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
+    model = LLAMA.build(0.1)
+    actual: list[Any] = []
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
+        for group in GROUPS:
+            row = []
+            for batch in group:
+                loss = engine(**batch).loss
+                (loss / ACCUMULATION).backward()
+                engine.step()
+                row.append(loss)
+            actual.append([loss.item() for loss in row])
+        assert engine.swap_report().ratio == 1.0
+    assert actual == losses
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_autocast_around_the_call(look: bool) -> None:
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, autocast=torch.bfloat16)
+    model = LLAMA.build(0.1)
+    actual = []
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
+        for group in GROUPS:
+            row: list[Tensor] = []
+            for batch in group:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = engine(**batch).loss
+                if look and len(row) == 1:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", RuntimeWarning)
+                        loss.item()
+                engine.backward(loss)
+                engine.step()
+                row.append(loss)
+            actual.append([loss.item() for loss in row])
+    assert actual == losses
+    assert_same(model, plain, bitwise=True)
