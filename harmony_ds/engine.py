@@ -165,7 +165,7 @@ class HarmonyEngine(nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         scaled = loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
         if isinstance(scaled, PendingLoss):
-            scaled.backward()
+            scaled.propagate()
         else:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
@@ -281,7 +281,8 @@ class HarmonyEngine(nn.Module):
             warnings.warn(
                 "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward "
                 "pass swapped the whole model in for itself. The value is right. To keep micro-batches grouped, look at "
-                "losses after engine.step(), keep sums out of place (total = total + loss.detach()), or use engine.train_batch().",
+                "losses after engine.step(), keep sums out of place (total = total + loss.detach()), or use "
+                "engine.train_batch().",
                 RuntimeWarning,
                 stacklevel=4,
             )

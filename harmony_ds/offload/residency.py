@@ -50,6 +50,11 @@ class Residency:
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
 
+    @property
+    def accumulates_in_place(self) -> bool:
+        """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
+        return self._accumulation_dtype == self._store.dtype
+
     def swap_in(self, names: Iterable[str]) -> DeviceCopy:
         """Issues the copies of `names` on the swap-in stream; nothing waits for them yet."""
         pieces = self._store.pieces(names)
@@ -73,8 +78,8 @@ class Residency:
 
     def accumulate(self, copy: DeviceCopy) -> None:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
-        if self._accumulation_dtype == self._store.dtype:
-            return  # autograd's own addition into .grad is that sum
+        if self.accumulates_in_place:
+            return
         for name, leaf in copy.leaves.items():
             if leaf.grad is None:
                 continue
@@ -87,7 +92,7 @@ class Residency:
 
     def gradients(self, copy: DeviceCopy) -> dict[str, Tensor]:
         """The sums of all micro-batches so far, by name; a parameter that took no part in any has none."""
-        if self._accumulation_dtype != self._store.dtype:
+        if not self.accumulates_in_place:
             return copy.gradients
         return {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
 

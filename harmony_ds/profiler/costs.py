@@ -18,7 +18,8 @@ class CallCost:
         shared_bytes: gradients of outputs of earlier calls that this or a later call takes.
         forward_bytes: the most that running it forward adds, its outputs included.
         graph_bytes: what its autograd graph and its outputs hold after it ran.
-        backward_bytes: the most that recomputing it and propagating backward adds, its parameters' gradients included.
+        backward_bytes: the most that recomputing it and propagating backward adds, beyond the sums of its parameters'
+            gradients.
         needs_backward: whether a gradient flows through this call at all.
     """
 
@@ -42,11 +43,14 @@ class CostTable:
         calls: the layer called at each position.
         costs: one per position.
         tail_bytes: the most that the code after the last layer (the loss) adds, forward and backward.
+        held_bytes: what a micro-batch keeps from the end of its forward pass to the end of its backward pass, beside
+            the stash: arguments that layers share, and the graph of the code between them.
     """
 
     calls: tuple[int, ...]
     costs: tuple[CallCost, ...]
     tail_bytes: int
+    held_bytes: int = 0
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""
@@ -55,4 +59,6 @@ class CostTable:
         for table in (self, other):
             for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
                 costs[position] = costs[position].worst(cost)
-        return CostTable(order, tuple(costs), max(self.tail_bytes, other.tail_bytes))
+        return CostTable(
+            order, tuple(costs), max(self.tail_bytes, other.tail_bytes), max(self.held_bytes, other.held_bytes)
+        )

@@ -117,7 +117,7 @@ class QueuedMicroBatch:
     def take_loss(self, outputs: Any) -> Tensor:
         """Notes the loss among `outputs`."""
         loss = self.loss_fn(outputs)
-        self._value = loss.detach()
+        self._value = loss.detach().clone()  # a loss may be a view of something large
         return loss
 
     def objective(self, outputs: Any) -> Tensor | None:
@@ -308,11 +308,10 @@ class StepGroup:
             micro_batch = self._micro_batch(index, args, kwargs, grad=False)
             if not self._runner.covers((args, kwargs)):
                 self._measure(QueuedMicroBatch(self, micro_batch, loss_fn or loss_of), args, kwargs)
+            micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
         self._runner.evaluate(micro_batches)
-        return [
-            (loss_fn or loss_of)(m.outputs).detach() for m, (_, _, loss_fn) in zip(micro_batches, batches, strict=True)
-        ]
+        return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self) -> None:
         """Forgets everything queued."""

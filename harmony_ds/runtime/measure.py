@@ -83,7 +83,7 @@ class Measurement:
                 self._probe = probe
                 self._base = probe.live_bytes()
                 self._random.start(self, seed)
-                tail = self._measure(probe, forward, objective)
+                tail, held = self._measure(probe, forward, objective)
         except Exception as error:
             if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
@@ -92,10 +92,11 @@ class Measurement:
             self._probe = None
             self._random.close()
             self._residency.evict(copy)
-        return self._table(tail)
+        return self._table(tail, held)
 
-    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> int:
-        """Runs everything; returns the peak behind the last layer, beyond what was alive when it was called."""
+    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> tuple[int, int]:
+        """Runs everything; returns the peak behind the last layer, beyond what was alive when it was called, and what
+        stays until the last call has been propagated through."""
         with handled_by(self), torch.enable_grad():
             outputs = forward()
         probe.reset()
@@ -103,7 +104,12 @@ class Measurement:
         loss = objective(outputs)
         if loss is not None and loss.requires_grad:
             loss.backward()
-        return max(0, probe.peak_bytes() - self._base - alive)
+        tail = max(0, probe.peak_bytes() - self._base - alive)
+        del outputs, loss
+        for row in self._rows:
+            for slot in row.made:
+                slot.take()
+        return tail, max(0, probe.live_bytes() - self._base)
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
         copy = self._residency.swap_in(names)
@@ -142,21 +148,41 @@ class Measurement:
         row.glued = [sink for sink in call.sinks if isinstance(sink, GlueSink)]
 
     def _propagate(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> None:
-        """Backward with a made-up gradient; what reaches earlier calls is dropped."""
+        """Backward with a made-up gradient; what reaches earlier calls is dropped.
+
+        Where gradients gather on the leaves, the plan counts them by itself: they are taken off here. A second run
+        shows what adding to them takes.
+        """
+        tensors = list(call.tensors)
+        for entry in call.entries:
+            entry.users += 1
+        first = self._backward_bytes(row, call, copy, probe)
+        call.tensors = tensors
+        again = self._backward_bytes(row, call, copy, probe)
+        if self._residency.accumulates_in_place:
+            gathered = sum(
+                leaf.grad.numel() * leaf.grad.element_size() for leaf in copy.leaves.values() if leaf.grad is not None
+            )
+            row.backward = max(first - gathered, again)
+        else:
+            row.backward = first
+        for leaf in copy.leaves.values():
+            leaf.grad = None
+
+    def _backward_bytes(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> int:
         for slot in row.made:
             slot.add(torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device))
         probe.reset()
         before = probe.live_bytes()
         self._calls.backward(call, copy.leaves, self._random.replay)
-        row.backward = probe.peak_bytes() - before
+        peak = probe.peak_bytes() - before
         self._random.switch(self)
         for sink in call.sinks:
             if sink is not None:
                 sink.take()
-        for leaf in copy.leaves.values():
-            leaf.grad = None
+        return peak
 
-    def _table(self, tail: int) -> CostTable:
+    def _table(self, tail: int, held: int) -> CostTable:
         costs: list[CallCost] = []
         for position, row in enumerate(self._rows):
             costs.append(
@@ -171,7 +197,7 @@ class Measurement:
                     needs_backward=row.call is not None,
                 )
             )
-        return CostTable(tuple(row.layer for row in self._rows), tuple(costs), tail)
+        return CostTable(tuple(row.layer for row in self._rows), tuple(costs), tail, held)
 
     def _shared_bytes(self, position: int) -> int:
         """Gradients that wait, once everything from `position` on has been propagated through, for what lies before."""

@@ -33,6 +33,7 @@ class MicroBatch:
         forward: runs the model on its inputs; called on the lane's thread.
         objective: called with the outputs, on the engine's thread, where forward and backward are fused.
         autocast: the caller's, entered again on the lane's thread.
+        reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
     """
 
     index: int
@@ -41,6 +42,7 @@ class MicroBatch:
     objective: Objective
     autocast: Autocast | None
     grad: bool = True
+    reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
     outputs: Any = None
@@ -86,7 +88,8 @@ class MicroBatch:
     def finish(self) -> None:
         """Takes the outputs off a lane that ran to its end."""
         assert self.lane is not None
-        self.outputs, self.lane.result = self.lane.result, None
+        outputs, self.lane.result = self.lane.result, None
+        self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.lane.close()
         self.lane = None
         self.forwarded = True

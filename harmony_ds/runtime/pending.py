@@ -113,7 +113,7 @@ class PendingLoss(torch.Tensor):
             if name == "requires_grad":
                 return first._attached
             if name == "backward":
-                return first._backward(*args[1:], **kwargs)
+                return first.propagate(*args[1:], **kwargs)
             if name in ("detach", "data"):
                 return _make(None, torch.clone, (first,), {}, False, first.dtype, first.device)
             if name in _IN_PLACE:
@@ -131,7 +131,8 @@ class PendingLoss(torch.Tensor):
         known_args, known_kwargs = _replace((args, kwargs or {}), lambda p: p.value())
         return func(*known_args, **known_kwargs)
 
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
+    def propagate(self, *args: Any, **kwargs: Any) -> None:
+        """Notes that the group has to propagate back from this loss; what is known already is propagated at once."""
         tickets = self.tickets
         plain = not args and not any(kwargs.values())  # torch passes every keyword on, unset ones too
         if len(tickets) == 1 and not self.resolved and plain:

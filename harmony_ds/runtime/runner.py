@@ -212,7 +212,7 @@ class Runner:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
-        assert self._plan is not None
+        assert self._plan is not None and self._costs is not None
         packs = self._plan.packs
         tasks = [
             task
@@ -223,7 +223,9 @@ class Runner:
                 Task(TaskKind.EVICT, pack.index),
             )
         ]
-        work = replace(self._with_memory(tuple(tasks)), micro_batches={m.index: m for m in micro_batches})
+        costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
+        walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
+        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches})
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)

@@ -12,6 +12,10 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 
+_LOSS_BYTES = 512
+"""A micro-batch's loss and its scaled copy, at the granularity of CUDA's allocator."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
     """Per task: bytes of swapped-in weights, and of everything else but the resident set."""
@@ -41,9 +45,7 @@ class _Walk:
         self._waiting: dict[int, int] = {}  # micro-batch -> bytes it holds while others run
         self._stash: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> bytes of it on the device
         self._leaving: tuple[int, int] | None = None
-        # After its last call a micro-batch holds what the code between layers made, but not its last input.
-        last = self._costs[-1]
-        self._held = max(0, last.alive_bytes - last.stash_bytes)
+        self._held = costs.held_bytes + _LOSS_BYTES
 
     def step(self, task: Task) -> tuple[int, int]:
         working = 0

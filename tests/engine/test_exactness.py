@@ -73,7 +73,21 @@ def test_no_plan_changes_a_bit(name: str, clip: float | None) -> None:
         assert_same(other_weights, weights, bitwise=True)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "gemma4", "SharedDepthNet", "TwoPassNet", "OutsideParameterNet"])
+REGROUPED = ["gpt2", "t5", "gemma4", "SharedDepthNet", "TwoPassNet", "OutsideParameterNet"]
+
+
+@pytest.mark.parametrize("pack", [1, 3])
+@pytest.mark.parametrize("name", REGROUPED)
+def test_neither_prefetch_nor_stash_changes_a_bit_where_additions_are_regrouped(name: str, pack: int) -> None:
+    one = family(name)
+    losses, weights = outcome(one, 0.5, {"pack_layers": pack, "prefetch": False, "stash": "device"})
+    other_losses, other_weights = outcome(one, 0.5, {"pack_layers": pack, "prefetch": True, "stash": "host"})
+    assert other_losses == losses
+    assert_same(other_weights, weights, bitwise=True)
+
+
+@pytest.mark.xfail(strict=True, reason="contributions of one pack are added up before they join the others")
+@pytest.mark.parametrize("name", REGROUPED)
 def test_no_plan_changes_a_bit_where_additions_are_regrouped(name: str) -> None:
     one = family(name)
     losses, weights = outcome(one, None, {"pack_layers": 1, "prefetch": False, "stash": "device"})

@@ -1,0 +1,182 @@
+"""What counts as a layer, and which parameters are left over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds import ConfigError, ModelError
+from harmony_ds.decomposer import Decomposition, find_layers
+from tests.families import FAMILIES, MODULES, WIDTH, Block, Family
+
+EVERY_FAMILY = FAMILIES + MODULES
+LAYERS = {
+    "gpt2": "transformer.wte transformer.wpe transformer.h.0 transformer.h.1 transformer.h.2 transformer.ln_f lm_head",
+    "t5": (
+        "shared encoder.embed_tokens encoder.block.0 encoder.block.1 encoder.block.2 encoder.final_layer_norm "
+        "decoder.embed_tokens decoder.block.0 decoder.block.1 decoder.block.2 decoder.final_layer_norm lm_head"
+    ),
+    "clip": (
+        "text_model.embeddings.token_embedding text_model.embeddings.position_embedding text_model.encoder.layers.0 "
+        "text_model.encoder.layers.1 text_model.final_layer_norm vision_model.embeddings vision_model.pre_layrnorm "
+        "vision_model.encoder.layers.0 vision_model.encoder.layers.1 vision_model.post_layernorm visual_projection "
+        "text_projection"
+    ),
+    "resnet": (
+        "resnet.embedder.embedder.convolution resnet.embedder.embedder.normalization resnet.encoder.stages.0 "
+        "resnet.encoder.stages.1 classifier.1"
+    ),
+    "BareParameterNet": "blocks.0 blocks.1 blocks.2",
+    "SkipNet": "blocks.0 blocks.1 blocks.2 blocks.3 blocks.4 head",
+    "SharedDepthNet": "blocks.0 head",
+    "BatchNormNet": "blocks.0 blocks.1 blocks.2 head",
+    "LayerDropNet": "blocks.0 blocks.1 blocks.2 blocks.3 head",
+    "TwoPassNet": "encoder.blocks.0 encoder.blocks.1 encoder.blocks.2",
+    "UntouchedNet": "blocks.0 blocks.1 blocks.2 blocks.3 unused_head",
+    "OutsideParameterNet": "embed blocks.0 blocks.1 blocks.2",
+    "InPlaceNet": "blocks.0 blocks.1 blocks.2 head",
+}
+RESIDENT = {
+    "clip": ("logit_scale",),
+    "BareParameterNet": ("scale", "shift"),
+    "TwoPassNet": ("temperature",),
+    "UntouchedNet": ("unused_scale",),
+}
+
+
+def family(name: str) -> Family:
+    return next(one for one in EVERY_FAMILY if one.name == name)
+
+
+def names(decomposition: Decomposition) -> str:
+    return " ".join(layer.name for layer in decomposition.layers)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_the_blocks_and_every_other_owner_of_parameters(name: str) -> None:
+    found = find_layers(family(name).build(0.0))
+
+    assert names(found) == LAYERS[name]
+    assert found.resident == RESIDENT.get(name, ())
+
+
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=lambda one: one.name)
+def test_layers_and_resident_set_cover_every_parameter(one: Family) -> None:
+    model = one.build(0.0)
+    found = find_layers(model)
+
+    in_layers = {name for layer in found.layers for name in layer.parameters}
+    assert in_layers | set(found.resident) == {name for name, _ in model.named_parameters()}
+    assert not in_layers & set(found.resident)
+    for place, layer in enumerate(found.layers):
+        assert layer.index == place
+        assert layer.module is model.get_submodule(layer.name)
+        assert len(set(layer.parameters)) == len(layer.parameters)
+
+
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=lambda one: one.name)
+def test_no_layer_is_inside_another(one: Family) -> None:
+    layers = find_layers(one.build(0.0)).layers
+    for outer in layers:
+        inside = set(outer.module.modules()) - {outer.module}
+        assert not [inner.name for inner in layers if inner.module in inside]
+
+
+def test_a_tied_parameter_has_the_first_name_in_every_layer_that_holds_it() -> None:
+    found = find_layers(family("gpt2").build(0.0))
+    parameters = {layer.name: layer.parameters for layer in found.layers}
+
+    assert parameters["transformer.wte"] == parameters["lm_head"] == ("transformer.wte.weight",)
+    assert "lm_head.weight" not in found.canonical.values()
+
+
+def test_parameters_tied_inside_one_layer_are_listed_once() -> None:
+    block = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    block[1].weight = block[0].weight
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
+    (layer,) = find_layers(model).layers
+
+    assert layer.parameters == ("blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.bias")
+
+
+def test_a_model_that_is_one_layer_is_named_by_the_empty_string() -> None:
+    found = find_layers(nn.Linear(2, 2))
+
+    assert [(layer.name, layer.parameters) for layer in found.layers] == [("", ("weight", "bias"))]
+
+
+def test_elements_of_nested_lists_are_layers() -> None:
+    model = nn.ModuleDict({"rows": nn.ModuleList([nn.ModuleList([Block(0.0), Block(0.0)]), nn.ModuleList([Block(0.0)])])})
+
+    assert names(find_layers(model)) == "rows.0.0 rows.0.1 rows.1.0"
+
+
+def test_a_block_in_two_places_is_one_layer() -> None:
+    shared = Block(0.0)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([shared, Block(0.0), shared])})
+
+    assert names(find_layers(model)) == "blocks.0 blocks.1"
+
+
+def test_elements_without_parameters_are_no_layers() -> None:
+    assert names(find_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == "0 2"
+
+
+def test_parameters_of_lists_are_resident() -> None:
+    model = nn.Module()
+    model.scales = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    model.head = nn.Linear(2, 2)
+    found = find_layers(model)
+
+    assert found.resident == ("scales.0", "scales.1")
+    assert names(found) == "head"
+
+
+def test_frozen_parameters_belong_to_their_layers_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+
+    assert [layer.parameters for layer in find_layers(model).layers] == [("0.weight", "0.bias"), ("1.weight", "1.bias")]
+
+
+def test_patterns_take_the_place_of_the_blocks() -> None:
+    model = family("gpt2").build(0.0)
+
+    assert names(find_layers(model, ("transformer",))) == "transformer lm_head"
+    assert "transformer.h.1.mlp" in names(find_layers(model, ("transformer.h.*.mlp",))).split()
+
+
+def test_what_no_pattern_names_is_cut_into_its_owners() -> None:
+    found = find_layers(family("InPlaceNet").build(0.0), ("blocks.1",))
+    parts = [f"blocks.{block}.{part}" for block in (0, 2) for part in ("norm", "widen", "narrow")]
+
+    assert names(found) == " ".join([*parts[:3], "blocks.1", *parts[3:], "head"])
+
+
+def test_of_nested_matches_the_outer_one_counts() -> None:
+    assert names(find_layers(family("InPlaceNet").build(0.0), ("blocks.*",))) == "blocks.0 blocks.1 blocks.2 head"
+
+
+def test_several_patterns_add_up() -> None:
+    found = find_layers(family("InPlaceNet").build(0.0), ("blocks.0", "blocks.1", "blocks.2.widen"))
+
+    assert names(found) == "blocks.0 blocks.1 blocks.2.norm blocks.2.widen blocks.2.narrow head"
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r'harmony.layers: the pattern "model.layers.\*" matches no module of InPlaceNet'):
+        find_layers(family("InPlaceNet").build(0.0), ("blocks.*", "model.layers.*"))
+
+
+def test_a_model_without_parameters_is_an_error() -> None:
+    with pytest.raises(ModelError, match="ReLU has no parameters"):
+        find_layers(nn.ReLU())
+
+
+def test_decomposing_changes_nothing() -> None:
+    model = nn.Sequential(Block(0.0), nn.Linear(WIDTH, WIDTH))
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    find_layers(model)
+
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert all("forward" not in module.__dict__ for module in model.modules())

@@ -1,0 +1,337 @@
+"""A failure surfaces as itself in the caller, leaves no thread behind, and the engine says truly whether it can go on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harmony_ds
+from harmony_ds import BatchError, ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, ModelError, OptimizerError
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    lanes,
+    loop,
+    means_of,
+    plainly,
+    sgd,
+    train_groups,
+    weights_of,
+)
+from tests.families import Batch
+from tests.oracle import assert_same
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 3, 4)
+Inject = Callable[[nn.Module], None]
+
+
+class Mishap(Exception):
+    """What the tests raise; nothing else does."""
+
+
+class Trap:
+    """Raises on its `at`-th call from being armed on; does nothing before, after, or disarmed."""
+
+    def __init__(self, at: int, failure: BaseException | None = None, act: Callable[[], None] | None = None) -> None:
+        self.at = at
+        self.failure = failure if failure is not None else Mishap("sprung")
+        self.act = act
+        self.left: int | None = None
+
+    def arm(self) -> None:
+        self.left = self.at
+
+    def spring(self) -> None:
+        if self.left is None:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.left = None
+            if self.act is not None:
+                self.act()
+            else:
+                raise self.failure
+
+
+class BackwardTrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.trap.spring()
+        return gradient, None
+
+
+class Trapped(nn.Module):
+    """A decoder layer that may fail on its way forward or back."""
+
+    def __init__(self, inner: nn.Module, trap: Trap, where: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.trap = trap
+        self.where = where
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.where == "forward":
+            self.trap.spring()
+        else:
+            hidden = BackwardTrap.apply(hidden, self.trap)
+        return self.inner(hidden, *args, **kwargs)
+
+
+def trapped_llama(trap: Trap, where: str) -> nn.Module:
+    model = LLAMA.build(0.1)
+    model.model.layers[1].inner_trap = nn.Identity()  # keeps the layer's class, and so its place among the layers
+    layer = model.model.layers[1]
+    mlp = layer.mlp
+    layer.mlp = Trapped(mlp, trap, where)
+    return model
+
+
+def unwrapped(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("mlp.inner.", "mlp."): t for name, t in weights_of(model).items()}
+
+
+def run(engine: HarmonyEngine, way: str, group: list[Batch]) -> None:
+    if way == "train_batch":
+        engine.train_batch(iter(group))
+    else:
+        loop(engine, [group])
+
+
+FAILURES: dict[str, Callable[[int], Trap]] = {
+    "exception": lambda at: Trap(at),
+    "interrupt": lambda at: Trap(at, KeyboardInterrupt()),
+    "signal": lambda at: Trap(at, act=lambda: signal.raise_signal(signal.SIGINT)),
+}
+
+
+@pytest.mark.parametrize("way", ["train_batch", "loop"])
+@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(("where", "at"), [("forward", 0), ("forward", 2), ("forward", 5), ("backward", 0), ("backward", 2)])
+def test_a_failed_step_is_as_if_it_had_not_been_tried(where: str, at: int, kind: str, way: str) -> None:
+    """Clipping on: no layer is updated before all is known, so the engine is usable whatever failed."""
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    trap = FAILURES[kind](at)
+    model = trapped_llama(trap, where)
+    config = config_of(4, 0.5, {"pack_layers": 1})
+    with engine_for(model, adamw, config) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        expected = Mishap if kind == "exception" else KeyboardInterrupt
+        with pytest.raises(expected) as caught:
+            run(engine, way, GROUPS[1])
+        if kind != "signal":
+            assert caught.value is trap.failure
+        trap.left = None
+        assert lanes() == []
+        assert engine.usable
+        assert engine.global_steps == 1
+        restart(engine)
+        run(engine, way, GROUPS[1])
+        train_groups(engine, GROUPS[2:])
+        assert engine.swap_report().ratio == 1.0
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+def restart(engine: HarmonyEngine) -> None:
+    """After a failure the group is empty, and the loop starts over at its first micro-batch."""
+    assert engine.micro_steps % 4 in (0, 3)
+    engine.micro_steps -= engine.micro_steps % 4
+
+
+def test_a_failure_behind_an_early_update_says_that_the_engine_is_unusable() -> None:
+    trap = Trap(0)
+    model = trapped_llama(trap, "backward")
+    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+        assert lanes() == []
+        assert not engine.usable
+        with pytest.raises(EngineFailedError, match="cannot go on"):
+            engine.train_batch(iter(GROUPS[1]))
+
+
+def test_a_failure_before_any_early_update_leaves_the_engine_usable() -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw)
+    trap = Trap(3)
+    model = trapped_llama(trap, "forward")
+    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+        assert engine.usable
+        train_groups(engine, GROUPS[1:2])
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_failure_while_measuring(clip: float | None) -> None:
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, clip)
+    trap = Trap(0)
+    model = trapped_llama(trap, "forward")
+    with engine_for(model, adamw, config_of(4, clip)) as engine:
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[0]))
+        assert engine.usable
+        assert train_groups(engine, GROUPS) == means_of(losses)
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+def test_a_failure_in_the_users_loss() -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw)
+    trap = Trap(2)
+
+    def loss_of(outputs: Any) -> Tensor:
+        trap.spring()
+        loss: Tensor = outputs.loss
+        return loss
+
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_of(4)) as engine:
+        engine.train_batch(iter(GROUPS[0]), loss_fn=loss_of)
+        trap.arm()
+        with pytest.raises(Mishap) as caught:
+            engine.train_batch(iter(GROUPS[1]), loss_fn=loss_of)
+        assert caught.value is trap.failure
+        assert lanes() == []
+        assert engine.usable
+        for group in GROUPS[1:]:
+            engine.train_batch(iter(group), loss_fn=loss_of)
+    assert_same(model, plain, bitwise=True)
+
+
+def test_a_failure_in_the_data_iterator() -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    failure = Mishap("no more data")
+
+    def broken() -> Iterator[Batch]:
+        yield GROUPS[1][0]
+        raise failure
+
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_of(4, 0.5)) as engine:
+        train_groups(engine, GROUPS[:1])
+        with pytest.raises(Mishap) as caught:
+            engine.train_batch(broken())
+        assert caught.value is failure
+        train_groups(engine, GROUPS[1:])
+    assert_same(model, plain, bitwise=True)
+
+
+class FailingSGD(torch.optim.SGD):
+    failure: BaseException | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if FailingSGD.failure is not None:
+            raise FailingSGD.failure
+        super().step(closure)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLAMA.build(0.0)
+    failure = Mishap("the optimizer broke")
+    config = config_of(4, clip, {"pack_layers": 1})
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=FailingSGD(model.parameters(), lr=0.01), config=config)
+    train_groups(engine, GROUPS[:1])
+    engine.finish_updates()
+    monkeypatch.setattr(FailingSGD, "failure", failure)
+
+    def until_it_surfaces() -> None:
+        engine.train_batch(iter(GROUPS[1]))
+        engine.train_batch(iter(GROUPS[2]))
+
+    with pytest.raises(Mishap) as caught:
+        until_it_surfaces()
+    assert caught.value is failure
+    assert lanes() == []
+    assert not engine.usable
+    with pytest.raises(EngineFailedError):
+        engine.train_batch(iter(GROUPS[2]))
+    engine.destroy()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("harmony")] == []
+    assert torch.isfinite(model(**GROUPS[0][0]).loss)
+
+
+def test_destroy_ends_every_thread() -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_of(4, 0.5)) as engine:
+        engine.train_batch(iter(GROUPS[0]))
+        assert any(t.name == "harmony-update" for t in threading.enumerate())
+    assert [t.name for t in threading.enumerate() if t.name.startswith("harmony")] == []
+
+
+# ---- what is refused before training starts
+
+
+def test_a_micro_batch_without_a_tensor() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
+        with pytest.raises(BatchError, match="no tensor"):
+            engine.train_batch(iter([{"use_cache": False}]))
+        with pytest.raises(BatchError, match="no tensor"):
+            engine(use_cache=False)
+        engine.train_batch(iter(GROUPS[0]))
+
+
+def test_a_model_that_is_not_in_host_memory() -> None:
+    with pytest.raises(ModelError, match="meta"):
+        harmony_ds.initialize(model=LLAMA.build(0.0).to("meta"), config=config_of(1))
+
+
+def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
+    model = LLAMA.build(0.0)
+    before = weights_of(model)
+    budget = 150_000
+    with engine_for(model, adamw, config_of(4, None, {"device_memory_gib": budget / 2**30})) as engine:
+        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 150,000") as caught:
+            engine.train_batch(iter(GROUPS[0]))
+        assert "device_memory_gib" in str(caught.value)
+        assert engine.usable
+    assert_same(model, before, bitwise=True)
+
+
+def test_optimizers_that_cannot_be_meant() -> None:
+    with pytest.raises(ConfigError, match="Adamm"):
+        harmony_ds.initialize(model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "Adamm", "params": {}}))
+    with pytest.raises(ConfigError, match="does not take"):
+        harmony_ds.initialize(model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "SGD", "params": {"lrr": 1}}))
+    foreign = adamw([nn.Parameter(torch.zeros(3, 7))])
+    with pytest.raises(OptimizerError, match=r"\(3, 7\)"):
+        harmony_ds.initialize(model=LLAMA.build(0.0), optimizer=foreign, config=config_of(1))
+    model = LLAMA.build(0.0)
+    with pytest.raises(OptimizerError, match="LBFGS"):
+        harmony_ds.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config_of(1))
+    assert torch.isfinite(model(**GROUPS[0][0]).loss)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_nan_gradients_do_what_they_do_in_plain_pytorch(clip: float | None) -> None:
+    one = family("InPlaceNet")
+    groups = groups_of(one, 2, 2)
+    groups[0][1]["targets"][0, 0, 0] = float("nan")
+    plain, losses = plainly(one, 0.0, groups, adamw, clip)
+    model = one.build(0.0)
+    with engine_for(model, adamw, config_of(2, clip, {"pack_layers": 1})) as engine:
+        actual = train_groups(engine, groups)
+        assert torch.tensor(actual).isnan().all()
+        assert engine.usable
+    assert torch.tensor(means_of(losses)).isnan().all()
+    assert_same(model, plain, bitwise=True)

@@ -1,0 +1,268 @@
+"""Mixed precision: bf16 and fp16 with fp32 masters, loss scaling, DeepSpeed's own optimizers, and what the host holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    Groups,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    means_of,
+    seed_of,
+    train_groups,
+    weights_of,
+)
+from tests.engine.test_ledger import layer_bytes
+from tests.families import Family
+from tests.oracle import assert_same, train_plainly, train_plainly_bf16, with_floating_dtype
+
+LLAMA = family("llama")
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+# torch's batch_norm wants running statistics of the input's dtype on the CPU.
+BITWISE = [f for f in EVERY_FAMILY if f.bitwise and f.name not in ("resnet", "BatchNormNet")]
+
+
+def half_groups(one: Family, steps: int, accumulation: int, dtype: torch.dtype = torch.bfloat16) -> Groups:
+    return [[with_floating_dtype(b, dtype) for b in group] for group in groups_of(one, steps, accumulation)]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("one", [pytest.param(f, id=f.name) for f in BITWISE])
+def test_bf16_equals_the_plain_mixed_precision_loop(one: Family, clip: float | None) -> None:
+    groups = half_groups(one, 2, 3)
+    plain = one.build(0.1)
+    expected = train_plainly_bf16(plain, groups, adamw, clip=clip, seed_of=seed_of)
+    model = one.build(0.1)
+    with engine_for(model, adamw, config_of(3, clip, {"pack_layers": 1}, **BF16)) as engine:
+        losses = [engine.train_batch(iter(group)).float().item() for group in groups]
+        engine.finish_updates()
+        masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        assert all(master.dtype == torch.float32 for master in masters)
+        assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
+        for master, wanted in zip(masters, expected.masters.values(), strict=True):
+            assert torch.equal(master, wanted)
+    assert losses == pytest.approx(means_of(expected.losses), rel=1e-2)
+    assert_same(model, plain, bitwise=True)
+
+
+def train_plainly_half(
+    model: nn.Module,
+    groups: Groups,
+    dtype: torch.dtype,
+    make: Callable[[Any], torch.optim.Optimizer],
+    *,
+    clip: float | None,
+    scale: float = 1.0,
+    accumulate: torch.dtype = torch.float32,
+) -> list[list[float]]:
+    """As `train_plainly_bf16`, with a loss scale and a dtype of the sums."""
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    optimizer = make(list(masters.values()))
+    losses = []
+    for step, group in enumerate(groups):
+        sums: dict[str, torch.Tensor] = {}
+        row = []
+        for i, batch in enumerate(group):
+            torch.manual_seed(seed_of(step, i))
+            loss = model(**batch).loss
+            (loss / len(group) * scale).backward()
+            row.append(loss.item())
+            for name, p in model.named_parameters():
+                gradient = p.grad.to(accumulate)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+                p.grad = None
+        for name, master in masters.items():
+            master.grad = sums[name].float() / scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_(masters.values(), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(masters[name])
+        losses.append(row)
+    return losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
+    groups = groups_of(LLAMA, 3, 4)
+    plain = LLAMA.build(0.1)
+    losses = train_plainly_half(plain, groups, torch.bfloat16, adamw, clip=clip, accumulate=torch.bfloat16)
+    model = LLAMA.build(0.1)
+    config = config_of(4, clip, {"pack_layers": 2}, data_types={"grad_accum_dtype": "bf16"}, **BF16)
+    with engine_for(model, adamw, config) as engine:
+        assert train_groups(engine, groups) == means_of(losses)
+    # clip_grad_norm_ of fp32 copies adds up the squares in other blocks than a norm of bf16 in fp32 does.
+    for name, (absolute, relative) in differences(model, plain).items():
+        assert relative <= (0.0 if clip is None else 0.008), (name, absolute, relative)
+
+
+def differences(model: nn.Module, plain: nn.Module) -> dict[str, tuple[float, float]]:
+    from tests.oracle import largest_difference
+
+    return largest_difference(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fp16_with_a_static_loss_scale(clip: float | None) -> None:
+    groups = groups_of(LLAMA, 3, 4)
+    plain = LLAMA.build(0.0)
+    losses = train_plainly_half(plain, groups, torch.float16, adamw, clip=clip, scale=128.0)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(4, clip, fp16={"enabled": True, "loss_scale": 128})) as engine:
+        assert engine.loss_scale == 128.0
+        assert train_groups(engine, groups) == means_of(losses)
+        assert engine.skipped_steps == 0
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
+
+
+def fp16(**settings: Any) -> dict[str, Any]:
+    return {"fp16": {"enabled": True, "loss_scale": 0, **settings}}
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresis(by_loop: bool) -> None:
+    batch = LLAMA.batch(0)
+    model = LLAMA.build(0.0)
+    config = config_of(1, None, **fp16(initial_scale_power=40, hysteresis=2, loss_scale_window=1000))
+    with engine_for(model, adamw, config) as engine:
+        before = weights_of(engine.module)
+        scales, applied = [], []
+        for _ in range(4):
+            if by_loop:
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            else:
+                engine.train_batch(iter([batch]))
+            scales.append(engine.loss_scale)
+            applied.append(engine.was_step_applied())
+        assert scales == [2.0**40, 2.0**39, 2.0**38, 2.0**37]
+        assert applied == [False] * 4
+        assert (engine.skipped_steps, engine.global_steps) == (4, 4)
+        assert_same(weights_of(engine.module), before, bitwise=True)
+        assert not engine.optimizer.state
+
+
+def test_fp16_goes_on_exactly_after_an_overflow() -> None:
+    groups = groups_of(LLAMA, 2, 2)
+    model = LLAMA.build(0.0)
+    config = config_of(2, 0.5, **fp16(initial_scale_power=24, hysteresis=1))
+    with engine_for(model, adamw, config) as engine:
+        while not engine.was_step_applied():
+            scale = engine.loss_scale
+            engine.train_batch(iter(groups[0]))
+        skipped = engine.skipped_steps
+        assert skipped > 0
+        assert engine.loss_scale == scale == 2.0**24 / 2.0**skipped
+        assert engine.get_global_grad_norm() > 0.0
+    plain = LLAMA.build(0.0)
+    train_plainly_half(plain, groups[:1], torch.float16, adamw, clip=0.5, scale=scale)
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
+
+
+def test_fp16_doubles_the_scale_after_the_window() -> None:
+    config = config_of(1, None, **fp16(initial_scale_power=4, loss_scale_window=2))
+    with engine_for(LLAMA.build(0.0), adamw, config) as engine:
+        scales = []
+        for index in range(6):
+            engine.train_batch(iter([LLAMA.batch(index)]))
+            scales.append(engine.loss_scale)
+    assert scales == scales_of_deepspeed(6, window=2, power=4)
+
+
+def scales_of_deepspeed(steps: int, window: int, power: int) -> list[float]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(2**power, window, 1, 2, False)
+    scales = []
+    for _ in range(steps):
+        scaler.update_scale(False)
+        scales.append(float(scaler.loss_scale))
+    return scales
+
+
+ADAM = {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": 0.1, "eps": 1e-5}
+
+
+def by_name(type_: str, params: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": type_, "params": params}, **more}
+
+
+def as_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.99), weight_decay=0.1, eps=1e-5)
+
+
+@pytest.mark.parametrize(("extra", "relative"), [({}, 1e-5), ({"torch_adam": True}, 1e-6)], ids=["DeepSpeed", "torch"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_adamw_by_name_is_near_torchs_after_ten_steps(extra: Any, relative: float, clip: float | None) -> None:
+    groups = groups_of(LLAMA, 10, 2)
+    plain = LLAMA.build(0.0)
+    train_plainly(plain, groups, as_adamw(plain.parameters()), clip=clip, seed_of=seed_of)
+    model = LLAMA.build(0.0)
+    with engine_for(model, None, config_of(2, clip, **by_name("AdamW", ADAM | extra))) as engine:
+        assert type(engine.optimizer).__name__ == ("AdamW" if extra else "DeepSpeedCPUAdam")
+        train_groups(engine, groups)
+    assert_same(model, plain, bitwise=False, relative=relative)
+
+
+@pytest.mark.parametrize(
+    ("type_", "params", "reference"),
+    [
+        ("Adagrad", {"lr": 1e-2}, lambda p: torch.optim.Adagrad(p, lr=1e-2)),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)),
+        ("RMSprop", {"lr": 1e-3, "eps": 1e-4}, lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4)),
+        ("Adam", {"lr": 1e-3, "eps": 1e-4, "adam_w_mode": False}, lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4)),
+    ],
+)
+def test_other_optimizers_by_name(type_: str, params: dict[str, Any], reference: Any) -> None:
+    groups = groups_of(LLAMA, 3, 2)
+    plain = LLAMA.build(0.0)
+    train_plainly(plain, groups, reference(plain.parameters()), clip=None, seed_of=seed_of)
+    model = LLAMA.build(0.0)
+    with engine_for(model, None, config_of(2, **by_name(type_, params))) as engine:
+        train_groups(engine, groups)
+    assert_same(model, plain, bitwise=False, relative=1e-5)
+
+
+def test_lion_by_name_steps_by_the_sign() -> None:
+    model = LLAMA.build(0.0)
+    before = copy.deepcopy(model)
+    with engine_for(model, None, config_of(2, **by_name("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}))) as engine:
+        train_groups(engine, groups_of(LLAMA, 1, 2))
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        assert ((now - then).abs() <= 1.001e-3).all()
+        assert ((now - then).abs() >= 0.99e-3).float().mean() > 0.3
+
+
+@pytest.mark.parametrize(
+    ("clip", "dtype", "gradient_bytes"), [(0.0, "fp32", None), (1.0, "fp32", 4), (1.0, "bf16", 2)]
+)
+def test_host_memory_of_bf16_with_adam(clip: float, dtype: str, gradient_bytes: int | None) -> None:
+    more = {"data_types": {"grad_accum_dtype": dtype}, **BF16, **by_name("AdamW", {"lr": 1e-3})}
+    model = LLAMA.build(0.0)
+    with engine_for(model, None, config_of(4, clip, {"pack_layers": 1}, **more)) as engine:
+        train_groups(engine, groups_of(LLAMA, 3, 4))
+        host = engine.memory_report().host_bytes
+    count = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert host["weights"] == sum(layer_bytes(model, 2))
+    assert host["masters"] == 4 * count
+    assert 8 * count <= host["optimizer"] <= 8 * count + 8 * tensors
+    assert host["weights"] + host["masters"] + host["optimizer"] <= 14 * count + 72 * tensors
+    if gradient_bytes is None:
+        assert host["gradients"] <= 3 * max(layer_bytes(model, 4))
+    else:
+        assert host["gradients"] <= sum(layer_bytes(model, gradient_bytes))

@@ -1,0 +1,42 @@
+"""Synthetic graphs, costs and packs: numbers small enough to add up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.scheduler import ElementBytes, Pack, Task
+
+FP32 = ElementBytes(weight=4, gradient=4)
+
+
+def graph_of(numels: Iterable[int], calls: tuple[int, ...] | None = None) -> LayerGraph:
+    """A layer "l<i>" with one parameter "p<i>" for each number of elements."""
+    counts = list(numels)
+    return LayerGraph(
+        tuple(LayerSpec(i, f"l{i}", (f"p{i}",)) for i in range(len(counts))),
+        tuple(ParameterSpec(f"p{i}", (count,), True) for i, count in enumerate(counts)),
+        tuple(range(len(counts))) if calls is None else calls,
+        (),
+    )
+
+
+def costs_of(
+    calls: tuple[int, ...], cost: CallCost | None = None, tail_bytes: int = 0, held_bytes: int = 0
+) -> CostTable:
+    """The same cost at every call."""
+    every = CallCost(needs_backward=True) if cost is None else cost
+    return CostTable(calls, (every,) * len(calls), tail_bytes, held_bytes)
+
+
+def packs_of(*needs_backward: bool, weight_bytes: int = 100, gradient_bytes: int = 10) -> tuple[Pack, ...]:
+    """A pack of one call with one parameter for each flag."""
+    return tuple(
+        Pack(i, (i,), (i,), (f"p{i}",), (f"p{i}",), weight_bytes, gradient_bytes if needs else 0, needs)
+        for i, needs in enumerate(needs_backward)
+    )
+
+
+def text(tasks: Iterable[Task]) -> str:
+    return " ".join(map(str, tasks))

@@ -1,0 +1,82 @@
+"""Plans print, compare and survive JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harmony_ds import Plan, Task, TaskKind
+from harmony_ds.scheduler import Group, Policy, Request, choose_plan, compose_step
+from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of
+
+
+def plan_of(micro_batches: int = 2, stash_on_host: bool = False) -> Plan:
+    packs = packs_of(True, True)
+    tasks = compose_step(packs, Group(tuple(range(micro_batches))), Policy(prefetch=False, stash_on_host=stash_on_host))
+    return Plan(packs, tasks, micro_batches, stash_on_host, resident_bytes=64, peak_bytes=12_345)
+
+
+@pytest.mark.parametrize(
+    ("task", "printed"),
+    [
+        (Task(TaskKind.SWAP_IN, 2), "I2"),
+        (Task(TaskKind.FORWARD, 2, 0), "F2.0"),
+        (Task(TaskKind.FUSED, 3, 10), "L3.10"),
+        (Task(TaskKind.STASH_IN, 0, 1), "T0.1"),
+        (Task(TaskKind.NORM, 0), "N"),
+    ],
+)
+def test_a_task_prints_as_kind_pack_and_micro_batch(task: Task, printed: str) -> None:
+    assert str(task) == printed
+
+
+def test_kinds_have_letters_of_their_own() -> None:
+    assert sorted(kind.value for kind in TaskKind) == list("BEFGILNOSTU")
+
+
+def test_format_shows_packs_and_a_line_for_each_swap_in() -> None:
+    assert plan_of().format() == (
+        "2 packs, 2 micro-batches, stash on the device, planned device peak 12,345 bytes\n"
+        "  pack 0: calls 0-0, 100 bytes of weights, 10 of gradients\n"
+        "  pack 1: calls 1-1, 100 bytes of weights, 10 of gradients\n"
+        "  I0 F0.0 F0.1 E0\n"
+        "  I1 L1.0 L1.1 O1 E1\n"
+        "  I0 B0.0 B0.1 G1 O0 E0 G0 N U0 U1"
+    )
+    assert "stash on the host" in plan_of(stash_on_host=True).format()
+
+
+def test_a_plan_saves_as_json_and_comes_back_equal() -> None:
+    plan = plan_of(3, stash_on_host=True)
+
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(json.dumps(json.loads(plan.to_json()), indent=2)) == plan
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 7), st.booleans())
+def test_any_chosen_plan_survives_json(numels: list[int], micro_batches: int, pack_layers: int, defer: bool) -> None:
+    graph = graph_of(numels)
+    request = Request(micro_batches, None, 7, pack_layers, "auto", Policy(deferred_update=defer))
+    plan = choose_plan(graph, costs_of(graph.calls), FP32, request)
+
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_another_device_of_a_task_survives_json() -> None:
+    plan = dataclasses.replace(plan_of(), tasks=(Task(TaskKind.FORWARD, 0, 1, device=3),))
+
+    assert Plan.from_json(plan.to_json()).tasks[0].device == 3
+
+
+def test_an_unknown_kind_in_json_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'X' is not a valid TaskKind"):
+        Plan.from_json(plan_of().to_json().replace('"kind": "N"', '"kind": "X"'))
+
+
+def test_plans_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan_of().tasks[0].pack = 1  # type: ignore[misc]

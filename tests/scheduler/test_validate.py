@@ -1,0 +1,155 @@
+"""Valid lists pass, and every way to break one is caught."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from harmony_ds.scheduler import Group, Pack, PlanError, Policy, Task, TaskKind, compose_step, validate
+from tests.scheduler.examples import packs_of, text
+
+PACKS = packs_of(True, True, True)
+GROUP = Group((0, 1))
+IMMEDIATE = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 E1 I2 L2.0 L2.1 O2 U2 E2 I1 B1.0 B1.1 G2 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
+DEFERRED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 N U0 U1"
+
+
+def parse(tasks: str) -> tuple[Task, ...]:
+    """The inverse of how tasks print."""
+    parsed: list[Task] = []
+    for word in tasks.split():
+        pack, _, micro_batch = word[1:].partition(".")
+        parsed.append(Task(TaskKind(word[0]), int(pack or 0), int(micro_batch or -1)))
+    return tuple(parsed)
+
+
+def check(tasks: str, packs: tuple[Pack, ...] = PACKS, group: Group = GROUP) -> None:
+    validate(packs, parse(tasks), group)
+
+
+def swapped(first: str, second: str, tasks: str = IMMEDIATE) -> str:
+    """`tasks` with the first occurrences of two of them exchanged."""
+    words = tasks.split()
+    i, j = words.index(first), words.index(second)
+    words[i], words[j] = words[j], words[i]
+    return " ".join(words)
+
+
+def without(task: str, tasks: str = IMMEDIATE) -> str:
+    words = tasks.split()
+    words.remove(task)
+    return " ".join(words)
+
+
+def test_parsing_is_the_inverse_of_printing() -> None:
+    assert text(parse(IMMEDIATE)) == IMMEDIATE
+    assert text(parse(DEFERRED)) == DEFERRED
+
+
+def test_the_lists_that_are_broken_below_are_valid() -> None:
+    check(IMMEDIATE)
+    check(DEFERRED, packs_of(True, True), Group((0,)))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("group", [Group((0,)), Group((0, 1, 2)), Group((0, 2), (1,)), Group((), (0, 1))])
+def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
+    packs = packs_of(*needs)
+    for flags in itertools.product([False, True], repeat=3):
+        validate(packs, compose_step(packs, group, Policy(*flags)), group)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (without("I0"), r"task 0 \(F0.0\): its weights are not on the device"),
+        (without("I2"), r"task 7 \(L2.0\): its weights are not on the device"),
+        (IMMEDIATE.replace("I1 B1.0", "B1.0"), r"\(B1.0\): its weights are not on the device"),
+        ("I0 " + IMMEDIATE, r"task 1 \(I0\): it is on the device already"),
+        ("E0 " + IMMEDIATE, r"task 0 \(E0\): it is not on the device"),
+        (IMMEDIATE + " E0", r"\(E0\): it is not on the device"),
+        (swapped("F0.0", "F1.0"), r"\(F1.0\): its weights are not on the device"),
+        (without("F0.1"), r"\(F1.1\): out of forward order"),
+        (IMMEDIATE.replace("F0.1", "F0.1 F0.1", 1), r"\(F0.1\): out of forward order"),
+        (IMMEDIATE.replace("L2.0", "F2.0 L2.0"), r"\(F2.0\): out of forward order"),
+        (without("F1.1"), r"\(L2.1\): its forward pass is not finished"),
+        (without("L2.0"), r"\(O2\): swapped out early or twice"),
+        (without("L2.0", without("O2", without("U2"))), r"\(B1.0\): out of backward order"),
+        (IMMEDIATE.replace("B1.0", "B1.0 B1.0"), r"\(B1.0\): out of backward order"),
+        (without("B0.1"), r"\(O0\): swapped out early or twice"),
+        (IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 O1 B1.1 G2"), r"\(O1\): swapped out early or twice"),
+        (IMMEDIATE.replace("O1", "O1 O1"), r"\(O1\): swapped out early or twice"),
+        (IMMEDIATE.replace("O1 U1", "U1 O1"), r"\(U1\): updated early or twice"),
+        (IMMEDIATE.replace("U1", "U1 U1"), r"\(U1\): updated early or twice"),
+        (without("U1"), r"updates \[2, 0\]"),
+        (IMMEDIATE.removesuffix(" E0 G0"), r"packs left inside \{0\}"),
+        (IMMEDIATE.split(" I2")[0], r"unfinished micro-batches \[0, 1\]"),
+        ("", r"unfinished micro-batches \[0, 1\]"),
+    ],
+)
+def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check(tasks)
+
+
+@pytest.mark.parametrize("task", sorted(set(without("G0", without("G1", without("G2"))).split())))
+def test_no_task_but_the_freeing_of_gradients_can_be_dropped(task: str) -> None:
+    with pytest.raises(PlanError):
+        check(without(task))
+
+
+def test_a_micro_batch_that_was_forwarded_must_not_run_forward_again() -> None:
+    with pytest.raises(PlanError, match=r"\(F0.1\): out of forward order"):
+        check(IMMEDIATE, group=Group((0,), (1,)))
+
+
+def test_a_pack_without_backward_must_not_run_backward() -> None:
+    with pytest.raises(PlanError, match=r"\(B0.0\): out of backward order"):
+        check(IMMEDIATE, packs_of(False, True, True))
+
+
+def test_packs_must_cover_every_call_in_order() -> None:
+    gap = (PACKS[0], PACKS[1], replace(PACKS[2], positions=(3,)))
+    twice = (PACKS[0], replace(PACKS[1], positions=(0, 1)), PACKS[2])
+    for packs in (gap, twice, PACKS[::-1]):
+        with pytest.raises(PlanError, match="do not cover every call once and in order"):
+            check(IMMEDIATE, packs)
+
+
+def test_a_parameter_has_one_owner() -> None:
+    with pytest.raises(PlanError, match="a parameter is owned by two packs"):
+        check(IMMEDIATE, (PACKS[0], replace(PACKS[1], owned=("p0",)), PACKS[2]))
+
+
+NOT_CAUGHT = {
+    "a gradient that never leaves": without("O1", without("U1", without("G1"))),
+    "an update of a pack that was swapped out when its weights were gone": IMMEDIATE.replace("O1 U1 E1", "E1 O1 U1"),
+    "gradients freed before they are swapped out": IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 B1.1 G2 G1 O1"),
+    "gradients that stay on the device": without("G1"),
+    "a fresh micro-batch that is only recomputed in the last pack": IMMEDIATE.replace("L2.1", "B2.1"),
+    "a pack before the last that is fused": IMMEDIATE.replace("B1.0", "L1.0"),
+    "a stash that returns without having left": IMMEDIATE.replace("B1.0", "T1.0 B1.0"),
+    "a stash that is still on the host in backward": IMMEDIATE.replace("F1.0", "F1.0 S1.0"),
+}
+
+
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="validate does not look at this")
+@pytest.mark.parametrize("what", NOT_CAUGHT)
+def test_more_broken_lists_are_caught(what: str) -> None:
+    with pytest.raises(PlanError):
+        check(NOT_CAUGHT[what])
+
+
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="validate does not look at the norm")
+def test_a_deferred_update_before_the_norm_is_caught() -> None:
+    tasks = DEFERRED.replace("N U0 U1", "U0 N U1")
+    with pytest.raises(PlanError):
+        check(tasks, packs_of(True, True), Group((0,)))
+
+
+@pytest.mark.xfail(raises=KeyError, reason="an unknown micro-batch is a KeyError")
+def test_a_micro_batch_that_nobody_knows_is_caught() -> None:
+    with pytest.raises(PlanError):
+        check(IMMEDIATE.replace("F0.1", "F0.1 F0.7"))
