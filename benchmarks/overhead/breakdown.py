@@ -70,9 +70,12 @@ def _per_call(rows: dict[str, Row], calls: int) -> dict[str, float]:
         if not row.drained_ms:
             continue
         result[label] = median(row.drained_ms) * 1e3 / calls
+        result[f"{label}, CPU time"] = median(row.cpu_ms) * 1e3 / calls
         if label != "harmony" and harmony:
             excess = [a - b for a, b in zip(harmony, row.drained_ms, strict=False)]
             result[f"harmony - {label}"] = median(excess) * 1e3 / calls
+            excess = [a - b for a, b in zip(rows["harmony"].cpu_ms, row.cpu_ms, strict=False)]
+            result[f"harmony - {label}, CPU time"] = median(excess) * 1e3 / calls
     return result
 
 

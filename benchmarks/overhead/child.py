@@ -1,7 +1,7 @@
 """The process of one engine: JSON lines in, JSON lines out. It lives for the whole benchmark and waits between commands.
 
     {"engine": "harmony", "workload": {...}, "core": null}   ->  {"ready": true}
-    {"run": 2, "first": 4}       two steps, numbers 4 and 5  ->  {"losses": [...], "ms": ..., "drained_ms": ...}
+    {"run": 2, "first": 4}       two steps, numbers 4 and 5  ->  {"losses": [...], "ms": ..., "drained_ms": ..., "cpu_ms": ...}
     {"profile": 2, "first": 6}   the same under cProfile     ->  {"parts": {...}, "functions": [...]}
     {"settings": true}                                       ->  {...}
 
@@ -72,14 +72,23 @@ def _obey(command: dict[str, Any], workload: Workload, engine: Engine) -> dict[s
 
 
 def _run(workload: Workload, engine: Engine, first: int, count: int) -> dict[str, Any]:
-    """Steps back to back. The clock stops at the last loss, and once more when nothing is under way any longer."""
+    """Steps back to back. The clock stops at the last loss, and once more when nothing is under way any longer.
+
+    CPU time is that of all threads, to the same end.
+    """
     groups = [workload.batches(first + index) for index in range(count)]
+    cpu = time.process_time()
     start = time.perf_counter()
     losses = [engine.step(group).item() for group in groups]
     computed = time.perf_counter()
     engine.drain()
     drained = time.perf_counter()
-    return {"losses": losses, "ms": (computed - start) * 1e3, "drained_ms": (drained - start) * 1e3}
+    return {
+        "losses": losses,
+        "ms": (computed - start) * 1e3,
+        "drained_ms": (drained - start) * 1e3,
+        "cpu_ms": (time.process_time() - cpu) * 1e3,
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,8 +31,10 @@ def _summary(row: Row, harmony: Row, plain: Row, tolerance: float) -> dict[str, 
     return {
         "step_ms": _spread(row.step_ms),
         "drained_step_ms": _spread(row.drained_ms),
+        "cpu_step_ms": _spread(row.cpu_ms),
         "harmony_ratio": _ratios(harmony.step_ms, row.step_ms),
         "harmony_drained_ratio": _ratios(harmony.drained_ms, row.drained_ms),
+        "harmony_cpu_ratio": _ratios(harmony.cpu_ms, row.cpu_ms),
         "goal": GOALS.get(row.label),
         "loss_difference": difference,
         "losses_agree": difference is not None and difference <= tolerance,
@@ -53,17 +56,19 @@ def _ratios(harmony: list[float], other: list[float]) -> dict[str, Any] | None:
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """One line per engine."""
     lines = [
-        f"{'engine':<24}{'step ms':>10}{'min':>10}{'max':>10}{'drained':>10}"
-        f"{'harmony/it':>12}{'drained':>9}{'goal':>7}{'loss diff':>11}"
+        f"{'engine':<24}{'step ms':>10}{'min':>10}{'max':>10}{'drained':>10}{'CPU ms':>10}"
+        f"{'harmony/it':>12}{'drained':>9}{'CPU':>7}{'goal':>7}{'loss diff':>11}"
     ]
     for label, summary in summaries.items():
         if "error" in summary:
             lines.append(f"{label:<24}failed: {summary['error']}")
             continue
-        step, ratio, drained = summary["step_ms"], summary["harmony_ratio"], summary["harmony_drained_ratio"]
+        step = summary["step_ms"]
+        ratio, drained, cpu = (summary[f"harmony_{kind}ratio"] for kind in ("", "drained_", "cpu_"))
         lines.append(
             f"{label:<24}{step['median']:>10.1f}{step['min']:>10.1f}{step['max']:>10.1f}"
-            f"{summary['drained_step_ms']['median']:>10.1f}{_number(ratio):>12}{_number(drained):>9}"
+            f"{summary['drained_step_ms']['median']:>10.1f}{summary['cpu_step_ms']['median']:>10.1f}"
+            f"{_number(ratio):>12}{_number(drained):>9}{_number(cpu):>7}"
             f"{summary['goal'] or '':>7}{_difference(summary):>11}"
         )
     return "\n".join(lines)
@@ -111,7 +116,7 @@ def describe(workload: Workload, timing: Timing) -> dict[str, Any]:
         "tokens_per_step": workload.tokens,
         "weights_and_compute": workload.dtype,
         "optimizer_state": "fp32",
-        "timing": asdict(timing),
+        "timing": {**asdict(timing), "limit_s": timing.limit_s if isfinite(timing.limit_s) else None},
         "one_core": timing.core is not None,
         "threads_per_process": 1,
         "loss_tolerance": LOSS_TOLERANCES[workload.dtype],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ class Row:
     Attributes:
         step_ms: per timed round, milliseconds per step until the last loss is known.
         drained_ms: the same until no update is under way any longer.
+        cpu_ms: CPU time per step of all threads of the process, to the same end.
         losses: of every step, warm-up included.
         error: why it ended early, if it did.
     """
@@ -32,6 +35,7 @@ class Row:
     label: str
     step_ms: list[float] = field(default_factory=list)
     drained_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -39,12 +43,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long to measure."""
+    """How long to measure. No round is begun that would probably end later than `limit_s` seconds after the first."""
 
     rounds: int = 7
     warmup_rounds: int = 2
     steps_per_round: int = 2
     core: int | None = None
+    limit_s: float = math.inf
 
 
 def start(entries: list[Entry], workload: Workload, core: int | None) -> dict[str, Child]:
@@ -61,7 +66,11 @@ def measure(children: dict[str, Child], timing: Timing) -> dict[str, Row]:
     """Runs all rounds. Each round starts with another engine, so that no one always follows the same neighbour."""
     rows = {label: Row(label) for label in children}
     labels = list(children)
+    began = time.monotonic()
     for number in range(timing.warmup_rounds + timing.rounds):
+        elapsed = time.monotonic() - began
+        if number and elapsed * (number + 1) / number > timing.limit_s:
+            break
         turn = number % len(labels)
         for label in labels[turn:] + labels[:turn]:
             child, row = children[label], rows[label]
@@ -81,7 +90,11 @@ def _one_round(child: Child, row: Row, number: int, timing: Timing) -> None:
     if number >= timing.warmup_rounds:
         row.step_ms.append(answer["ms"] / steps)
         row.drained_ms.append(answer["drained_ms"] / steps)
-        print(f"  round {number - timing.warmup_rounds + 1}: {child.label:<24}{row.step_ms[-1]:>10.1f} ms per step")
+        row.cpu_ms.append(answer["cpu_ms"] / steps)
+        print(
+            f"  round {number - timing.warmup_rounds + 1}: {child.label:<24}{row.step_ms[-1]:>10.1f} ms per step",
+            flush=True,
+        )
 
 
 def _or_note(child: Child, action: Any) -> None:

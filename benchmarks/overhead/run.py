@@ -28,7 +28,7 @@ def main() -> int:
     """1 if losses do not agree. An engine that fails is a row of the report."""
     args = _arguments()
     core = min(os.sched_getaffinity(0)) if args.one_core else None
-    timing = Timing(args.rounds, args.warmup_rounds, args.steps_per_round, core)
+    timing = Timing(args.rounds, args.warmup_rounds, args.steps_per_round, core, args.limit_s)
     workload = Workload(dtype=args.dtype, **{name: getattr(args, name) for name in _SHAPE})
     if args.breakdown:
         return _break_down(breakdown.tiny(workload), timing, args.out)
@@ -84,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
     parser.add_argument("--warmup-rounds", type=int, default=defaults.warmup_rounds)
     parser.add_argument("--steps-per-round", type=int, default=defaults.steps_per_round)
+    parser.add_argument("--limit-s", type=float, default=defaults.limit_s, help="stop after so many seconds of rounds")
     parser.add_argument("--one-core", action="store_true", help="pin every process to one core")
     parser.add_argument("--budget-gib", type=float, help="harmony's device memory (default: 0.78 of the weights)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))

@@ -66,7 +66,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=configs / "pretrain_gpt2.json", help="ds_config JSON")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the scheduler's total_num_steps)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="text to train on")
-    parser.add_argument("--layers", type=int, default=12, help="transformer layers (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="transformer layers (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=320, help="width, a multiple of 64 (default: %(default)s)")
     parser.add_argument("--budget-gib", type=float, help="device memory budget (default: the config's)")
     parser.add_argument("--out", type=Path, default=Path("outputs/pretrain_gpt2"), help="folder for plot and losses")

@@ -19,12 +19,20 @@ from harmony_ds.scheduler import (
     pack_uniformly,
     walk_memory,
 )
+from harmony_ds.scheduler.memory import _LOSS_BYTES
 from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
-    alive_bytes=10, stash_bytes=8, shared_bytes=4, forward_bytes=30, graph_bytes=20, backward_bytes=60, needs_backward=True
+    alive_bytes=10_000,
+    stash_bytes=8_000,
+    shared_bytes=4_000,
+    forward_bytes=30_000,
+    graph_bytes=20_000,
+    backward_bytes=60_000,
+    needs_backward=True,
 )
+HELD = 3_000 + _LOSS_BYTES  # of a micro-batch that ran to its end
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
@@ -49,66 +57,70 @@ def test_a_pack_that_is_prefetched_counts_from_its_swap_in() -> None:
 
 
 def test_activations_of_one_micro_batch_by_hand() -> None:
-    """F0: 10 waiting and 30 for the call. Then it waits before call 1 (10) with its stash of 8.
-    L1: 10, the graph of 20, and the largest of 30 - 20, 60 - 20 and the tail of 5; its gradients of 500.
-    Then: what it holds (3) and the gradient of its input (4).
-    B0: 3, that gradient, 60 for the call, the stash; both packs' gradients until the first one's are freed.
+    """F0: what waited before the call, and the call. Then it waits before call 1, with its stash.
+    L1: what waited, the graph, and the largest excess of forward, backward and tail; the gradients.
+    Then: what it holds, and the gradient of its input.
+    B0: that, the call, the stash; both packs' gradients until the first one's are freed.
     """
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, tail_bytes=5, held_bytes=3), 1, Policy(False, False, False))
+    costs = costs_of((0, 1), COST, tail_bytes=5_000, held_bytes=3_000)
+    tasks, profile = walk(TWO, costs, 1, Policy(False, False, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
-    assert at["F0.0"] == 10 + 30
-    assert at["E1"] == 500 + 3 + 4 + 8
-    assert at["L1.0"] == 500 + 10 + 20 + 40 + 8
-    assert at["B0.0"] == 2 * 500 + 3 + 4 + 60 + 8
-    assert at["O0"] == 500 + 3 + 4
-    assert at["G0"] == 3 + 4
+    assert at["F0.0"] == 10_000 + 30_000
+    assert at["L1.0"] == 500 + 10_000 + 20_000 + (60_000 - 20_000) + 8_000
+    assert at["E1"] == 500 + HELD + 4_000 + 8_000
+    assert at["B0.0"] == 2 * 500 + HELD + 4_000 + 60_000 + 8_000
+    assert at["O0"] == 500 + HELD + 4_000
+    assert at["G0"] == HELD + 4_000
+
+
+def test_a_large_tail_counts_in_the_fused_pack() -> None:
+    costs = costs_of((0, 1), COST, tail_bytes=70_000, held_bytes=3_000)
+    tasks, profile = walk(TWO, costs, 1, Policy(False, False, False))
+
+    assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["L1.0"] == 500 + 10_000 + 90_000 + 8_000
 
 
 def test_waiting_micro_batches_add_up_while_one_runs() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3), 3, Policy(False, False, False))
+    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, False, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
-    assert [at[f"F0.{m}"] for m in range(3)] == [40, 40 + 18, 40 + 2 * 18]
-    assert at["O1"] == 500 + 3 * (3 + 4 + 8)
+    assert [at[f"F0.{m}"] for m in range(3)] == [40_000 + m * (10_000 + 8_000) for m in range(3)]
+    assert at["O1"] == 500 + 3 * (HELD + 4_000 + 8_000)
 
 
 def test_a_stash_that_goes_to_the_host_is_gone_when_the_next_one_moves() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3), 3, Policy(False, True, False))
+    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, True, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert tasks.startswith("I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1")
-    assert [at[f"S0.{m}"] for m in range(3)] == [10 + 8, 2 * 10 + 8, 3 * 10 + 8]
+    assert [at[f"S0.{m}"] for m in range(3)] == [(m + 1) * 10_000 + 8_000 for m in range(3)]
 
 
 def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
-    """Behind call 0 its 8 bytes stay while call 1 takes its 10 + 30."""
-    graph = graph_of([16, 16, 16])
-    costs = costs_of(graph.calls, COST)
-    first, last = pack_uniformly(graph, costs, FP32, 2)
-    assert (first.positions, last.positions) == ((0,), (1, 2))
+    packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
+    tasks, profile = walk(packs, costs_of((0, 1, 2), COST), 1, Policy(False, False, False))
 
-    packs = (replace(first, positions=(0, 1)), replace(last, positions=(2,)))
-    tasks, profile = walk(packs, costs, 1, Policy(False, False, False))
-    assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["F0.0"] == 8 + 10 + 30
+    assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["F0.0"] == 8_000 + 10_000 + 30_000
 
 
-def test_a_forward_pass_of_its_own_ends_holding_its_outputs_and_stash() -> None:
+def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> None:
     tasks = compose_forward(TWO, 0, Policy(prefetch=False))
-    profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3))
+    profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3_000))
 
     assert text(tasks) == "I0 F0.0 E0 I1 F1.0 E1"
-    assert profile.activation_bytes == (0, 40, 18, 18, 8 + 40, 3 + 16)
+    assert profile.activation_bytes == (0, 40_000, 18_000, 18_000, 48_000, HELD + 16_000)
 
 
 def test_a_pack_without_backward_has_no_gradients() -> None:
     packs = packs_of(False, True, weight_bytes=1000, gradient_bytes=500)
     costs = CostTable((0, 1), (CallCost(), CallCost(needs_backward=True)), 0)
     tasks, profile = walk(packs, costs, 1, Policy(False, False, False))
+    held = _LOSS_BYTES
 
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 G1"
-    assert profile.activation_bytes == (0, 0, 0, 0, 0, 500, 500, 500, 0) or max(profile.activation_bytes) == 500
-    assert profile.peak_bytes == 1500
+    assert profile.activation_bytes == (0, 0, 0, 0, *[500 + held] * 4, held)
+    assert profile.peak_bytes == 1500 + held
 
 
 def test_the_peak_is_over_weights_and_activations_at_the_same_task() -> None:
@@ -181,7 +193,7 @@ def test_prefetch_never_needs_less(case: tuple[tuple[Pack, ...], CostTable, Poli
 
 @pytest.mark.parametrize("field", ["alive_bytes", "stash_bytes", "forward_bytes", "backward_bytes"])
 def test_every_cost_shows_in_the_peak(field: str) -> None:
-    larger = replace(COST, **{field: 10_000})
+    larger = replace(COST, **{field: 100_000})
     peaks = [walk(TWO, costs_of((0, 1), cost), 2, Policy(False, False, False))[1].peak_bytes for cost in (COST, larger)]
 
-    assert peaks[1] > peaks[0] + 5_000
+    assert peaks[1] > peaks[0] + 30_000

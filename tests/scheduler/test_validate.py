@@ -65,7 +65,7 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
     ("tasks", "message"),
     [
         (without("I0"), r"task 0 \(F0.0\): its weights are not on the device"),
-        (without("I2"), r"task 7 \(L2.0\): its weights are not on the device"),
+        (without("I2"), r"task 8 \(L2.0\): its weights are not on the device"),
         (IMMEDIATE.replace("I1 B1.0", "B1.0"), r"\(B1.0\): its weights are not on the device"),
         ("I0 " + IMMEDIATE, r"task 1 \(I0\): it is on the device already"),
         ("E0 " + IMMEDIATE, r"task 0 \(E0\): it is not on the device"),

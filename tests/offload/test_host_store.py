@@ -1,0 +1,142 @@
+"""A model's parameters move into aligned slabs and stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.families import FAMILIES, MODULES, Family
+from tests.offload.examples import odd_sizes, stored
+from tests.oracle import assert_same
+
+EVERY_FAMILY = [one for one in FAMILIES + MODULES if one.name in ("gpt2", "t5", "resnet", "clip") or one in MODULES]
+
+
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=lambda one: one.name)
+def test_parameters_are_equal_before_and_after(one: Family) -> None:
+    model = one.build(0.0)
+    ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    stored(model)
+
+    assert_same(model, one.build(0.0), bitwise=True)
+    assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) -> None:
+    one = stored(odd_sizes(), dtype)
+
+    assert {p.data_ptr() % 64 for p in one.model.parameters()} == {0}
+    assert {p.dtype for p in one.model.parameters()} == {dtype}
+
+
+def test_parameters_are_views_of_one_slab_per_layer() -> None:
+    one = stored(odd_sizes())
+    storages = {name: p.untyped_storage().data_ptr() for name, p in one.model.named_parameters()}
+
+    assert storages["0.weight"] == storages["0.bias"]
+    assert len(set(storages.values())) == 3
+    assert one.store.host_bytes() == {"weights": 2 * (128 + 64) + (64 + 64), "masters": 0}
+
+
+def test_in_fp32_parameters_are_their_own_masters() -> None:
+    one = stored(odd_sizes())
+
+    assert one.store.masters.keys() == dict(one.model.named_parameters()).keys()
+    assert all(one.store.masters[name] is p for name, p in one.model.named_parameters())
+    assert one.store.upload_copy("0.weight") is None
+
+
+def test_in_bf16_masters_keep_the_values_that_the_parameters_round() -> None:
+    original = dict(odd_sizes().named_parameters())
+    one = stored(odd_sizes(), torch.bfloat16)
+
+    for name, parameter in one.model.named_parameters():
+        master = one.store.masters[name]
+        assert torch.equal(master, original[name])
+        assert torch.equal(parameter, original[name].bfloat16())
+        copy = one.store.upload_copy(name)
+        assert copy is not None
+        assert copy.data_ptr() == parameter.data_ptr()
+    assert one.store.host_bytes()["masters"] == 4 * sum(p.numel() for p in original.values())
+
+
+def test_frozen_parameters_have_no_masters() -> None:
+    model = odd_sizes()
+    model[0].requires_grad_(False)
+    one = stored(model, torch.bfloat16)
+
+    assert sorted(one.store.masters) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+    assert model[0].weight.dtype == torch.bfloat16
+    assert not model[0].weight.requires_grad
+
+
+def test_a_transposed_parameter_becomes_contiguous_with_the_same_values() -> None:
+    model = nn.Sequential(nn.Linear(3, 5, bias=False))
+    values = torch.arange(15.0).view(3, 5)
+    model[0].weight = nn.Parameter(values.t())
+    one = stored(model)
+
+    assert torch.equal(one.model[0].weight, values.t())
+    assert one.model[0].weight.is_contiguous()
+
+
+def test_a_layers_parameters_are_one_piece() -> None:
+    one = stored(odd_sizes())
+    (piece,) = one.store.pieces(["1.weight", "1.bias"])
+
+    assert [(name, start) for name, start, _ in piece.parameters] == [("1.weight", 0), ("1.bias", 32)]
+    assert piece.memory.numel() == 32 + 16
+    assert piece.memory.is_contiguous()
+    assert torch.equal(piece.memory[:25], one.model[1].weight.flatten())
+    assert torch.equal(piece.memory[32:37], one.model[1].bias)
+
+
+def test_padding_is_zero() -> None:
+    (piece,) = stored(odd_sizes()).store.pieces(["1.weight", "1.bias"])
+
+    assert not piece.memory[25:32].any()
+    assert not piece.memory[37:].any()
+
+
+def test_the_order_in_which_pieces_are_asked_for_does_not_matter() -> None:
+    store = stored(odd_sizes()).store
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    expected = [[name for name, _, _ in piece.parameters] for piece in store.pieces(names)]
+
+    assert expected == [names[:2], names[2:]]
+    assert [[name for name, _, _ in piece.parameters] for piece in store.pieces(names[::-1])] == expected
+
+
+def test_a_gap_makes_two_pieces() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+    store = stored(model).store
+
+    assert len(store.pieces(["0.0.weight", "0.0.bias", "0.1.weight"])) == 1
+    assert len(store.pieces(["0.0.weight", "0.1.weight"])) == 2
+    assert store.pieces([]) == []
+
+
+def test_a_tied_parameter_lies_with_its_first_layer() -> None:
+    gpt2 = next(one for one in FAMILIES if one.name == "gpt2")
+    one = stored(gpt2.build(0.0))
+
+    assert one.model.lm_head.weight is one.model.transformer.wte.weight
+    pieces = one.store.pieces(["transformer.wte.weight", "transformer.ln_f.weight"])
+    assert [name for piece in pieces for name, _, _ in piece.parameters] == [
+        "transformer.wte.weight",
+        "transformer.ln_f.weight",
+    ]
+
+
+def test_a_name_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(KeyError, match="lm_head"):
+        stored(odd_sizes()).store.pieces(["lm_head"])
+
+
+def test_parameters_stay_readable_after_release() -> None:
+    one = stored(odd_sizes())
+    one.store.release()
+
+    assert_same(one.model, odd_sizes(), bitwise=True)

@@ -1,0 +1,175 @@
+"""Peak memory, measured by a device that counts every byte and raises at its limit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from tests import simdevice
+from tests.simdevice.device import SimDevice
+
+HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
+
+
+def build() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def batches(tokens: int = TOKENS) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        ids = torch.randint(0, VOCABULARY, (2, tokens), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def engine_under(budget_bytes: int | None, group: int, **harmony: Any) -> tuple[Any, SimDevice]:
+    gc.collect()
+    device = SimDevice(budget_bytes)
+    model = build()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": group,
+        "harmony": {"seed": 0, **harmony},
+    }
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, device=device
+    )
+    return engine, device
+
+
+@pytest.fixture(autouse=True)
+def _no_limit_left_behind() -> Any:
+    yield
+    simdevice.set_limit(None)
+    gc.collect()
+
+
+def parameter_bytes() -> int:
+    return sum(p.numel() * p.element_size() for p in build().parameters())
+
+
+def test_a_model_that_plain_pytorch_cannot_train_under_the_limit_trains_under_it() -> None:
+    limit = parameter_bytes() // 2
+    model = build()
+    before = simdevice.allocated_bytes()
+    simdevice.set_limit(limit + before)
+    with pytest.raises(torch.OutOfMemoryError):
+        moved(model)
+    simdevice.set_limit(None)
+    gc.collect()
+
+    engine, device = engine_under(limit, group=4)
+    data = batches()
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    report = engine.memory_report()
+    engine.destroy()
+    assert all(loss > 0 for loss in losses)
+    assert device.budget_bytes is not None
+    assert report.device_peak_bytes <= report.planned_peak_bytes <= device.budget_bytes
+
+
+def moved(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters on the test device at once, as plain training needs them."""
+    return [parameter.detach().to("simdev") for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("pack_layers", [1, 2, 5])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_measured_peak_is_never_above_the_plan(pack_layers: int, stash: str) -> None:
+    engine, _ = engine_under(None, group=3, pack_layers=pack_layers, stash=stash)
+    engine.train_batch(batches())
+    engine.train_batch(batches())
+    report = engine.memory_report()
+    engine.destroy()
+    assert report.device_peak_bytes <= report.planned_peak_bytes
+    assert report.planned_peak_bytes <= 1.25 * report.device_peak_bytes
+
+
+def test_activations_of_one_micro_batch_only_are_alive() -> None:
+    """Four times the micro-batches cost boundary tensors (one per micro-batch), not activations."""
+    peaks = {}
+    for group in (2, 8):
+        engine, _ = engine_under(None, group=group, pack_layers=1, stash="host")
+        engine.train_batch(batches())
+        engine.train_batch(batches())
+        peaks[group] = engine.memory_report().device_peak_bytes
+        engine.destroy()
+    boundary = 2 * TOKENS * HIDDEN * 4
+    # Per further micro-batch: its boundary tensor or the gradient of it, its ids, masks and rotary tables, its loss.
+    assert peaks[8] - peaks[2] <= 6 * (2 * boundary + 8192)
+
+
+def test_nothing_stays_on_the_device_between_steps() -> None:
+    engine, device = engine_under(None, group=2, pack_layers=2)
+    data = batches()
+    engine.train_batch(data)
+    engine.finish_updates()
+    between = device.allocated_bytes()
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.finish_updates()
+    resident = engine.plan.resident_bytes
+    assert device.allocated_bytes() == between <= resident
+    engine.destroy()
+
+
+def test_larger_batches_are_measured_and_planned_before_they_run() -> None:
+    engine, _ = engine_under(None, group=2, pack_layers=1)
+    engine.train_batch(batches(tokens=8))
+    small = engine.plan.peak_bytes
+    engine.train_batch(itertools.chain([next(batches(tokens=8))], batches(tokens=TOKENS)))
+    report = engine.memory_report()
+    engine.destroy()
+    assert report.planned_peak_bytes > small
+    assert report.device_peak_bytes <= report.planned_peak_bytes
+
+
+def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on() -> None:
+    engine, device = engine_under(None, group=2, pack_layers=1)
+    data = batches()
+    engine.train_batch(data)
+    engine.finish_updates()
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    simdevice.set_limit(simdevice.allocated_bytes() + engine.plan.peak_bytes // 3)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_batch(data)
+    simdevice.set_limit(None)
+    assert engine.usable
+    assert all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
+    engine.train_batch(data)
+    engine.destroy()
+
+
+def test_the_engine_moves_exactly_the_bytes_that_it_reports() -> None:
+    engine, _ = engine_under(None, group=3, pack_layers=2, stash="host")
+    data = batches()
+    engine.train_batch(data)
+    engine.finish_updates()
+    before = simdevice.traffic()
+    engine.train_batch(data)
+    engine.finish_updates()
+    after = simdevice.traffic()
+    report = engine.swap_report()
+    engine.destroy()
+    assert after[0] - before[0] == sum(report.host_to_device.values())
+    # The model asks each micro-batch's mask one question (one byte) by itself.
+    assert after[1] - before[1] - 3 == sum(report.device_to_host.values())
