@@ -1,7 +1,7 @@
-"""The process of one engine: JSON lines in, JSON lines out. It lives for the whole benchmark and waits between commands.
+"""The process of one engine: JSON lines in, JSON lines out. It lives for the whole benchmark and waits in between.
 
     {"engine": "harmony", "workload": {...}, "core": null}   ->  {"ready": true}
-    {"run": 2, "first": 4}       two steps, numbers 4 and 5  ->  {"losses": [...], "ms": ..., "drained_ms": ..., "cpu_ms": ...}
+    {"run": 2, "first": 4}       two steps, numbers 4 and 5  ->  {"losses": [...], "ms": ..., "drained_ms": ..., ...}
     {"profile": 2, "first": 6}   the same under cProfile     ->  {"parts": {...}, "functions": [...]}
     {"settings": true}                                       ->  {...}
 

@@ -20,7 +20,7 @@ LOSS_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
 
 
 def summarize(rows: dict[str, Row], tolerance: float) -> dict[str, dict[str, Any]]:
-    """Per engine: medians and spreads in ms per step, harmony's ratios to it, and how far its losses are from plain's."""
+    """Per engine: medians and spreads in ms per step, harmony's ratios to it, distance of its losses from plain's."""
     return {label: _summary(row, rows["harmony"], rows["plain"], tolerance) for label, row in rows.items()}
 
 

@@ -61,6 +61,14 @@ class Device(ABC):
         """Lets `stream` (not the host) wait for `event`."""
 
     @abstractmethod
+    def inherited(self) -> AbstractContextManager[object]:
+        """A context for another thread, in which it computes on this thread's compute stream."""
+
+    @abstractmethod
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy of the host tensor on the device, ordered before what the compute stream does next."""
+
+    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat buffer of its own, counted against the budget until `free`.
 

@@ -53,6 +53,13 @@ class CudaDevice(Device):
         assert isinstance(event, torch.cuda.Event)
         self._stream(stream).wait_event(event)
 
+    def inherited(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream(Stream.COMPUTE))
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # From pageable memory the host would wait for the copy.
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 

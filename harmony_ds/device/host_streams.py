@@ -32,6 +32,12 @@ class HostStreamDevice(Device):
     def wait(self, stream: Stream, event: Event) -> None:
         return None
 
+    def inherited(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=self.torch_device).copy_(tensor)
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
 

@@ -250,9 +250,7 @@ class Executor:
         """The micro-batch's lane, with its random stream current; started if it was not."""
         if micro_batch.lane is None:
             self._parts.random.start(micro_batch, micro_batch.seed)
-            micro_batch.lane = Lane(
-                micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device.torch_device
-            )
+            micro_batch.lane = Lane(micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device)
             micro_batch.lane.resume()
         else:
             self._parts.random.switch(micro_batch)

@@ -225,13 +225,10 @@ class StepGroup:
         return map_tensors(self._to_device, tree)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        target = self._device.torch_device
-        if tensor.requires_grad or (tensor.device == target and target.type != "cpu"):
-            return tensor.to(target)
+        if tensor.requires_grad or tensor.device.type != "cpu":
+            return tensor.to(self._device.torch_device)
         self._ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
-        if target.type == "cuda":
-            return tensor.pin_memory().to(target, non_blocking=True)
-        return torch.empty_like(tensor, device=target).copy_(tensor)
+        return self._device.upload(tensor)
 
     def _measure(self, ticket: QueuedMicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def objective(outputs: Any) -> Tensor | None:

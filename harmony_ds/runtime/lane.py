@@ -24,13 +24,11 @@ class LaneAborted(BaseException):
 class Lane:
     """Runs `function` up to its next layer call, again and again."""
 
-    def __init__(
-        self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: torch.device
-    ) -> None:
-        self.device_type = device.type
+    def __init__(self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: Device) -> None:
+        self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
-        self._device = device
+        self._inherited = device.inherited()
         self._grad = grad
         self._autocast = autocast
         self._failure: BaseException | None = None
@@ -94,9 +92,12 @@ class Lane:
         self._go.acquire()
         try:
             if not isinstance(self._reply, LaneAborted):
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                with torch.set_grad_enabled(self._grad), Autocast.entered(self._autocast), handled_by(self):
+                with (
+                    self._inherited,
+                    torch.set_grad_enabled(self._grad),
+                    Autocast.entered(self._autocast),
+                    handled_by(self),
+                ):
                     self.result = function()
         except LaneAborted:
             pass

@@ -96,7 +96,8 @@ class Measurement:
 
     def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> tuple[int, int]:
         """Runs everything; returns the peak behind the last layer, beyond what was alive when it was called, and what
-        stays until the last call has been propagated through."""
+        stays until the last call has been propagated through.
+        """
         with handled_by(self), torch.enable_grad():
             outputs = forward()
         probe.reset()

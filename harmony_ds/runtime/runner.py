@@ -225,7 +225,9 @@ class Runner:
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
         walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
-        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches})
+        work = Work(
+            packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches}
+        )
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
-
 _LOSS_BYTES = 512
 """A micro-batch's loss and its scaled copy, at the granularity of CUDA's allocator."""
 

@@ -110,11 +110,11 @@ def test_the_order_in_which_pieces_are_asked_for_does_not_matter() -> None:
 
 
 def test_a_gap_makes_two_pieces() -> None:
-    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])})
     store = stored(model).store
 
-    assert len(store.pieces(["0.0.weight", "0.0.bias", "0.1.weight"])) == 1
-    assert len(store.pieces(["0.0.weight", "0.1.weight"])) == 2
+    assert len(store.pieces(["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"])) == 1
+    assert len(store.pieces(["blocks.0.0.weight", "blocks.0.1.weight"])) == 2
     assert store.pieces([]) == []
 
 

@@ -144,7 +144,7 @@ def test_larger_batches_are_measured_and_planned_before_they_run() -> None:
 
 
 def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on() -> None:
-    engine, device = engine_under(None, group=2, pack_layers=1)
+    engine, _ = engine_under(None, group=2, pack_layers=1)
     data = batches()
     engine.train_batch(data)
     engine.finish_updates()

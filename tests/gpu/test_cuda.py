@@ -1,0 +1,182 @@
+"""The engine on CUDA: `make test-gpu`. Exactness, peaks, no host synchronization, streams under injected delays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from harmony_ds.device import CudaDevice, Stream
+from tests.families import FAMILIES, Family
+from tests.oracle import assert_same, largest_difference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SEED, GROUP, STEPS = 5, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def config(**harmony: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": GROUP,
+        "gradient_clipping": 0.5,
+        "harmony": {"device": "cuda", "seed": SEED, **harmony},
+    }
+
+
+def on_cuda(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def train_plainly_on_cuda(model: nn.Module, groups: list[list[dict[str, Any]]]) -> nn.Module:
+    """Forward and backward on the GPU; the update on the host, so that both sides round it alike."""
+    masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(masters.values(), lr=1e-2)
+    model.cuda()
+    for step, group in enumerate(groups):
+        for index, batch in enumerate(group):
+            torch.manual_seed(harmony_ds.micro_batch_seed(SEED, step, index))
+            (model(**on_cuda(batch)).loss / len(group)).backward()
+        for name, p in model.named_parameters():
+            masters[name].grad = None if p.grad is None else p.grad.cpu()
+            p.grad = None
+        torch.nn.utils.clip_grad_norm_(masters.values(), 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(masters[name])
+    return model.cpu()
+
+
+def groups_of(family: Family) -> list[list[dict[str, Any]]]:
+    return [[family.batch(s * GROUP + i) for i in range(GROUP)] for s in range(STEPS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("pack_layers", [1, 3])
+def test_weights_are_those_of_plain_accumulation(family: Family, pack_layers: int) -> None:
+    model, plain = family.build(0.1).train(), family.build(0.1).train()
+    if hasattr(plain, "config") and getattr(plain.config, "use_cache", None):
+        plain.config.use_cache = False
+    groups = groups_of(family)
+    train_plainly_on_cuda(plain, groups)
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=config(pack_layers=pack_layers)
+    )
+    for group in groups:
+        engine.train_batch(iter(group))
+    engine.finish_updates()
+    report = engine.memory_report()
+    engine.destroy()
+    # Kernels with atomic additions (embedding gradients, scatter) round by chance, in plain PyTorch too.
+    assert_same(model, plain, False, relative=2e-5)
+    assert report.device_peak_bytes <= report.planned_peak_bytes
+
+
+def llama(hidden: int = 256, layers: int = 6) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=512,
+            use_cache=False,
+        )
+    ).train()
+
+
+def batches() -> Iterator[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        ids = torch.randint(0, 512, (2, 64), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def test_no_host_synchronization_in_the_steady_state() -> None:
+    model = llama()
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config(pack_layers=2, stash="host")
+    )
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_batch(data)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.destroy()
+
+
+class Delayed(CudaDevice):
+    """Every copy is issued behind a random delay on its stream: what is not ordered by events goes wrong."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0, None)
+        self._chance = torch.Generator().manual_seed(seed)
+
+    def on(self, stream: Stream) -> Any:
+        context = super().on(stream)
+        cycles = int(torch.randint(0, 2_000_000, (), generator=self._chance))
+        with super().on(stream):
+            torch.cuda._sleep(cycles)
+        return context
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_results_do_not_change_when_streams_are_delayed(stash: str, clip: float) -> None:
+    settings = {**config(pack_layers=1, stash=stash), "gradient_clipping": clip}
+    weights = []
+    for device in (None, Delayed(1), Delayed(2)):
+        model = llama()
+        engine, *_ = harmony_ds.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings, device=device
+        )
+        data = batches()
+        for _ in range(3):
+            engine.train_batch(data)
+        engine.destroy()
+        weights.append(model)
+    for other in weights[1:]:
+        worst = max(relative for _, relative in largest_difference(other, weights[0]).values())
+        assert worst <= 1e-5
+
+
+def test_a_budget_below_the_weights_is_enough() -> None:
+    model = llama(hidden=1024, layers=16)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    budget = weights // 2
+    engine, *_ = harmony_ds.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config=config(device_memory_gib=budget / 2**30),
+    )
+    data = batches()
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    report = engine.memory_report()
+    engine.destroy()
+    assert all(loss > 0 for loss in losses)
+    assert report.device_peak_bytes <= report.planned_peak_bytes <= budget

@@ -1,0 +1,173 @@
+"""Stashed tensors move to the host and back as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from harmony_ds import ModelError
+from harmony_ds.device import CpuDevice
+from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.stash import Stash, StashEntry
+
+
+def stash() -> tuple[Stash, Ledger]:
+    ledger = Ledger()
+    return Stash(CpuDevice(), ledger), ledger
+
+
+def round_trip(one: Stash, tensor: Tensor) -> StashEntry:
+    entry = one.put(tensor, "block")
+    one.move_out([entry])
+    assert entry.device_tensor is None
+    one.bring_in([entry])
+    return entry
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.tensor(2.5),
+        torch.arange(6).bool(),
+        torch.randn(3, 4, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
+)
+def test_a_round_trip_keeps_values_and_strides(tensor: Tensor) -> None:
+    one, ledger = stash()
+    back = one.tensor(round_trip(one, tensor))
+    traffic = ledger.close()
+
+    assert torch.equal(back, tensor)
+    assert back.stride() == tensor.stride()
+    assert back.dtype == tensor.dtype
+    assert traffic.device_to_host[Kind.ACTIVATIONS] == traffic.host_to_device[Kind.ACTIVATIONS] == tensor.nbytes
+
+
+def test_on_the_device_nothing_is_copied() -> None:
+    one, ledger = stash()
+    tensor = torch.randn(3, 4)
+    entry = one.put(tensor, "block")
+
+    assert one.tensor(entry).data_ptr() == tensor.data_ptr()
+    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 0
+    assert entry.nbytes == 48
+
+
+def test_a_tensor_that_several_calls_take_is_stashed_once() -> None:
+    one, ledger = stash()
+    tensor = torch.randn(5)
+    first, second = one.put(tensor, "block"), one.put(tensor, "block")
+    assert first is second
+    one.move_out([first, second])
+    one.move_out([first])
+
+    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == 20
+
+
+def test_a_released_entry_stays_for_its_other_users() -> None:
+    one, _ = stash()
+    tensor = torch.randn(5)
+    entry = one.put(tensor, "a")
+    assert one.put(tensor, "b") is entry
+    one.move_out([entry])
+    assert torch.equal(one.tensor(entry), tensor)
+    one.release(entry)
+    assert torch.equal(one.tensor(entry), tensor)
+    one.release(entry)
+
+    assert entry.device_tensor is entry.host_tensor is None
+
+
+def test_asking_for_a_tensor_on_the_host_brings_it_in() -> None:
+    one, ledger = stash()
+    tensor = torch.randn(5)
+    entry = one.put(tensor, "block")
+    one.move_out([entry])
+
+    assert torch.equal(one.tensor(entry), tensor)
+    one.bring_in([entry])
+    assert ledger.close().host_to_device[Kind.ACTIVATIONS] == 20
+
+
+def test_asking_for_a_released_tensor_is_our_own_fault() -> None:
+    one, _ = stash()
+    entry = one.put(torch.randn(5), "block")
+    one.release(entry)
+    with pytest.raises(AssertionError, match="released stash entry"):
+        one.tensor(entry)
+
+
+def test_a_host_copy_is_not_changed_by_what_happens_on_the_device() -> None:
+    one, _ = stash()
+    tensor = torch.ones(5)
+    entry = one.put(tensor, "block")
+    one.move_out([entry])
+    tensor.add_(1)
+
+    assert one.tensor(entry).tolist() == [1.0] * 5
+
+
+def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> None:
+    one, _ = stash()
+    tensor = torch.ones(5)
+    entry = one.put(tensor, "model.layers.3")
+    tensor.add_(1)
+    with pytest.raises(ModelError, match="input of layer model.layers.3 was changed in place.*harmony.layers"):
+        one.tensor(entry)
+    with pytest.raises(ModelError, match="model.layers.3"):
+        one.move_out([entry])
+
+
+def test_a_tensor_that_changed_between_two_calls_has_two_entries() -> None:
+    one, _ = stash()
+    tensor = torch.ones(5)
+    first = one.put(tensor, "block")
+    tensor.add_(1)
+
+    assert one.put(tensor, "block") is not first
+
+
+def test_host_buffers_are_used_again_for_the_same_number_of_elements() -> None:
+    one, _ = stash()
+    for shape in ((4, 6), (24,), (6, 4)):
+        entry = round_trip(one, torch.randn(shape))
+        one.release(entry)
+    assert one.host_bytes == 4 * 24
+
+    one.release(round_trip(one, torch.randn(25)))
+    one.release(round_trip(one, torch.randn(24).bfloat16()))
+    assert one.host_bytes == 4 * 24 + 4 * 25 + 2 * 24
+
+
+def test_buffers_in_use_are_not_shared() -> None:
+    one, _ = stash()
+    tensors = [torch.randn(8) for _ in range(3)]
+    entries = [one.put(tensor, "block") for tensor in tensors]
+    one.move_out(entries)
+
+    assert all(torch.equal(one.tensor(entry), tensor) for entry, tensor in zip(entries, tensors, strict=True))
+    assert one.host_bytes == 3 * 32
+
+
+def test_destroying_gives_the_buffers_back() -> None:
+    one, _ = stash()
+    one.release(round_trip(one, torch.randn(8)))
+    one.destroy()
+
+    assert one.host_bytes == 0
+
+
+def test_abandoning_keeps_what_is_on_the_host() -> None:
+    one, _ = stash()
+    tensor = torch.randn(8)
+    entry = one.put(tensor, "block")
+    one.move_out([entry])
+    one.abandon()
+
+    assert torch.equal(one.tensor(entry), tensor)

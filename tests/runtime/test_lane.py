@@ -1,0 +1,199 @@
+"""A forward pass that is suspended at layer calls, resumed, failed and unwound."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer import find_layers
+from harmony_ds.runtime.intercept import Autocast, Interception
+from harmony_ds.runtime.lane import Lane
+
+CPU = torch.device("cpu")
+FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
+
+
+@contextmanager
+def model_and_lane(
+    forward: Callable[[nn.Module], Any], grad: bool = True, autocast: Autocast | None = None
+) -> Iterator[Lane]:
+    """A lane over `forward` of a model with three intercepted layers."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    interception = Interception(find_layers(model).layers)
+    lane = Lane(lambda: forward(model), grad, autocast, CPU)
+    try:
+        yield lane
+    finally:
+        lane.close()
+        interception.remove()
+
+
+def whole(model: nn.Module) -> Tensor:
+    result: Tensor = model(torch.ones(1, 2))
+    return result
+
+
+def test_nothing_runs_before_it_is_resumed() -> None:
+    ran: list[int] = []
+    with model_and_lane(lambda model: ran.append(1)) as lane:
+        assert not ran
+        lane.resume()
+        assert ran == [1]
+
+
+def test_it_parks_at_every_layer_call_and_goes_on_with_the_reply() -> None:
+    with model_and_lane(whole) as lane:
+        lane.resume()
+        layers = []
+        while lane.request is not None:
+            layers.append(lane.request.layer)
+            assert lane.parked
+            (argument,) = lane.request.args
+            lane.resume(argument + 10)
+        assert layers == [0, 1, 2]
+        assert lane.finished
+        assert not lane.parked
+        assert lane.result.tolist() == [[31.0, 31.0]]
+
+
+def test_two_lanes_take_turns() -> None:
+    with model_and_lane(whole) as first, model_and_lane(whole) as second:
+        for lane in (first, second, second, first):
+            lane.resume(torch.zeros(1, 2))
+        assert first.request.layer == second.request.layer == 1
+
+
+class NoLuckError(Exception):
+    pass
+
+
+def failing(model: nn.Module) -> None:
+    model[0](torch.ones(2))
+    raise NoLuckError("in the model")
+
+
+def test_an_exception_surfaces_as_itself_in_resume() -> None:
+    with model_and_lane(failing) as lane:
+        lane.resume()
+        with pytest.raises(NoLuckError, match="in the model"):
+            lane.resume(torch.ones(2))
+        assert lane.finished
+
+
+def test_keyboard_interrupts_surface_too() -> None:
+    def interrupted(model: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    with model_and_lane(interrupted) as lane, pytest.raises(KeyboardInterrupt):
+        lane.resume()
+
+
+def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
+    left: list[str] = []
+
+    def guarded(model: nn.Module) -> None:
+        try:
+            with torch.autograd.set_detect_anomaly(False):
+                model(torch.ones(1, 2))
+        except Exception:  # noqa: BLE001 - what users write
+            left.append("swallowed")
+        finally:
+            left.append("finally")
+
+    with model_and_lane(guarded) as lane:
+        lane.resume()
+        lane.resume(torch.ones(1, 2))
+        lane.close()
+    assert left == ["finally"]
+    assert lane.finished
+    assert lane.result is None
+
+
+def test_closing_a_lane_that_never_ran_runs_nothing() -> None:
+    ran: list[int] = []
+    with model_and_lane(lambda model: ran.append(1)) as lane:
+        lane.close()
+    assert not ran
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    with model_and_lane(whole) as parked, model_and_lane(whole):
+        parked.resume()
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_context_variables_are_inherited_and_kept_apart() -> None:
+    def flavoured(model: nn.Module) -> str:
+        seen = FLAVOUR.get()
+        FLAVOUR.set("changed in the lane")
+        model[0](torch.ones(2))
+        return seen
+
+    token = FLAVOUR.set("the caller's")
+    try:
+        with model_and_lane(flavoured) as lane:
+            lane.resume()
+            assert lane.request is not None
+            assert lane.request.context.run(FLAVOUR.get) == "changed in the lane"
+            lane.resume()
+            assert lane.result == "the caller's"
+            assert FLAVOUR.get() == "the caller's"
+    finally:
+        FLAVOUR.reset(token)
+
+
+def test_autocast_is_entered_on_the_lane_and_seen_in_its_requests() -> None:
+    state = Autocast("cpu", torch.bfloat16)
+
+    def product(model: nn.Module) -> torch.dtype:
+        model[0](torch.ones(2))
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with model_and_lane(product, autocast=state) as lane:
+        lane.resume()
+        assert lane.request is not None
+        assert lane.request.autocast == state
+        assert not torch.is_autocast_enabled("cpu")
+        lane.resume()
+        assert lane.result == torch.bfloat16
+
+
+def test_the_current_autocast_is_found_and_none_is_none() -> None:
+    assert Autocast.current("cpu") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Autocast.current("cpu") == Autocast("cpu", torch.bfloat16)
+    with Autocast.entered(None):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_grad_mode_is_the_one_asked_for(grad: bool) -> None:
+    with torch.set_grad_enabled(not grad), model_and_lane(whole, grad) as lane:
+        lane.resume()
+        assert lane.request is not None
+        assert lane.request.grad == grad
+        assert torch.is_grad_enabled() == (not grad)
+
+
+def test_a_grad_mode_that_the_model_sets_is_seen_in_its_requests() -> None:
+    def frozen(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0](torch.ones(2))
+        model[1](torch.ones(2))
+
+    with model_and_lane(frozen) as lane:
+        modes = []
+        lane.resume()
+        while lane.request is not None:
+            modes.append(lane.request.grad)
+            lane.resume()
+    assert modes == [False, True]

@@ -1,0 +1,111 @@
+"""Nested arguments come apart and together again, dataclasses that torch does not know included."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from harmony_ds.runtime.trees import flatten, map_tensors, tensors_in, unflatten
+
+
+@dataclass
+class Carried:
+    hidden: Tensor
+    rest: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    memory: Tensor
+    label: str = "x"
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+A, B, C = torch.ones(1), torch.ones(2), torch.ones(3)
+TREES = [
+    A,
+    None,
+    3,
+    (A, [B, {"c": C}]),
+    {"a": A, "n": None, "s": "text", "i": 3},
+    Pair(A, B),
+    collections.OrderedDict(z=A, a=B),
+    Carried(A),
+    Carried(A, {"b": [B, Frozen(C)]}),
+    (Carried(A, Carried(B)), Frozen(C)),
+    [],
+    {},
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_flattening_comes_back(tree: Any) -> None:
+    leaves, shape = flatten(tree)
+    back = unflatten(leaves, shape)
+
+    assert type(back) is type(tree)
+    again, _ = flatten(back)
+    assert len(again) == len(leaves)
+    assert all(a is b for a, b in zip(again, leaves, strict=True))
+
+
+def test_tensors_are_found_in_order_wherever_they_are() -> None:
+    tree = (A, {"x": Carried(B, [Frozen(C)])})
+
+    assert [tensor.numel() for tensor in tensors_in(tree)] == [1, 2, 3]
+    assert tensors_in({"n": None, "s": "text"}) == []
+
+
+def test_mapping_leaves_the_original_alone() -> None:
+    original = Carried(A, (B, Frozen(C, label="kept"), "text"))
+    doubled = map_tensors(lambda t: t * 2, original)
+
+    assert doubled.hidden.tolist() == [2.0]
+    assert doubled.rest[0].tolist() == [2.0, 2.0]
+    assert doubled.rest[1].memory.tolist() == [2.0, 2.0, 2.0]
+    assert doubled.rest[1].label == "kept"
+    assert doubled.rest[2] == "text"
+    assert original.hidden is A
+    assert original.rest[1].memory is C
+
+
+def test_attributes_that_are_no_fields_are_kept() -> None:
+    original = Carried(A)
+    original.extra = "kept"  # type: ignore[attr-defined]
+
+    assert map_tensors(torch.neg, original).extra == "kept"
+
+
+def test_a_dataclass_type_is_a_leaf() -> None:
+    leaves, shape = flatten([Carried, A])
+
+    assert leaves == [Carried, A]
+    assert unflatten(leaves, shape) == [Carried, A]
+
+
+def test_fields_that_are_computed_are_not_asked_of_the_constructor() -> None:
+    @dataclass
+    class Checked:
+        value: Tensor
+
+        def __post_init__(self) -> None:
+            assert isinstance(self.value, Tensor)
+
+    leaves, shape = flatten(Checked(A))
+    assert unflatten([None], shape).value is None
+    assert leaves == [A]
+
+
+def test_too_few_leaves_are_an_error() -> None:
+    _, shape = flatten((A, B))
+    with pytest.raises(IndexError):
+        unflatten([A], shape)
