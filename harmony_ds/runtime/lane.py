@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from harmony_ds.device.base import Device
 from harmony_ds.runtime.intercept import Autocast, Request, handled_by
 
 

@@ -1,0 +1,100 @@
+"""The public names, what importing costs, and the tree of errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import harmony_ds
+from harmony_ds import errors
+
+ERRORS = {name: one for name, one in inspect.getmembers(errors, inspect.isclass) if one.__module__ == errors.__name__}
+DRAWING = errors.__doc__ or ""
+
+
+def test_public_names_are_sorted() -> None:
+    assert harmony_ds.__all__ == sorted(harmony_ds.__all__)
+    assert len(set(harmony_ds.__all__)) == len(harmony_ds.__all__)
+
+
+@pytest.mark.parametrize("name", harmony_ds.__all__)
+def test_a_public_name_can_be_imported(name: str) -> None:
+    found = getattr(harmony_ds, name)
+
+    assert getattr(found, "__name__", name) == name
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="module 'harmony_ds' has no attribute 'initialise'"):
+        _ = harmony_ds.initialise
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(run.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert not modules_after("import harmony_ds") & {"torch", "deepspeed", "transformers", "numpy"}
+
+
+def test_using_it_imports_neither_deepspeed_nor_transformers_nor_torchs_extras() -> None:
+    loaded = modules_after("from harmony_ds import *")
+
+    assert "harmony_ds.engine" in loaded
+    assert not loaded & {"deepspeed", "transformers", "torchvision", "torch._inductor", "matplotlib", "datasets"}
+
+
+def test_the_scheduler_has_no_torch_of_its_own() -> None:
+    sources = [inspect.getsource(sys.modules[name]) for name in modules_of("harmony_ds.scheduler")]
+
+    assert len(sources) >= 7
+    assert not [source for source in sources if re.search(r"^\s*(import|from) torch", source, re.MULTILINE)]
+
+
+def modules_of(package: str) -> list[str]:
+    __import__(package)
+    return [name for name in sys.modules if name == package or name.startswith(package + ".")]
+
+
+# ---- errors
+
+
+def drawn() -> dict[str, tuple[str | None, str]]:
+    """Name -> (name of the parent in the drawing, what stands in brackets)."""
+    found: dict[str, tuple[str | None, str]] = {}
+    path: list[str] = []
+    for line in DRAWING.splitlines():
+        match = re.match(r"^    ([│├└─ ]*)(\w+)(?: \((\w+)\))?(?:\s|$)", line)
+        if match and match[2].endswith("Error"):
+            depth = len(match[1]) // 4
+            path[depth:] = [match[2]]
+            found[match[2]] = (path[depth - 1] if depth else None, match[3] or "")
+    return found
+
+
+def test_every_error_is_in_the_drawn_tree() -> None:
+    assert drawn().keys() == ERRORS.keys()
+    assert len(ERRORS) >= 10
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_errors_parents_are_the_drawn_ones(name: str) -> None:
+    parent, also = drawn()[name]
+    bases = [base.__name__ for base in ERRORS[name].__bases__]
+
+    assert bases[0] == (parent or "Exception")
+    assert bases[1:] == ([also] if also else []) or bases[1:] == ["OutOfMemoryError"]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_public_and_says_what_it_means(name: str) -> None:
+    assert name in harmony_ds.__all__
+    assert getattr(harmony_ds, name) is ERRORS[name]
+    assert ERRORS[name].__doc__
+    assert issubclass(ERRORS[name], harmony_ds.HarmonyError)
