@@ -6,7 +6,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ class HarmonyEngine(nn.Module):
             DoesNotFitError: no plan fits this micro-batch in the device memory budget.
         """
         if not torch.is_grad_enabled():
-            with self._runner.streaming():
+            with self.streaming():
                 return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
         return self._group.add(args, kwargs)
 
@@ -353,14 +353,16 @@ class HarmonyEngine(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
-        with self._runner.streaming():
+        with self.streaming():
             return self.module.generate(  # type: ignore[operator]
                 *self._group.on_device(args), **self._group.on_device(kwargs)
             )
 
-    def streaming(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
         """A context in which the model's methods can be called without gradients, under the device memory budget."""
-        return self._runner.streaming()
+        with self._assembly.ledger.aside(), self._runner.streaming():
+            yield
 
     # ---- state and reports
 

@@ -9,6 +9,7 @@
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
+    ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
     └── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
 
 Errors of the user's own code (a layer, a loss, an optimizer, Ctrl-C) are never wrapped: they surface as themselves.
@@ -53,6 +54,10 @@ class DoesNotFitError(HarmonyError):
 
 class DeviceOutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
     """The device memory budget was exceeded while running."""
+
+
+class LossScaleError(HarmonyError):
+    """Gradients overflow in fp16 although the loss scale is at its minimum."""
 
 
 class EngineFailedError(HarmonyError):

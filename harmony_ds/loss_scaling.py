@@ -1,44 +1,54 @@
-"""Loss scaling for fp16, by DeepSpeed's own scaler."""
+"""Loss scaling for fp16, by the rules of DeepSpeed's `DynamicLossScaler` (0.19, runtime/fp16/loss_scaler.py).
+
+Not DeepSpeed's class itself: it asks for a process group to log an overflow.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from harmony_ds.config import LossScale
+from harmony_ds.errors import LossScaleError
+
+_FACTOR = 2.0
 
 
 class LossScaler:
     """The factor that losses take, and how it follows overflows. Without fp16 it is 1 for ever."""
 
     def __init__(self, settings: LossScale | None) -> None:
-        self._scaler: Any = None
-        if settings is None:
-            return
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
-
-        if settings.static > 0:
-            self._scaler = StaticLossScaler(scale=settings.static)
-        else:
-            self._scaler = DynamicLossScaler(
-                init_scale=2**settings.initial_scale_power,
-                scale_window=settings.loss_scale_window,
-                min_scale=settings.min_loss_scale,
-                delayed_shift=settings.hysteresis,
-                consecutive_hysteresis=settings.consecutive_hysteresis,
-                raise_error_at_min_scale=True,
-                dtype=None,
-            )
-
-    @property
-    def scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+        self._settings = settings
+        self.scale = 1.0
+        self._hysteresis = 0
+        self._step = 0
+        self._last_overflow = -1
+        if settings is not None:
+            self.scale = settings.static if settings.static > 0 else float(2**settings.initial_scale_power)
+            self._hysteresis = settings.hysteresis
 
     def update(self, overflow: bool) -> None:
         """After each step: whether its gradients held inf or NaN.
 
         Raises:
-            Exception: an overflow at the smallest scale (DeepSpeed's).
+            LossScaleError: an overflow at the smallest scale.
         """
-        if self._scaler is not None:
-            self._scaler.update_scale(overflow)
+        settings = self._settings
+        if settings is None or settings.static > 0:
+            return
+        if overflow:
+            self._shrink(settings)
+            self._last_overflow = self._step
+        else:
+            if settings.consecutive_hysteresis:
+                self._hysteresis = settings.hysteresis
+            clean = self._step - self._last_overflow - 1
+            if clean > 0 and clean % settings.loss_scale_window == 0:
+                self._hysteresis = settings.hysteresis
+                self.scale *= _FACTOR
+        self._step += 1
+
+    def _shrink(self, settings: LossScale) -> None:
+        if settings.hysteresis > 1 and self._hysteresis > 1:
+            self._hysteresis -= 1
+            return
+        if self.scale == settings.min_loss_scale:
+            raise LossScaleError("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+        self.scale = max(self.scale / _FACTOR, settings.min_loss_scale)

@@ -95,7 +95,8 @@ def test_a_precision_that_is_not_enabled_is_off(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), (None, torch.float32)]
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), (None, torch.float32)],
 )
 def test_gradients_accumulate_in_fp32_or_the_compute_dtype(name: str | None, dtype: torch.dtype) -> None:
     config = load(bf16={"enabled": True}, data_types={"grad_accum_dtype": name})
@@ -130,7 +131,9 @@ def test_optimizer_and_scheduler_are_handed_on() -> None:
 
 
 def test_keys_without_meaning_are_listed_sorted() -> None:
-    config = load(wall_clock_breakdown=True, aio={"block_size": 1}, tensorboard={"enabled": True}, gradient_clipping=1.0)
+    config = load(
+        wall_clock_breakdown=True, aio={"block_size": 1}, tensorboard={"enabled": True}, gradient_clipping=1.0
+    )
 
     assert config.without_meaning == ("aio", "tensorboard", "wall_clock_breakdown")
 
@@ -235,7 +238,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": 3}}, '"optimizer" must be an object with a "type"'),
     ({"scheduler": {"params": {}}}, '"scheduler" must be an object with a "type"'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "please switch to .* 'gradient_clipping'"),
-    ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, r"\"optimizer.params\" still says \"auto\" for \['lr'\]"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+        r"\"optimizer.params\" still says \"auto\" for \['lr'\]",
+    ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"b": "auto", "a": "auto", "c": 1}}},
         r"\"scheduler.params\" still says \"auto\" for \['a', 'b'\]: give numbers",
@@ -247,7 +253,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True, "loss_scale": float("inf")}}, "loss_scale must be a finite number"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window must be > 0 when dynamic"),
     ({"data_types": {"grad_accum_dtype": "fp64"}}, 'grad_accum_dtype is "fp64": it must be one of'),
-    ({"data_types": {"grad_accum_dtype": "fp16"}}, 'grad_accum_dtype is "fp16" but the model computes in torch.float32'),
+    (
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        'grad_accum_dtype is "fp16" but the model computes in torch.float32',
+    ),
     (
         {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
         'grad_accum_dtype is "fp16" but the model computes in torch.bfloat16: use "fp32" or that',
@@ -267,7 +276,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     # our own block
     ({"harmony": 3}, '"harmony" must be an object, not 3'),
     ({"harmony": None}, '"harmony" must be an object, not None'),
-    ({"harmony": {"stash": "disk"}}, "harmony.stash is 'disk': it must be \"auto\", \"device\" or \"host\""),
+    ({"harmony": {"stash": "disk"}}, 'harmony.stash is \'disk\': it must be "auto", "device" or "host"'),
     ({"harmony": {"stash": None}}, "harmony.stash is None"),
     ({"harmony": {"pack_layers": 0}}, "harmony.pack_layers must be a whole number of at least 1, not 0"),
     ({"harmony": {"pack_layers": 1.5}}, "harmony.pack_layers must be a whole number of at least 1, not 1.5"),
@@ -338,7 +347,10 @@ def test_a_file_gives_what_its_dict_gives(tmp_path: Path) -> None:
         ("", "ds_config.json is not JSON"),
         ("[1, 2]", "ds_config.json must hold a JSON object, not list"),
         ('"text"', "ds_config.json must hold a JSON object, not str"),
-        ('{"train_batch_size": 8, "train_batch_size": 9}', r"Duplicate keys in DeepSpeed config: \['train_batch_size'\]"),
+        (
+            '{"train_batch_size": 8, "train_batch_size": 9}',
+            r"Duplicate keys in DeepSpeed config: \['train_batch_size'\]",
+        ),
         ('{"train_batch_size": 8, "bf16": {"a": 1, "a": 2}}', r"Duplicate keys in DeepSpeed config: \['a'\]"),
     ],
 )
@@ -350,7 +362,7 @@ def test_a_malformed_file_is_an_error_that_names_it(content: str, message: str, 
 
 
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="existing deepspeed config, or a dictionary. Received: '.*none.json'"):
+    with pytest.raises(ConfigError, match=r"existing deepspeed config, or a dictionary. Received: '.*none.json'"):
         load_config(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="existing deepspeed config"):
         load_config(tmp_path)
@@ -382,7 +394,10 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
     "CIFAR-10": {
         "train_batch_size": 4,
         "steps_per_print": 2000,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},

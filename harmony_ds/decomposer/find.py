@@ -77,6 +77,12 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
     names = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
         found = {module for name, module in names if fnmatchcase(name, pattern)}
+        lists = [name for name, module in names if module in found and isinstance(module, _CONTAINERS)]
+        if lists:
+            raise ConfigError(
+                f'harmony.layers: the pattern "{pattern}" matches {lists[0]}, a list that is never called itself: name its '
+                f'elements, such as "{lists[0]}.*".'
+            )
         if not found:
             raise ConfigError(f'harmony.layers: the pattern "{pattern}" matches no module of {type(model).__name__}.')
         blocks |= found
@@ -92,7 +98,7 @@ def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
     checkpointing = {m for m in model.modules() if _is_checkpointing_layer(m)}
     blocks = _topmost(checkpointing)
     covered = {inner for block in blocks for inner in block.modules()}
-    return blocks | set(_outermost_elements(model, covered))
+    return blocks | set(_outermost_elements(nn.ModuleList([model]), covered))
 
 
 def _is_checkpointing_layer(module: nn.Module) -> bool:

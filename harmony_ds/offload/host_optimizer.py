@@ -79,6 +79,7 @@ class HostOptimizer:
                 assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
             master.grad = gradient
             parameters[group].append(master)
+        self._part.state = self.optimizer.state  # load_state_dict puts another one there
         self._part.param_groups = [
             {**values, "params": chosen} for values, chosen in zip(hyper, parameters, strict=True) if chosen
         ]

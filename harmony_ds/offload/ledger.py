@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +39,16 @@ class Ledger:
     def book_out(self, kind: Kind, nbytes: int) -> None:
         """`nbytes` were copied from device to host."""
         self._out[kind] += nbytes
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is copied while this is open belongs to no step: measuring, evaluation."""
+        before = self._in, self._out
+        self._in, self._out = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        try:
+            yield
+        finally:
+            self._in, self._out = before
 
     def close(self) -> Traffic:
         """What was booked; counting starts again from zero."""

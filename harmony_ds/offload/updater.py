@@ -60,6 +60,7 @@ class Updater:
         self._order = {name: place for place, name in enumerate(store.parameters)}
         self._held: dict[str, list[Delivery]] = {}  # by parameter: deliveries that carry a gradient for it
         self._norms: dict[str, Tensor] = {}
+        self._results: list[Future[GradientNorm]] = []  # promised, not all of them there yet
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._pending: dict[int, int] = {}  # pack -> updates queued or running
@@ -157,6 +158,8 @@ class Updater:
             if self._failure is not None and result is not None:
                 result.set_exception(self._failure)
             self._raise()
+            if result is not None:
+                self._results = [known for known in self._results if not known.done()] + [result]
             heapq.heappush(self._jobs, (priority, next(self._counter), job))
             self._changed.notify_all()
 
@@ -176,6 +179,9 @@ class Updater:
                 with self._changed:
                     self._failure = failure
                     self._jobs.clear()
+                    for result in self._results:
+                        if not result.done():
+                            result.set_exception(failure)
                     self._changed.notify_all()
                 return
             with self._changed:

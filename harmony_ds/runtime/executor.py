@@ -314,7 +314,7 @@ class Executor:
 def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
     """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
     borrowed = set(pack.parameters) - set(pack.owned)
-    return [pack.index, *(other.index for other in packs[: pack.index] if borrowed & set(other.owned))]
+    return [pack.index, *(other.index for other in packs if other is not pack and borrowed & set(other.owned))]
 
 
 def _entries(work: Work, task: Task) -> list[StashEntry]:

@@ -241,7 +241,7 @@ class StepGroup:
 
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
-        with Autocast.entered(micro_batch.autocast):
+        with self._ledger.aside(), Autocast.entered(micro_batch.autocast):
             self._runner.measure((args, kwargs), micro_batch.forward, objective, micro_batch.seed, forwarded)
 
     # ---- running
@@ -307,7 +307,8 @@ class StepGroup:
                 self._measure(QueuedMicroBatch(self, micro_batch, loss_fn or loss_of), args, kwargs)
             micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
-        self._runner.evaluate(micro_batches)
+        with self._ledger.aside():
+            self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self) -> None:

@@ -137,18 +137,20 @@ class Interception:
     """Intercepts the layers of one model until `remove`."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
-        self._modules: list[nn.Module] = []
+        self._modules: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         for layer in layers:
             if isinstance(layer.module.__dict__.get("forward"), InterceptedForward):
                 self.remove()
                 raise ValueError("this model belongs to another engine: call its destroy() first")
+            # Others may have put a forward of their own on the instance (accelerate does): it comes back in `remove`.
+            own = layer.module.__dict__.get("forward")
             layer.module.__dict__["forward"] = InterceptedForward(layer)
-            self._modules.append(layer.module)
+            self._modules.append((layer.module, own))
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""
-        for module in self._modules:
-            intercepted = module.__dict__.pop("forward", None)
-            if isinstance(intercepted, InterceptedForward) and not isinstance(intercepted._forward, types.MethodType):
-                module.__dict__["forward"] = intercepted._forward
+        for module, own in self._modules:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
         self._modules.clear()

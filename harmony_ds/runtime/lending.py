@@ -233,6 +233,7 @@ class DeviceBuffers:
                 self._ledger.book_out(Kind.DATA, _nbytes(now))
                 target = host.get(key)
                 if target is None or target.shape != now.shape or target.dtype != now.dtype:
+                    self._forget(target)
                     host[key] = now.detach().to("cpu", copy=True)
                     continue
                 with torch.no_grad():
@@ -247,12 +248,16 @@ class DeviceBuffers:
         for module, host in self._host.items():
             if self._lent[module] and self._changed(module, self._lent[module]):
                 for buffer in host.values():
-                    known = self._copies.pop(id(buffer), None)
-                    if known is not None:
-                        self._device.discharge(_nbytes(known[2]))
+                    self._forget(buffer)
             module.__dict__["_buffers"] = host
         self._host.clear()
         self._lent.clear()
+
+    def _forget(self, host: Tensor | None) -> None:
+        """Drops the device copy of a host buffer."""
+        known = self._copies.pop(id(host), None)
+        if known is not None:
+            self._device.discharge(_nbytes(known[2]))
 
     def _changed(self, module: nn.Module, lent: dict[str, Any]) -> bool:
         # torch's batch_norm updates running statistics without raising their version.

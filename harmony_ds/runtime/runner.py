@@ -273,7 +273,7 @@ def held_deliveries(packs: tuple[Pack, ...]) -> int:
     """Packs whose gradients must wait on the host for an earlier pack's, because they share a parameter."""
     delivered: set[str] = set()
     held = 0
-    for pack in reversed(packs):
+    for pack in reversed([pack for pack in packs if pack.needs_backward]):
         first = set(pack.parameters) - delivered
         held += bool(first - set(pack.owned))
         delivered |= first

@@ -51,23 +51,29 @@ class Policy:
 
 def compose_forward(packs: tuple[Pack, ...], micro_batch: int, policy: Policy) -> tuple[Task, ...]:
     """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now."""
-    return tuple(_forward(packs, [micro_batch], policy))
+    swap_ins = _swap_ins([pack.index for pack in packs], policy)
+    return tuple(_forward(packs, [micro_batch], policy, swap_ins))
 
 
 def compose_step(packs: tuple[Pack, ...], group: Group, policy: Policy) -> tuple[Task, ...]:
     """Everything between the first micro-batch of a group and the update of the last pack."""
-    tasks = list(_forward(packs[:-1], group.fresh, policy)) if group.fresh else []
-    tasks += _backward(packs, group, policy)
+    forward = packs[:-1] if group.fresh else ()
+    backward = (packs[-1], *(pack for pack in reversed(packs[:-1]) if pack.needs_backward))
+    # One sequence, so that the last pack is swapped in while the one before it computes.
+    swap_ins = _swap_ins([pack.index for pack in (*forward, *backward)], policy)
+    tasks = list(_forward(forward, group.fresh, policy, swap_ins))
+    tasks += _backward(backward, group, policy, swap_ins)
     if policy.deferred_update:
         tasks.append(Task(TaskKind.NORM, 0))
         tasks += [Task(TaskKind.UPDATE, pack.index) for pack in packs if pack.needs_backward]
     return tuple(tasks)
 
 
-def _forward(packs: tuple[Pack, ...], micro_batches: Iterable[int], policy: Policy) -> Iterator[Task]:
-    swap_ins = _swap_ins([pack.index for pack in packs], policy)
-    for pack, ahead in zip(packs, swap_ins, strict=True):
-        yield from ahead
+def _forward(
+    packs: tuple[Pack, ...], micro_batches: Iterable[int], policy: Policy, swap_ins: Iterator[list[Task]]
+) -> Iterator[Task]:
+    for pack in packs:
+        yield from next(swap_ins)
         for m in micro_batches:
             yield Task(TaskKind.FORWARD, pack.index, m)
             if policy.stash_on_host:
@@ -75,12 +81,11 @@ def _forward(packs: tuple[Pack, ...], micro_batches: Iterable[int], policy: Poli
         yield Task(TaskKind.EVICT, pack.index)
 
 
-def _backward(packs: tuple[Pack, ...], group: Group, policy: Policy) -> Iterator[Task]:
-    order = [packs[-1], *(pack for pack in reversed(packs[:-1]) if pack.needs_backward)]
+def _backward(order: tuple[Pack, ...], group: Group, policy: Policy, swap_ins: Iterator[list[Task]]) -> Iterator[Task]:
     freed: Task | None = None
-    for pack, ahead in zip(order, _swap_ins([pack.index for pack in order], policy), strict=True):
-        yield from ahead
-        fused = group.fresh if pack is packs[-1] else ()
+    for pack in order:
+        yield from next(swap_ins)
+        fused = group.fresh if pack is order[0] else ()
         yield from _run_backward(pack.index, group.all, fused, policy)
         if freed:
             yield freed

@@ -33,9 +33,9 @@ def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, p
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
         parameters = tuple(n for n in names if n not in graph.resident)
-        owned = tuple(n for n in parameters if n not in seen)
-        seen.update(owned)
         needs_backward = any(costs.costs[p].needs_backward for p in positions)
+        owned = tuple(n for n in parameters if n not in seen) if needs_backward else ()
+        seen.update(owned)
         packs.append(
             Pack(
                 index=len(packs),

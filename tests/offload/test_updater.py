@@ -294,7 +294,6 @@ def test_after_a_failure_nothing_hangs() -> None:
             b.updater.norm(Clipping())
 
 
-@pytest.mark.xfail(raises=TimeoutError, reason="futures of norms that were queued behind a failure are never resolved")
 def test_a_norm_that_was_queued_behind_a_failure_fails_too() -> None:
     with bench() as b:
         b.optimizer.before = failing

@@ -32,7 +32,7 @@ class Doubling:
 
 def intercepted() -> tuple[nn.Module, Interception]:
     model = build_seeded(lambda: nn.Sequential(Block(0.0), Block(0.0)))
-    return model, Interception(find_layers(model).layers)
+    return model, Interception(find_layers(model, ("0", "1")).layers)
 
 
 def inputs() -> Tensor:
@@ -183,11 +183,11 @@ def test_a_bound_method_that_took_the_place_of_a_forward_comes_back() -> None:
 def test_a_model_of_another_engine_is_refused_and_stays_with_it() -> None:
     model, interception = intercepted()
     with pytest.raises(ValueError, match="this model belongs to another engine: call its destroy"):
-        Interception(find_layers(model).layers)
+        Interception(find_layers(model, ("0", "1")).layers)
     handler = Doubling()
     with handled_by(handler):
         model(inputs())
     assert len(handler.requests) == 2
 
     interception.remove()
-    Interception(find_layers(model).layers).remove()
+    Interception(find_layers(model, ("0", "1")).layers).remove()

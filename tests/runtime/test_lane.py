@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer import find_layers
+from harmony_ds.device import CpuDevice
 from harmony_ds.runtime.intercept import Autocast, Interception
 from harmony_ds.runtime.lane import Lane
 
-CPU = torch.device("cpu")
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
 
 
@@ -27,7 +27,7 @@ def model_and_lane(
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     interception = Interception(find_layers(model).layers)
-    lane = Lane(lambda: forward(model), grad, autocast, CPU)
+    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice())
     try:
         yield lane
     finally:

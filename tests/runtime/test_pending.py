@@ -54,7 +54,7 @@ LAZY: dict[str, tuple[Callable[[Any], Any], float]] = {
     "double": (lambda loss: loss.double() / 4, 1.5),
     "clone": (lambda loss: loss.clone(), 6.0),
     "detach": (lambda loss: loss.detach() * 2, 12.0),
-    "exp": (lambda loss: torch.exp(loss), math.exp(6.0)),
+    "exp": (torch.exp, math.exp(6.0)),
     "chain": (lambda loss: (loss / 2 + 1).mean() * 3, 12.0),
     "in place": (lambda loss: loss.__imul__(2), 12.0),
     "augmented": (lambda loss: loss.detach().__iadd__(1), 7.0),
@@ -75,8 +75,8 @@ def test_arithmetic_stays_pending_and_has_the_right_value(name: str) -> None:
 
 LOOKING: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "item": (lambda loss: loss.item(), 6.0),
-    "float()": (float, 6.0),
-    "int()": (int, 6),
+    "float()": (lambda loss: float(loss.detach()), 6.0),
+    "int()": (lambda loss: int(loss.detach()), 6),
     "bool()": (bool, True),
     "comparison": (lambda loss: bool(loss > 5), True),
     "formatting": (lambda loss: f"{loss:.1f}", "6.0"),

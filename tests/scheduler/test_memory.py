@@ -52,8 +52,8 @@ def test_a_pack_that_is_prefetched_counts_from_its_swap_in() -> None:
     tasks, profile = walk(packs, costs_of((0, 1, 2)), 1, Policy(prefetch=True, deferred_update=False))
     at = dict(zip(tasks.split(), profile.weight_bytes, strict=True))
 
-    assert tasks == "I0 I1 F0.0 E0 F1.0 E1 I2 I1 L2.0 O2 U2 E2 I0 B1.0 G2 O1 U1 E1 B0.0 G1 O0 U0 E0 G0"
-    assert [at[task] for task in ("F0.0", "F1.0", "L2.0", "B1.0", "B0.0", "G0")] == [2000, 1000, 2000, 2000, 1000, 0]
+    assert tasks == "I0 I1 F0.0 E0 I2 F1.0 E1 I1 L2.0 O2 U2 E2 I0 B1.0 G2 O1 U1 E1 B0.0 G1 O0 U0 E0 G0"
+    assert [at[task] for task in ("F0.0", "F1.0", "L2.0", "B1.0", "B0.0", "G0")] == [2000, 2000, 2000, 2000, 1000, 0]
 
 
 def test_activations_of_one_micro_batch_by_hand() -> None:

@@ -110,3 +110,11 @@ def test_a_pack_without_any_backward_sends_no_gradients() -> None:
     assert [one.needs_backward for one in (first, second, third)] == [False, False, True]
     assert [one.gradient_bytes for one in (first, second, third)] == [0, 0, 64]
     assert pack_uniformly(graph, costs, FP32, 2)[1].gradient_bytes == 128
+
+
+def test_a_pack_without_any_backward_leaves_its_parameters_to_the_first_pack_with_one() -> None:
+    """A layer that is called under no_grad first, and for training later."""
+    graph = graph_of([16], calls=(0, 0))
+    costs = CostTable(graph.calls, (CallCost(), CallCost(needs_backward=True)), 0)
+
+    assert [one.owned for one in pack_uniformly(graph, costs, FP32, 1)] == [(), ("p0",)]

@@ -1,0 +1,83 @@
+"""What is refused before training starts, with an error that says what to do; and gradients that are not numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    means_of,
+    plainly,
+    sgd,
+    train_groups,
+    weights_of,
+)
+from tests.oracle import assert_same
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 1, 4)
+
+
+def test_a_micro_batch_without_a_tensor() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
+        with pytest.raises(BatchError, match="no tensor"):
+            engine.train_batch(iter([{"use_cache": False}]))
+        with pytest.raises(BatchError, match="no tensor"):
+            engine(use_cache=False)
+        engine.train_batch(iter(GROUPS[0]))
+
+
+def test_a_model_that_is_not_in_host_memory() -> None:
+    with pytest.raises(ModelError, match="meta"):
+        harmony_ds.initialize(model=LLAMA.build(0.0).to("meta"), config=config_of(1))
+
+
+def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
+    model = LLAMA.build(0.0)
+    before = weights_of(model)
+    budget = 150_000
+    with engine_for(model, adamw, config_of(4, None, {"device_memory_gib": budget / 2**30})) as engine:
+        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 150,000") as caught:
+            engine.train_batch(iter(GROUPS[0]))
+        assert "device_memory_gib" in str(caught.value)
+        assert engine.usable
+    assert_same(model, before, bitwise=True)
+
+
+def test_optimizers_that_cannot_be_meant() -> None:
+    with pytest.raises(ConfigError, match="Adamm"):
+        harmony_ds.initialize(model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "Adamm", "params": {}}))
+    with pytest.raises(ConfigError, match="does not take"):
+        harmony_ds.initialize(
+            model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "SGD", "params": {"lrr": 1}})
+        )
+    foreign = adamw([nn.Parameter(torch.zeros(3, 7))])
+    with pytest.raises(OptimizerError, match=r"\(3, 7\)"):
+        harmony_ds.initialize(model=LLAMA.build(0.0), optimizer=foreign, config=config_of(1))
+    model = LLAMA.build(0.0)
+    with pytest.raises(OptimizerError, match="LBFGS"):
+        harmony_ds.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config_of(1))
+    assert torch.isfinite(model(**GROUPS[0][0]).loss)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_nan_gradients_do_what_they_do_in_plain_pytorch(clip: float | None) -> None:
+    one = family("InPlaceNet")
+    groups = groups_of(one, 2, 2)
+    groups[0][1]["targets"][0, 0, 0] = float("nan")
+    plain, losses = plainly(one, 0.0, groups, adamw, clip)
+    model = one.build(0.0)
+    with engine_for(model, adamw, config_of(2, clip, {"pack_layers": 1})) as engine:
+        actual = train_groups(engine, groups)
+        assert torch.tensor(actual).isnan().all()
+        assert engine.usable
+    assert torch.tensor(means_of(losses)).isnan().all()
+    assert_same(model, plain, bitwise=True)
