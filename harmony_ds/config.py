@@ -30,7 +30,8 @@ _WITHOUT_MEANING = frozenset(
     "communication_data_type managed_gradient_accumulation dataloader_drop_last log_level sparse_gradients "
     "disable_allgather dump_state checkpoint timers activation_checkpointing aio comms_logger tensorboard wandb "
     "csv_monitor comet flops_profiler autotuning elasticity compile zero_gather_16bit_weights_on_model_save "
-    "data_efficiency curriculum_learning hybrid_engine seed use_data_before_expert_parallelism load_universal".split()
+    "data_efficiency curriculum_learning hybrid_engine seed use_data_before_expert_parallelism load_universal "
+    "disable_python_gc check_overflow weight_quantization seq_parallel_communication_data_type vocabulary_size expert_parallel".split()
 )
 _REFUSED = {
     "amp": 'Apex AMP is not supported: use "bf16" or "fp16", or torch.autocast around the call',
@@ -40,6 +41,20 @@ _REFUSED = {
     "compression_training": "compression training is not supported",
     "sparse_attention": "sparse attention is not supported",
 }
+_ZERO = frozenset(
+    "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
+    "allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer "
+    "sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size "
+    "param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
+    "gather_16bit_weights_on_model_save stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save module_granularity_threshold "
+    "stage3_module_granularity_threshold use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
+    "ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights "
+    "zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size "
+    "mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+    "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
+)
 _HARMONY = frozenset(
     "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split()
 )
@@ -153,7 +168,7 @@ def load_config(source: Mapping[str, Any] | str | Path, world_size: int = 1) -> 
         compute_dtype=compute,
         accumulation_dtype=_accumulation_dtype(raw, compute),
         loss_scale=loss_scale,
-        steps_per_print=raw.get("steps_per_print"),
+        steps_per_print=_steps_per_print(raw.get("steps_per_print")),
         harmony=_harmony(raw.get("harmony", {})),
         raw=raw,
         without_meaning=tuple(sorted(raw.keys() & _WITHOUT_MEANING)),
@@ -189,13 +204,19 @@ def _check_keys(raw: dict[str, Any]) -> None:
     known = _HONOURED | _WITHOUT_MEANING | _REFUSED.keys()
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(_unknown(key, "the ds_config", known))
+            raise ConfigError(_unknown(str(key), "the ds_config", known))
         enabled = value.get("enabled", True) if isinstance(value, dict) else value
         if key in _REFUSED and enabled:
             raise ConfigError(f'"{key}": {_REFUSED[key]}.')
+    zero = raw.get("zero_optimization")
+    if zero is None or isinstance(zero, bool):  # DeepSpeed's old way of saying stage 1
+        return
+    zero = _block(raw, "zero_optimization")
+    for key in zero:
+        if key not in _ZERO:
+            raise ConfigError(_unknown(str(key), "zero_optimization", _ZERO))
     for block in ("offload_optimizer", "offload_param"):
-        zero = raw.get("zero_optimization")
-        offload = zero.get(block) if isinstance(zero, dict) else None
+        offload = zero.get(block)
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             raise ConfigError(
                 f'zero_optimization.{block}.device is "nvme": training state lives in host memory here; use "cpu".'
@@ -206,6 +227,22 @@ def _unknown(key: str, where: str, known: frozenset[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(sorted(known))}."
     return f'unknown key "{key}" in {where}.{hint}'
+
+
+def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f'"{key}" must be an object, not {value!r}.')
+    return value
+
+
+def _flag(block: Mapping[str, Any], name: str) -> bool:
+    value = block.get("enabled", False)
+    if not isinstance(value, bool):
+        raise ConfigError(f'"{name}.enabled" must be true or false, not {value!r}.')
+    return value
 
 
 def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
@@ -221,7 +258,7 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ConfigError(f'"{key}" must be an object with a "type", such as {{"type": "AdamW", "params": {{...}}}}.')
-    params = value.get("params") or {}
+    params = _block(value, "params")
     if key == "optimizer" and "max_grad_norm" in params:
         raise ConfigError(
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
@@ -235,9 +272,9 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
 
 
 def _precision(raw: Mapping[str, Any]) -> tuple[torch.dtype, LossScale | None]:
-    bf16 = raw.get("bf16", raw.get("bfloat16", {})) or {}
-    fp16 = raw.get("fp16", {}) or {}
-    bf16_on, fp16_on = bool(bf16.get("enabled", False)), bool(fp16.get("enabled", False))
+    name = "bf16" if "bf16" in raw else "bfloat16"
+    fp16 = _block(raw, "fp16")
+    bf16_on, fp16_on = _flag(_block(raw, name), name), _flag(fp16, "fp16")
     if bf16_on and fp16_on:
         raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
     if not fp16_on:
@@ -245,25 +282,27 @@ def _precision(raw: Mapping[str, Any]) -> tuple[torch.dtype, LossScale | None]:
     scale = fp16.get("loss_scale", 0)
     if isinstance(scale, bool):
         raise ConfigError("fp16.loss_scale must be a number, not bool")
+    if not isinstance(scale, (int, float)):
+        raise ConfigError(f"fp16.loss_scale must be a number, not {scale!r}")
     if not math.isfinite(scale):
         raise ConfigError("fp16.loss_scale must be a finite number (0 enables dynamic loss scaling)")
     if scale < 0:
         raise ConfigError("fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)")
-    window = fp16.get("loss_scale_window", 1000)
+    window = _number(fp16, "loss_scale_window", 1000)
     if scale == 0 and window <= 0:
         raise ConfigError("fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled")
     return torch.float16, LossScale(
         static=float(scale),
-        initial_scale_power=fp16.get("initial_scale_power", 16),
-        loss_scale_window=window,
-        hysteresis=fp16.get("hysteresis", 2),
-        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
-        min_loss_scale=fp16.get("min_loss_scale", 1),
+        initial_scale_power=int(_number(fp16, "initial_scale_power", 16)),
+        loss_scale_window=int(window),
+        hysteresis=int(_number(fp16, "hysteresis", 2)),
+        consecutive_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
+        min_loss_scale=_number(fp16, "min_loss_scale", 1),
     )
 
 
 def _accumulation_dtype(raw: Mapping[str, Any], compute: torch.dtype) -> torch.dtype:
-    name = (raw.get("data_types") or {}).get("grad_accum_dtype")
+    name = _block(raw, "data_types").get("grad_accum_dtype")
     if name is None:
         return torch.float32
     if name not in _DTYPES:
@@ -299,6 +338,14 @@ def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     return micro, steps, batch
 
 
+def _steps_per_print(value: object) -> int | None:
+    if value is None or value == math.inf:  # accelerate writes infinity for "never"
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'"steps_per_print" must be a whole number, not {value!r}.')
+    return value
+
+
 def _count(raw: Mapping[str, Any], key: str) -> int | None:
     value = raw.get(key)
     if value is None:
@@ -319,7 +366,7 @@ def _harmony(block: object) -> HarmonySettings:
     values = dict(block)
     if "layers" in values:
         layers = values["layers"]
-        if isinstance(layers, str) or not all(isinstance(pattern, str) for pattern in layers):
+        if not isinstance(layers, (list, tuple)) or not all(isinstance(pattern, str) for pattern in layers):
             raise ConfigError(f'harmony.layers must be a list of patterns such as ["model.layers.*"], not {layers!r}.')
         values["layers"] = tuple(layers)
     settings = HarmonySettings(**values)
@@ -335,8 +382,13 @@ def _check_harmony(settings: HarmonySettings) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"harmony.{key} must be a whole number of at least 1, not {value!r}.")
     gib = settings.device_memory_gib
-    if gib is not None and (isinstance(gib, bool) or not isinstance(gib, (int, float)) or not gib > 0):
+    if gib is not None and (isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < math.inf):
         raise ConfigError(f"harmony.device_memory_gib must be a number above 0, not {gib!r}.")
+    if not isinstance(settings.device, str):
+        raise ConfigError(f'harmony.device must be a name such as "cpu" or "cuda:0", not {settings.device!r}.')
+    seed = settings.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"harmony.seed must be a whole number, not {seed!r}.")
     for key in ("prefetch", "pin_memory"):
         if not isinstance(getattr(settings, key), bool):
             raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")

@@ -110,6 +110,7 @@ class HarmonyEngine(nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self._group_began = 0  # micro_steps when the group that is queued now began
         self._boundary: bool | None = None
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
@@ -175,7 +176,12 @@ class HarmonyEngine(nn.Module):
         self._need_optimizer()
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            self._optimizer_step(lr_kwargs or {})
+            try:
+                self._optimizer_step(lr_kwargs or {})
+            except BaseException:
+                self.micro_steps = self._group_began  # the loop may hand the group over again
+                raise
+            self._group_began = self.micro_steps + 1
         self.micro_steps += 1
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> Tensor:
@@ -209,6 +215,7 @@ class HarmonyEngine(nn.Module):
             self._group = self._new_group()
             raise
         self.micro_steps += len(batches)
+        self._group_began = self.micro_steps
         return torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
 
     def eval_batch(self, data_iter: Iterator[Any], loss_fn: LossFunction | None = None) -> Tensor:

@@ -73,10 +73,25 @@ def test_no_plan_changes_a_bit(name: str, clip: float | None) -> None:
         assert_same(other_weights, weights, bitwise=True)
 
 
+GLUE = pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the loss's backward frees glue that earlier layers share"
+)
+
+
+@pytest.mark.parametrize("pack", [3, 4, 5, 6])
+@pytest.mark.parametrize("name", [pytest.param("gemma4", marks=GLUE), "t5", "mixtral"])
+def test_glue_that_layers_of_several_packs_share_outlives_the_fused_one(name: str, pack: int) -> None:
+    """Gemma 4 computes what each layer adds to its input in one go, before the first layer."""
+    one = family(name)
+    assert_trains_like_plain(
+        one, 0.0, groups_of(one, 2, 2), config_of(2, 0.5, {"pack_layers": pack}), optimizer_for(one)
+    )
+
+
 REGROUPED = ["gpt2", "t5", "gemma4", "SharedDepthNet", "TwoPassNet", "OutsideParameterNet"]
 
 
-@pytest.mark.parametrize("pack", [1, 3])
+@pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize("name", REGROUPED)
 def test_neither_prefetch_nor_stash_changes_a_bit_where_additions_are_regrouped(name: str, pack: int) -> None:
     one = family(name)
@@ -86,7 +101,9 @@ def test_neither_prefetch_nor_stash_changes_a_bit_where_additions_are_regrouped(
     assert_same(other_weights, weights, bitwise=True)
 
 
-@pytest.mark.xfail(strict=True, reason="contributions of one pack are added up before they join the others")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="contributions of one pack are added up before they join the others"
+)
 @pytest.mark.parametrize("name", REGROUPED)
 def test_no_plan_changes_a_bit_where_additions_are_regrouped(name: str) -> None:
     one = family(name)

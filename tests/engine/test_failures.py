@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,7 +155,6 @@ def restart(engine: HarmonyEngine) -> None:
     engine.micro_steps = 4
 
 
-@pytest.mark.xfail(strict=True, reason="micro_steps still counts the micro-batches of the failed group")
 def test_the_loop_can_start_the_failed_group_over() -> None:
     trap = Trap(5)
     with engine_for(trapped_llama(trap, "forward"), adamw, config_of(4, 0.5)) as engine:
@@ -259,7 +259,10 @@ class FailingSGD(torch.optim.SGD):
         super().step(closure)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+WRAPPED = pytest.mark.xfail(strict=True, reason="what nobody has seen yet surfaces as EngineFailedError, not as itself")
+
+
+@pytest.mark.parametrize("clip", [None, pytest.param(0.5, marks=WRAPPED)])
 def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LLAMA.build(0.0)
     failure = Mishap("the optimizer broke")
@@ -271,6 +274,8 @@ def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, m
 
     def until_it_surfaces() -> None:
         engine.train_batch(iter(GROUPS[1]))
+        while engine.usable:  # the background thread gets there before the next call
+            time.sleep(0.001)
         engine.train_batch(iter(GROUPS[2]))
 
     with pytest.raises(Mishap) as caught:

@@ -129,7 +129,6 @@ def test_frozen_parameters_send_no_gradients() -> None:
     assert report.zero3_offload_bytes == 2 * (8 * count + 8 * trainable) + 4 * trainable
 
 
-@pytest.mark.xfail(strict=True, reason="measuring is booked on the step it happens in")
 def test_the_first_step_is_reported_without_what_measuring_it_moved() -> None:
     llama = family("llama")
     with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
@@ -137,7 +136,6 @@ def test_the_first_step_is_reported_without_what_measuring_it_moved() -> None:
         assert engine.swap_report().ratio == 1.0
 
 
-@pytest.mark.xfail(strict=True, reason="forward passes without gradients are booked on the next step")
 def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:
     llama = family("llama")
     first, second = groups_of(llama, 2, 2)

@@ -131,10 +131,6 @@ def fp16(**settings: Any) -> dict[str, Any]:
     return {"fp16": {"enabled": True, "loss_scale": 0, **settings}}
 
 
-OVERFLOW = pytest.mark.xfail(strict=True, reason="DeepSpeed's scaler asks torch.distributed, which is not there")
-
-
-@OVERFLOW
 @pytest.mark.parametrize("by_loop", [False, True])
 def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresis(by_loop: bool) -> None:
     batch = LLAMA.batch(0)
@@ -159,7 +155,6 @@ def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresi
         assert not engine.optimizer.state
 
 
-@OVERFLOW
 def test_fp16_goes_on_exactly_after_an_overflow() -> None:
     groups = groups_of(LLAMA, 2, 2)
     model = LLAMA.build(0.0)

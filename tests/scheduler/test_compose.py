@@ -31,8 +31,8 @@ def test_deferred_updates_follow_the_norm_in_forward_order() -> None:
 def test_prefetch_swaps_a_pack_in_while_the_one_before_computes() -> None:
     packs = packs_of(True, True, True, True)
     assert step(packs, Group((0,)), Policy(prefetch=True, deferred_update=True)) == (
-        "I0 I1 F0.0 E0 I2 F1.0 E1 F2.0 E2 "
-        "I3 I2 L3.0 O3 E3 I1 B2.0 G3 O2 E2 I0 B1.0 G2 O1 E1 B0.0 G1 O0 E0 G0 "
+        "I0 I1 F0.0 E0 I2 F1.0 E1 I3 F2.0 E2 "
+        "I2 L3.0 O3 E3 I1 B2.0 G3 O2 E2 I0 B1.0 G2 O1 E1 B0.0 G1 O0 E0 G0 "
         "N U0 U1 U2 U3"
     )
 
