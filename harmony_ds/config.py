@@ -31,7 +31,8 @@ _WITHOUT_MEANING = frozenset(
     "disable_allgather dump_state checkpoint timers activation_checkpointing aio comms_logger tensorboard wandb "
     "csv_monitor comet flops_profiler autotuning elasticity compile zero_gather_16bit_weights_on_model_save "
     "data_efficiency curriculum_learning hybrid_engine seed use_data_before_expert_parallelism load_universal "
-    "disable_python_gc check_overflow weight_quantization seq_parallel_communication_data_type vocabulary_size expert_parallel".split()
+    "disable_python_gc check_overflow weight_quantization seq_parallel_communication_data_type "
+    "vocabulary_size expert_parallel".split()
 )
 _REFUSED = {
     "amp": 'Apex AMP is not supported: use "bf16" or "fp16", or torch.autocast around the call',

@@ -33,7 +33,7 @@ def main() -> int:
     if args.breakdown:
         return _break_down(breakdown.tiny(workload), timing, args.out)
     budget = args.budget_gib if args.budget_gib is not None else 0.78 * workload.weight_gib
-    return _compare(replace(workload, budget_gib=round(budget, 4)), timing, args.engines, args.out)
+    return _compare(replace(workload, budget_gib=round(budget, 6)), timing, args.engines, args.out)
 
 
 def _compare(workload: Workload, timing: Timing, engines: list[str], out: Path | None) -> int:
