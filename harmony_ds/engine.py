@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -291,7 +292,7 @@ class HarmonyEngine(nn.Module):
                 "losses after engine.step(), keep sums out of place (total = total + loss.detach()), or use "
                 "engine.train_batch().",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=_users_frame(),
             )
 
     def _need_optimizer(self) -> None:
@@ -429,6 +430,17 @@ class HarmonyEngine(nn.Module):
         """Finishes updates, ends threads, and gives the model its own forward back."""
         self._group.abandon()
         self._assembly.destroy()
+
+
+def _users_frame() -> int:
+    """The stack level, as seen from the caller of `warnings.warn`, of the innermost line that is the user's own."""
+    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

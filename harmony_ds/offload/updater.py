@@ -65,6 +65,7 @@ class Updater:
         self._counter = itertools.count()
         self._pending: dict[int, int] = {}  # pack -> updates queued or running
         self._failure: BaseException | None = None
+        self._seen = False  # whether the failure has surfaced somewhere
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
@@ -114,6 +115,12 @@ class Updater:
         """What ended the thread, if anything did."""
         return self._failure
 
+    def surface(self) -> None:
+        """Raises a failure that nobody has seen yet."""
+        if self._failure is not None and not self._seen:
+            with self._changed:
+                self._raise()
+
     def wait(self, pack: int) -> None:
         """Blocks until `pack` has been updated.
 
@@ -151,6 +158,7 @@ class Updater:
 
     def _raise(self) -> None:
         if self._failure is not None:
+            self._seen = True
             raise self._failure
 
     def _put(self, priority: int, job: Callable[[], None], result: Future[GradientNorm] | None = None) -> None:

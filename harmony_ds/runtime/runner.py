@@ -177,8 +177,13 @@ class Runner:
     # ---- running
 
     def check_usable(self) -> None:
-        """Raises EngineFailedError after a failure that left some layers updated and others not."""
+        """Raises EngineFailedError after a failure that left some layers updated and others not.
+
+        A failure of the background update that nobody has seen yet surfaces as itself first.
+        """
         updater = self._parts.updater
+        if updater is not None:
+            updater.surface()
         if self.failed is None and updater is not None and updater.failure is not None:
             self.failed = f"the background update failed: {updater.failure!r}"
         if self.failed is not None:

@@ -74,7 +74,6 @@ def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callabl
     assert_same(model, plain, bitwise=True)
 
 
-@pytest.mark.xfail(strict=True, reason="the stacklevel is fixed, and points into the engine")
 def test_the_warning_points_at_the_line_that_looked() -> None:
     with (
         engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine,
