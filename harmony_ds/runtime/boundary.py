@@ -11,7 +11,7 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -125,18 +125,10 @@ class Glue:
             torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
-        """Whether the graph of `tensor` runs through a glue tensor that also feeds a layer."""
-        targets = {node for node, _ in self._edges}
-        seen: set[Node] = set()
-        todo = [tensor.grad_fn] if tensor.grad_fn is not None else []
-        while todo:
-            node = todo.pop()
-            if node in targets:
-                return True
-            if node not in seen:
-                seen.add(node)
-                todo += [following for following, _ in node.next_functions if following is not None]
-        return False
+        """Whether the graph of `tensor` shares a node with glue that feeds a layer, so that it must be kept."""
+        if tensor.grad_fn is None:
+            return False
+        return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
 
     def _newest_call_behind(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
@@ -153,6 +145,18 @@ class Glue:
             own = [sink.call for sink in sinks or () if isinstance(sink, Slot)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
+
+
+def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
+    """Every node that `roots` lead to, up to the Boundaries."""
+    seen: set[Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in seen and sinks_of(node) is None:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions if following is not None]
+    return seen
 
 
 class GlueSink:

@@ -125,6 +125,7 @@ class LayerCalls:
         self._stash = stash
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
+        self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
     # ---- attached: part of the caller's own graph, or of none
 
@@ -239,17 +240,22 @@ class LayerCalls:
         for place, tensor in zip(ends, cut([tensors[p] for p in ends], [sinks[p] for p in ends]), strict=True):
             inputs[place] = tensor
         args, kwargs, mappings = call.arguments.filled(inputs)
-        module = self._layers[request.layer].module
-        versions = _buffer_versions(module)
+        buffered = self._buffered[request.layer]
+        versions = [b._version for m in buffered for b in m._buffers.values() if b is not None]
         with self._slots[request.layer].filled(copies), _caller_state(request), _collecting(request) as collected:
             result = request.context.run(request.forward, *args, **kwargs)
-        if versions != _buffer_versions(module) or any(
-            isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules()
-        ):
+        if buffered and request.layer not in self._changes_buffers and self._have_changed(buffered, versions):
             self._changes_buffers.add(request.layer)
         writes = [_writes(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)]
         leaves, shape = flatten((result, collected, writes))
         return Outcome(inputs, leaves, shape)
+
+    @staticmethod
+    def _have_changed(modules: list[nn.Module], versions: list[int]) -> bool:
+        # torch's batch_norm updates running statistics without raising their version.
+        if any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in modules):
+            return True
+        return versions != [b._version for m in modules for b in m._buffers.values() if b is not None]
 
     def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor]) -> Any:
         """The outputs for the model: inputs that came back are the model's own, the rest is cut."""
@@ -330,10 +336,6 @@ def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
 def _caller_state(request: Request) -> Iterator[None]:
     with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
         yield
-
-
-def _buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(b), b._version) for b in module.buffers()]
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value

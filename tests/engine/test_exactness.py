@@ -73,13 +73,8 @@ def test_no_plan_changes_a_bit(name: str, clip: float | None) -> None:
         assert_same(other_weights, weights, bitwise=True)
 
 
-GLUE = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="the loss's backward frees glue that earlier layers share"
-)
-
-
 @pytest.mark.parametrize("pack", [3, 4, 5, 6])
-@pytest.mark.parametrize("name", [pytest.param("gemma4", marks=GLUE), "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma4", "t5", "mixtral"])
 def test_glue_that_layers_of_several_packs_share_outlives_the_fused_one(name: str, pack: int) -> None:
     """Gemma 4 computes what each layer adds to its input in one go, before the first layer."""
     one = family(name)
@@ -101,14 +96,11 @@ def test_neither_prefetch_nor_stash_changes_a_bit_where_additions_are_regrouped(
     assert_same(other_weights, weights, bitwise=True)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="contributions of one pack are added up before they join the others"
-)
 @pytest.mark.parametrize("name", REGROUPED)
-def test_no_plan_changes_a_bit_where_additions_are_regrouped(name: str) -> None:
+def test_plans_differ_by_rounding_only_where_additions_are_regrouped(name: str) -> None:
+    """Within a pack, autograd adds a micro-batch's contributions up; across packs, the host adds whole sums."""
     one = family(name)
-    losses, weights = outcome(one, None, {"pack_layers": 1, "prefetch": False, "stash": "device"})
+    _, weights = outcome(one, None, {"pack_layers": 1, "prefetch": False, "stash": "device"})
     for plan in PLANS:
-        other_losses, other_weights = outcome(one, None, plan)
-        assert other_losses == losses, plan
-        assert_same(other_weights, weights, bitwise=True)
+        _, other_weights = outcome(one, None, plan)
+        assert_same(other_weights, weights, bitwise=False)
