@@ -1,6 +1,6 @@
 """Pre-train a small GPT-2 from scratch under a device budget that its training state exceeds eightfold.
 
-    python examples/pretrain_gpt2/train.py            about three minutes on two CPU cores
+    python examples/pretrain_gpt2/train.py            three to six minutes on two CPU cores
     python examples/pretrain_gpt2/train.py --check    and the same steps in plain PyTorch, compared
 
 Enters: text (data.py) and a ds_config. Leaves: the losses, the engine's swap and memory reports, and loss.png and
