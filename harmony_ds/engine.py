@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.schedules import build_scheduler
+
+_logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any], Tensor]
 
@@ -73,6 +76,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if model is None:
         raise ConfigError("harmony_ds.initialize requires a model")
     settings = load_config(_the_one_config(args, config if config is not None else config_params))
+    if settings.without_meaning:
+        _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
     assembly = assemble(model, settings, optimizer, model_parameters, device)
     engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
     loader = None

@@ -6,7 +6,9 @@ not hold the global interpreter lock. Both are compiled once per machine, on fir
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +18,9 @@ import torch
 from torch.utils import cpp_extension
 
 from harmony_ds.errors import CompilerMissingError
+
+_logger = logging.getLogger(__name__)
+_STALE_SECONDS = 1800.0  # a build takes minutes, on a busy machine too
 
 _OPS = {
     # DeepSpeed's class: (its module, the attribute that holds its compiled op, the update function in it, our macro)
@@ -37,6 +42,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
         CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
     _check_compiler(name)
+    _remove_stale_lock("cpu_" + _OPS[name][1].rpartition("_")[2])
     cls = getattr(import_module(_OPS[name][0]), name)
     optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer
@@ -52,10 +58,12 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     _, attribute, update, macro = _OPS[name]
     op = getattr(optimizer, attribute)
     _check_compiler(name)
+    extension = f"harmony_gil_free_{update}"
+    _remove_stale_lock(extension)
     compiled = _or_explain(
         name,
         lambda: cpp_extension.load(
-            name=f"harmony_gil_free_{update}",
+            name=extension,
             sources=[str(Path(__file__).parent / "csrc" / "gil_free.cpp")],
             extra_cflags=[f"-D{macro}", "-O1"],
             extra_ldflags=[op.__file__],
@@ -81,6 +89,14 @@ def _check_compiler(name: str) -> None:
         raise CompilerMissingError(_remedy(name, f'the C++ compiler "{compiler}" was not found'))
     if not cpp_extension.is_ninja_available():
         raise CompilerMissingError(_remedy(name, "ninja was not found (pip install ninja)"))
+
+
+def _remove_stale_lock(extension: str) -> None:
+    """A build that was killed leaves its lock behind, and torch would wait for it for ever."""
+    lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime > _STALE_SECONDS:
+        _logger.warning("removing %s, left behind by a build that did not finish", lock)
+        lock.unlink(missing_ok=True)
 
 
 def _or_explain(name: str, make: Callable[[], Any]) -> Any:

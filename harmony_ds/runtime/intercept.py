@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Interception:
         for layer in layers:
             if isinstance(layer.module.__dict__.get("forward"), InterceptedForward):
                 self.remove()
-                raise ValueError("this model belongs to another engine: call its destroy() first")
+                raise ModelError("this model belongs to another engine: call that engine's destroy() first")
             # Others may have put a forward of their own on the instance (accelerate does): it comes back in `remove`.
             own = layer.module.__dict__.get("forward")
             layer.module.__dict__["forward"] = InterceptedForward(layer)
