@@ -6,6 +6,7 @@ not hold the global interpreter lock. Both are compiled once per machine, on fir
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import time
@@ -20,6 +21,7 @@ from torch.utils import cpp_extension
 from harmony_ds.errors import CompilerMissingError
 
 _logger = logging.getLogger(__name__)
+_SOURCE = Path(__file__).parent / "csrc" / "gil_free.cpp"
 _STALE_SECONDS = 1800.0  # a build takes minutes, on a busy machine too
 
 _OPS = {
@@ -58,13 +60,15 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     _, attribute, update, macro = _OPS[name]
     op = getattr(optimizer, attribute)
     _check_compiler(name)
-    extension = f"harmony_gil_free_{update}"
+    # A name of its own per installation: two of them would rebuild each other's for ever.
+    origin = hashlib.sha256(f"{_SOURCE} {op.__file__} {torch.__version__}".encode()).hexdigest()[:10]
+    extension = f"harmony_gil_free_{update}_{origin}"
     _remove_stale_lock(extension)
     compiled = _or_explain(
         name,
         lambda: cpp_extension.load(
             name=extension,
-            sources=[str(Path(__file__).parent / "csrc" / "gil_free.cpp")],
+            sources=[str(_SOURCE)],
             extra_cflags=[f"-D{macro}", "-O1"],
             extra_ldflags=[op.__file__],
         ),
