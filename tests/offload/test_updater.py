@@ -164,6 +164,7 @@ def test_each_steps_norm_is_its_own() -> None:
             for pack in (0, 1, 2):
                 b.update(pack, norm)
             totals.append(norm.result(30).total)
+            b.updater.wait_all()  # as the engine does, pack by pack, before it runs the next forward pass
     assert totals[1] == 2 * totals[0]
 
 
