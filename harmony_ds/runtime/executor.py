@@ -142,10 +142,6 @@ class Executor:
         self._parts.stash.abandon()
         self.norm = None
 
-    def has_leftovers(self) -> bool:
-        """Whether weights or gradients are on the device (never so between steps)."""
-        return bool(self._copies or self._leaving)
-
     # ---- the resident set: on the device from the first task of a step to the last
 
     def _bring_resident(self) -> None:

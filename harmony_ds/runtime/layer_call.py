@@ -22,7 +22,7 @@ from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.runtime.intercept import Autocast, Request
-from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
 from harmony_ds.runtime.random_streams import State
 from harmony_ds.runtime.trees import Shape, flatten, unflatten
 
@@ -241,7 +241,7 @@ class LayerCalls:
             inputs[place] = tensor
         args, kwargs, mappings = call.arguments.filled(inputs)
         buffered = self._buffered[request.layer]
-        versions = [b._version for m in buffered for b in m._buffers.values() if b is not None]
+        versions = _buffer_versions(buffered)
         with self._slots[request.layer].filled(copies), _caller_state(request), _collecting(request) as collected:
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered and request.layer not in self._changes_buffers and self._have_changed(buffered, versions):
@@ -252,10 +252,7 @@ class LayerCalls:
 
     @staticmethod
     def _have_changed(modules: list[nn.Module], versions: list[int]) -> bool:
-        # torch's batch_norm updates running statistics without raising their version.
-        if any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in modules):
-            return True
-        return versions != [b._version for m in modules for b in m._buffers.values() if b is not None]
+        return any(map(changes_buffers_unseen, modules)) or versions != _buffer_versions(modules)
 
     def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor]) -> Any:
         """The outputs for the model: inputs that came back are the model's own, the rest is cut."""
@@ -336,6 +333,10 @@ def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
 def _caller_state(request: Request) -> Iterator[None]:
     with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
         yield
+
+
+def _buffer_versions(modules: list[nn.Module]) -> list[int]:
+    return [b._version for m in modules for b in m._buffers.values() if b is not None]
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value

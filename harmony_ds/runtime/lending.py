@@ -260,11 +260,15 @@ class DeviceBuffers:
             self._device.discharge(_nbytes(known[2]))
 
     def _changed(self, module: nn.Module, lent: dict[str, Any]) -> bool:
-        # torch's batch_norm updates running statistics without raising their version.
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
+        if changes_buffers_unseen(module):
             return True
         shown: dict[str, Tensor | None] = module.__dict__["_buffers"]
         return any(now is not lent.get(key) or now._version != self._versions[id(now)] for key, now in _tensors(shown))
+
+
+def changes_buffers_unseen(module: nn.Module) -> bool:
+    """Whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
 
 
 def _tensors(held: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:

@@ -124,9 +124,10 @@ def test_no_host_synchronization_in_the_steady_state() -> None:
         engine.train_batch(data)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_batch(data)
+        loss = engine.train_batch(data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
     engine.destroy()
 
 
