@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ModelError,
         OptimizerError,
         ParameterOutsideLayerError,
+        ProfileError,
     )
     from harmony_ds.reports import MemoryReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
@@ -51,6 +52,7 @@ __all__ = [
     "ModelError",
     "OptimizerError",
     "ParameterOutsideLayerError",
+    "ProfileError",
     "Plan",
     "SwapReport",
     "Task",

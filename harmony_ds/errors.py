@@ -7,6 +7,7 @@
     │   └── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
+    ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
@@ -46,6 +47,10 @@ class OptimizerError(HarmonyError):
 
 class CompilerMissingError(OptimizerError):
     """DeepSpeed's CPU optimizers are compiled on first use and no working C++ compiler was found."""
+
+
+class ProfileError(HarmonyError):
+    """A profile cannot be read, was measured on something else, or does not cover what is to be planned."""
 
 
 class DoesNotFitError(HarmonyError):

@@ -22,10 +22,10 @@ from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.runtime.trees import tensors_in
 from harmony_ds.scheduler.choose import Request, choose_plan
-from harmony_ds.scheduler.compose import Group, Policy, compose_forward, compose_step
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.validate import validate
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -107,7 +107,7 @@ class Runner:
         plan = self._choose(graph, table, self._settings.group_size)
         self._costs, self._graph, self._plan = table, graph, plan
         if self._parts.gradients is not None:
-            self._parts.gradients.held = held_deliveries(plan.packs)
+            self._parts.gradients.held = held_deliveries(plan.packing)
         self._measured.append(_shapes(inputs))
         self._tasks.clear()
         for micro_batch in queued:
@@ -163,9 +163,8 @@ class Runner:
         )
         work = self._tasks.get(group)
         if work is None:
-            policy = Policy(self._settings.prefetch, plan.stash_on_host, self._settings.deferred_update)
-            tasks = compose_step(plan.packs, group, policy)
-            validate(plan.packs, tasks, group)
+            tasks = compose_step(plan.packing, group, plan.policy)
+            validate(plan.packing, tasks, group, plan.policy.resident)
             work = self._tasks[group] = self._with_memory(tasks)
         return replace(work, micro_batches={m.index: m for m in micro_batches})
 
@@ -208,8 +207,7 @@ class Runner:
         """The forward pass of one micro-batch, because somebody wants its outputs."""
         self.check_usable()
         assert self._plan is not None
-        policy = Policy(self._settings.prefetch, self._plan.stash_on_host)
-        tasks = compose_forward(self._plan.packs, micro_batch.index, policy)
+        tasks = compose_forward(self._plan.packing, micro_batch.index, self._plan.policy)
         work = replace(self._with_memory(tasks), micro_batches={micro_batch.index: micro_batch})
         with self._recovering([micro_batch]):
             self.executor.run(work)
@@ -221,11 +219,11 @@ class Runner:
         packs = self._plan.packs
         tasks = [
             task
-            for pack in packs
+            for index in self._plan.packing.backward
             for task in (
-                Task(TaskKind.SWAP_IN, pack.index),
-                *(Task(TaskKind.FORWARD, pack.index, m.index) for m in micro_batches),
-                Task(TaskKind.EVICT, pack.index),
+                Task(TaskKind.SWAP_IN, index),
+                *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
+                Task(TaskKind.EVICT, index),
             )
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
@@ -274,11 +272,12 @@ class _Recovery:
             self._runner.recover(error, self._micro_batches)
 
 
-def held_deliveries(packs: tuple[Pack, ...]) -> int:
+def held_deliveries(packing: Packing) -> int:
     """Packs whose gradients must wait on the host for an earlier pack's, because they share a parameter."""
     delivered: set[str] = set()
     held = 0
-    for pack in reversed([pack for pack in packs if pack.needs_backward]):
+    packs = [packing.packs[index] for index in reversed(packing.backward)]
+    for pack in (pack for pack in packs if pack.needs_backward):
         first = set(pack.parameters) - delivered
         held += bool(first - set(pack.owned))
         delivered |= first

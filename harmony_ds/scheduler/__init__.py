@@ -1,17 +1,20 @@
 """From measured costs to a `Plan`: packs, tasks, memory, validation. Never imports torch."""
 
 from harmony_ds.scheduler.choose import Request, choose_plan, make_plan
-from harmony_ds.scheduler.compose import Group, Policy, compose_forward, compose_step
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
-from harmony_ds.scheduler.packing import ElementBytes, pack_uniformly
-from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.packing import ElementBytes, Packer, pack_uniformly, uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.validate import PlanError, validate
 
 __all__ = [
+    "ALL_PACKS",
     "ElementBytes",
     "Group",
     "MemoryProfile",
     "Pack",
+    "Packer",
+    "Packing",
     "Plan",
     "PlanError",
     "Policy",
@@ -23,6 +26,7 @@ __all__ = [
     "compose_step",
     "make_plan",
     "pack_uniformly",
+    "uniform_bounds",
     "validate",
     "walk_memory",
 ]

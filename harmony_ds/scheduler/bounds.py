@@ -12,9 +12,10 @@ def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient
     Args:
         weight_bytes, gradient_bytes: per element on the link.
     """
-    forward = sum(pack.weight_bytes for pack in plan.packs)
-    backward = [pack for pack in plan.packs if pack.needs_backward]
-    again = sum(pack.weight_bytes for pack in backward if pack is not plan.packs[-1])
+    packing = plan.packing
+    forward = sum(plan.packs[index].weight_bytes for index in packing.forward) + packing.fused.weight_bytes
+    backward = [plan.packs[index] for index in packing.backward if plan.packs[index].needs_backward]
+    again = sum(pack.weight_bytes for pack in backward if pack is not packing.fused)
     gradients = sum(pack.gradient_bytes for pack in backward)
     resident = [graph.parameter(name) for name in graph.resident]
     forward += sum(slab_bytes(spec.numel, weight_bytes) for spec in resident)

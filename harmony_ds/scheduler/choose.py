@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.compose import Group, Policy, compose_step
+from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, pack_uniformly
-from harmony_ds.scheduler.plan import Pack, Plan
+from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
 from harmony_ds.scheduler.validate import validate
 
 
@@ -49,8 +49,8 @@ def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, requ
     smallest: Plan | None = None
     for on_host in places:
         for pack_layers in sizes:
-            packs = pack_uniformly(graph, costs, element, pack_layers)
-            plan = make_plan(packs, costs, request, on_host)
+            packing = Packing.reused(pack_uniformly(graph, costs, element, pack_layers))
+            plan = make_plan(packing, costs, request, on_host)
             if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
                 return plan
             if smallest is None or plan.peak_bytes < smallest.peak_bytes:
@@ -59,14 +59,14 @@ def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, requ
     raise DoesNotFitError(_explain(smallest, request))
 
 
-def make_plan(packs: tuple[Pack, ...], costs: CostTable, request: Request, stash_on_host: bool) -> Plan:
+def make_plan(packing: Packing, costs: CostTable, request: Request, stash_on_host: bool) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    policy = replace(request.policy, stash_on_host=stash_on_host)
+    policy = replace(request.policy, stash_on_host=ALL_PACKS if stash_on_host else 0)
     group = Group(tuple(range(request.micro_batches)))
-    tasks = compose_step(packs, group, policy)
-    validate(packs, tasks, group)
-    peak = request.resident_bytes + walk_memory(packs, tasks, costs).peak_bytes
-    return Plan(packs, tasks, request.micro_batches, stash_on_host, request.resident_bytes, peak)
+    tasks = compose_step(packing, group, policy)
+    validate(packing, tasks, group, policy.resident)
+    peak = request.resident_bytes + walk_memory(packing.packs, tasks, costs).peak_bytes
+    return Plan(packing, policy, tasks, request.micro_batches, request.resident_bytes, peak)
 
 
 def _explain(plan: Plan, request: Request) -> str:

@@ -1,20 +1,21 @@
 """Packs and a group of micro-batches to the list of tasks of one optimizer step.
 
-    forward     I0 (I1) F0.* E0 (I2) F1.* E1 ...          every pack but the last
+    forward     I0 (I1) F0.* E0 (I2) F1.* E1 ...          every forward pack
     fused       (I n-2) L n-1.*  O n-1  E n-1             forward, loss and backward of the last pack
     backward    (I n-3) B n-2.*  G n-1  O n-2  E n-2 ...  recompute and propagate back
     update      U p behind O p, or all of them in forward order behind N, where the norm of the gradients is known
 
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
-pack has been computed (G), so that the copy is hidden.
+pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
+its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+from harmony_ds.scheduler.plan import Pack, Packing, Policy, Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,89 +35,117 @@ class Group:
         return tuple(sorted(self.fresh + self.forwarded))
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How tasks are placed.
-
-    Attributes:
-        prefetch: swap the next pack in while this one computes.
-        stash_on_host: move stashed inputs to the host between forward and backward.
-        deferred_update: no update before the norm of all gradients is known.
-    """
-
-    prefetch: bool = True
-    stash_on_host: bool = False
-    deferred_update: bool = True
-
-
-def compose_forward(packs: tuple[Pack, ...], micro_batch: int, policy: Policy) -> tuple[Task, ...]:
+def compose_forward(packing: Packing, micro_batch: int, policy: Policy) -> tuple[Task, ...]:
     """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now."""
-    swap_ins = _swap_ins([pack.index for pack in packs], policy)
-    return tuple(_forward(packs, [micro_batch], policy, swap_ins))
+    return tuple(_Composer(packing, Group((micro_batch,)), policy).forward_alone())
 
 
-def compose_step(packs: tuple[Pack, ...], group: Group, policy: Policy) -> tuple[Task, ...]:
+def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """Everything between the first micro-batch of a group and the update of the last pack."""
-    forward = packs[:-1] if group.fresh else ()
-    backward = (packs[-1], *(pack for pack in reversed(packs[:-1]) if pack.needs_backward))
-    # One sequence, so that the last pack is swapped in while the one before it computes.
-    swap_ins = _swap_ins([pack.index for pack in (*forward, *backward)], policy)
-    tasks = list(_forward(forward, group.fresh, policy, swap_ins))
-    tasks += _backward(backward, group, policy, swap_ins)
-    if policy.deferred_update:
-        tasks.append(Task(TaskKind.NORM, 0))
-        tasks += [Task(TaskKind.UPDATE, pack.index) for pack in packs if pack.needs_backward]
-    return tuple(tasks)
+    return tuple(_Composer(packing, group, policy).step())
 
 
-def _forward(
-    packs: tuple[Pack, ...], micro_batches: Iterable[int], policy: Policy, swap_ins: Iterator[list[Task]]
-) -> Iterator[Task]:
-    for pack in packs:
-        yield from next(swap_ins)
-        for m in micro_batches:
-            yield Task(TaskKind.FORWARD, pack.index, m)
-            if policy.stash_on_host:
-                yield Task(TaskKind.STASH_OUT, pack.index, m)
-        yield Task(TaskKind.EVICT, pack.index)
+def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
+    """Forward packs whose stash goes to the host, and backward packs that take some of it back."""
+    away = packing.forward[: policy.stash_on_host]
+    positions = {p for index in away for p in packing.packs[index].positions}
+    taking = {index for index in packing.backward if not positions.isdisjoint(packing.packs[index].positions)}
+    return set(away), taking
 
 
-def _backward(order: tuple[Pack, ...], group: Group, policy: Policy, swap_ins: Iterator[list[Task]]) -> Iterator[Task]:
-    freed: Task | None = None
-    for pack in order:
-        yield from next(swap_ins)
-        fused = group.fresh if pack is order[0] else ()
-        yield from _run_backward(pack.index, group.all, fused, policy)
+class _Composer:
+    def __init__(self, packing: Packing, group: Group, policy: Policy) -> None:
+        self._packing = packing
+        self._group = group
+        self._policy = policy
+        self._out, self._in = stash_moves(packing, policy)
+        self._swap_ins: Iterator[list[Task]] = iter(())
+
+    def forward_alone(self) -> Iterator[Task]:
+        fused = self._packing.backward[-1]
+        order = [*self._packing.forward, fused]
+        if self._policy.stash_on_host:
+            self._out.add(fused)
+        self._swap_ins = self._issue([(index, index not in self._policy.resident) for index in order])
+        yield from self._forward(order, kept=self._policy.resident)
+
+    def step(self) -> Iterator[Task]:
+        policy, packs = self._policy, self._packing.packs
+        forward = list(self._packing.forward) if self._group.fresh else []
+        last = self._packing.backward[-1]
+        backward = [last, *(i for i in reversed(self._packing.backward[:-1]) if packs[i].needs_backward)]
+        # Without a pass there and a pass back there is nothing to be kept for.
+        kept = {*policy.resident, *(index for index in policy.kept if index in forward and index in backward)}
+        # One sequence, so that the last pack is swapped in while the one before it computes.
+        self._swap_ins = self._issue(
+            [(index, index not in policy.resident) for index in forward]
+            + [(index, index not in kept) for index in backward]
+        )
+        yield from self._forward(forward, kept)
+        yield from self._backward(backward)
+        if policy.deferred_update:
+            yield Task(TaskKind.NORM, 0)
+            yield from (self._update(index) for index in self._packing.backward if packs[index].needs_backward)
+
+    def _forward(self, order: Sequence[int], kept: Collection[int]) -> Iterator[Task]:
+        for index in order:
+            yield from next(self._swap_ins)
+            for m in self._group.fresh:
+                yield Task(TaskKind.FORWARD, index, m)
+                if index in self._out:
+                    yield Task(TaskKind.STASH_OUT, index, m)
+            if index not in kept:
+                yield Task(TaskKind.EVICT, index)
+
+    def _backward(self, order: Sequence[int]) -> Iterator[Task]:
+        freed: Task | None = None
+        for index in order:
+            pack = self._packing.packs[index]
+            resident = index in self._policy.resident
+            yield from next(self._swap_ins)
+            yield from self._run_backward(pack, fused=self._group.fresh if index == order[0] else ())
+            if freed:
+                yield freed
+                freed = None
+            if pack.needs_backward and not resident:
+                yield Task(TaskKind.SWAP_OUT, index)
+                freed = Task(TaskKind.FREE_GRADIENTS, index)
+            if pack.needs_backward and not self._policy.deferred_update:
+                yield self._update(index)
+            if not resident:
+                yield Task(TaskKind.EVICT, index)
         if freed:
             yield freed
-        if pack.needs_backward:
-            yield Task(TaskKind.SWAP_OUT, pack.index)
-            if not policy.deferred_update:
-                yield Task(TaskKind.UPDATE, pack.index)
-            freed = Task(TaskKind.FREE_GRADIENTS, pack.index)
-        yield Task(TaskKind.EVICT, pack.index)
-    if freed:
-        yield freed
 
-
-def _run_backward(pack: int, micro_batches: tuple[int, ...], fused: tuple[int, ...], policy: Policy) -> Iterator[Task]:
-    back = [m for m in micro_batches if m not in fused] if policy.stash_on_host else []
-    if back:
-        yield Task(TaskKind.STASH_IN, pack, back.pop(0))
-    for m in micro_batches:
-        if m in fused:
-            yield Task(TaskKind.FUSED, pack, m)
-            continue
+    def _run_backward(self, pack: Pack, fused: tuple[int, ...]) -> Iterator[Task]:
+        back = [m for m in self._group.all if m not in fused and self._stash_is_away(pack, m)]
         if back:
-            yield Task(TaskKind.STASH_IN, pack, back.pop(0))
-        yield Task(TaskKind.BACKWARD, pack, m)
+            yield Task(TaskKind.STASH_IN, pack.index, back.pop(0))
+        for m in self._group.all:
+            if m in fused:
+                yield Task(TaskKind.FUSED, pack.index, m)
+                continue
+            if back:
+                yield Task(TaskKind.STASH_IN, pack.index, back.pop(0))
+            yield Task(TaskKind.BACKWARD, pack.index, m)
 
+    def _stash_is_away(self, pack: Pack, micro_batch: int) -> bool:
+        if pack.index in self._in:
+            return True
+        # A forward pass that ran alone has cut, and stashed, the last pack too.
+        last = pack.index == self._packing.backward[-1]
+        return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
 
-def _swap_ins(order: list[int], policy: Policy) -> Iterator[list[Task]]:
-    """For each pack in `order`: the swap-ins to issue before it runs."""
-    tasks = [Task(TaskKind.SWAP_IN, index) for index in order]
-    for place in range(len(order)):
-        if not policy.prefetch:
-            yield [tasks[place]]
-        else:
-            yield tasks[0:2] if place == 0 else tasks[place + 1 : place + 2]
+    def _update(self, index: int) -> Task:
+        return Task(TaskKind.UPDATE_ON_DEVICE if index in self._policy.resident else TaskKind.UPDATE, index)
+
+    def _issue(self, order: list[tuple[int, bool]]) -> Iterator[list[Task]]:
+        """For each pack in `order`, with whether it is swapped in: the swap-ins to issue before it runs."""
+        tasks = [[Task(TaskKind.SWAP_IN, index)] if swapped else [] for index, swapped in order]
+        for place in range(len(order)):
+            if not self._policy.prefetch:
+                yield tasks[place]
+            elif place == 0:
+                yield tasks[0] + (tasks[1] if len(tasks) > 1 else [])
+            else:
+                yield tasks[place + 1] if place + 1 < len(tasks) else []

@@ -42,8 +42,8 @@ class _Walk:
         self._weights: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._waiting: dict[int, int] = {}  # micro-batch -> bytes it holds while others run
-        self._stash: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> bytes of it on the device
-        self._leaving: tuple[int, int] | None = None
+        self._stash: dict[tuple[int, int], int] = {}  # (position, micro-batch) -> bytes of it on the device
+        self._leaving: list[tuple[int, int]] = []
         self._held = costs.held_bytes + _LOSS_BYTES
 
     def step(self, task: Task) -> tuple[int, int]:
@@ -63,13 +63,15 @@ class _Walk:
                 assert pack is not None
                 working = self._backward(pack, task.micro_batch)
             case TaskKind.STASH_OUT:
+                assert pack is not None
                 self._let_go()
-                self._leaving = (task.pack, task.micro_batch)
+                self._leaving = [(position, task.micro_batch) for position in pack.positions]
             case TaskKind.STASH_IN:
                 assert pack is not None
                 self._let_go()
-                self._stash[task.pack, task.micro_batch] = self._stash_bytes(pack)
-            case TaskKind.FREE_GRADIENTS:
+                for position in pack.positions:
+                    self._stash[position, task.micro_batch] = self._costs[position].stash_bytes
+            case TaskKind.FREE_GRADIENTS | TaskKind.UPDATE_ON_DEVICE:
                 self._gradients.pop(task.pack, None)
         weights = sum(self._weights.values())
         held = sum(self._gradients.values()) + sum(self._waiting.values()) + sum(self._stash.values())
@@ -79,12 +81,9 @@ class _Walk:
 
     def _let_go(self) -> None:
         """A stash that was copied to the host leaves the device when the next one moves."""
-        if self._leaving is not None:
-            self._stash.pop(self._leaving, None)
-        self._leaving = None
-
-    def _stash_bytes(self, pack: Pack) -> int:
-        return sum(self._costs[p].stash_bytes for p in pack.positions)
+        for key in self._leaving:
+            self._stash.pop(key, None)
+        self._leaving = []
 
     def _after(self, pack: Pack) -> int:
         """Bytes that a micro-batch holds once it has left `pack` forward."""
@@ -100,8 +99,8 @@ class _Walk:
             cost = self._costs[position]
             most = max(most, stash + cost.alive_bytes + cost.forward_bytes)
             stash += cost.stash_bytes
+            self._stash[position, micro_batch] = cost.stash_bytes
         self._waiting[micro_batch] = self._after(pack)
-        self._stash[pack.index, micro_batch] = stash
         # What it holds afterwards is counted with the waiting ones; only the excess is working memory.
         kept = others + self._waiting[micro_batch] + stash
         return max(0, others + most - kept)
@@ -121,12 +120,12 @@ class _Walk:
         self._gradients[pack.index] = pack.gradient_bytes
         following = pack.positions[-1] + 1
         gradient = self._costs[following].shared_bytes if following < len(self._costs) else self._tail_bytes
-        self._stash.setdefault((pack.index, micro_batch), self._stash_bytes(pack))
         most = 0
         for position in reversed(pack.positions):
             cost = self._costs[position]
             most = max(most, gradient + cost.backward_bytes)
             gradient = cost.shared_bytes
         self._waiting[micro_batch] = self._held + self._costs[pack.positions[0]].shared_bytes
-        stash = self._stash.pop((pack.index, micro_batch))
+        # A micro-batch that ran its forward pass alone left its stash in an earlier list of tasks.
+        stash = sum(self._stash.pop((p, micro_batch), self._costs[p].stash_bytes) for p in pack.positions)
         return max(0, self._held + most + stash - self._waiting[micro_batch])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Pack
+from harmony_ds.scheduler.plan import Pack, Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,38 +19,78 @@ class ElementBytes:
     gradient: int
 
 
-def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, pack_layers: int) -> tuple[Pack, ...]:
-    """Packs of `pack_layers` calls each, counted from the last one, so that only the first may be smaller.
+def uniform_bounds(count: int, pack_layers: int) -> tuple[int, ...]:
+    """Where packs of `pack_layers` calls begin, counted from the last of `count` calls, so that only the first may be
+    smaller; `count` itself comes last.
 
     The last pack is swapped in once instead of twice: it is the one that should be full.
     """
-    count = len(graph.calls)
-    bounds = sorted({0, *range(count, 0, -pack_layers)})
-    packs: list[Pack] = []
-    seen: set[str] = set(graph.resident)
-    specs = {spec.name: spec for spec in graph.parameters}
-    for first, last in pairwise(bounds):
-        positions = tuple(range(first, last))
+    return tuple(sorted({0, *range(count, 0, -pack_layers)}))
+
+
+def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, pack_layers: int) -> tuple[Pack, ...]:
+    """Packs of `pack_layers` calls each (see `uniform_bounds`)."""
+    return Packer(graph, costs, element).packs(uniform_bounds(len(graph.calls), pack_layers))
+
+
+class Packer:
+    """Makes packs of one model."""
+
+    def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes) -> None:
+        self._graph = graph
+        self._costs = costs.costs
+        self._element = element
+        self._specs = {spec.name: spec for spec in graph.parameters}
+        self._resident = frozenset(graph.resident)
+
+    def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
+        """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.
+
+        Args:
+            backward: from 0 to the number of calls.
+            forward: from 0 to where the fused pack begins (None: the bounds of the backward pass).
+        """
+        packs = self.packs(backward)
+        if forward is None:
+            return Packing.reused(packs)
+        known = {pack.positions: pack.index for pack in packs}
+        everything, order = list(packs), []
+        for first, last in pairwise(forward):
+            positions = tuple(range(first, last))
+            if positions not in known:
+                known[positions] = len(everything)
+                everything.append(self._pack(len(everything), positions, None))
+            order.append(known[positions])
+        return Packing(tuple(everything), tuple(order), tuple(range(len(packs))))
+
+    def packs(self, bounds: tuple[int, ...]) -> tuple[Pack, ...]:
+        """The packs between `bounds`, each owning the parameters that no earlier one owns."""
+        owned_by_earlier = set(self._resident)
+        packs: list[Pack] = []
+        for first, last in pairwise(bounds):
+            packs.append(self._pack(len(packs), tuple(range(first, last)), owned_by_earlier))
+            owned_by_earlier.update(packs[-1].owned)
+        return tuple(packs)
+
+    def _pack(self, index: int, positions: tuple[int, ...], taken: Collection[str] | None) -> Pack:
+        graph, element = self._graph, self._element
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
-        parameters = tuple(n for n in names if n not in graph.resident)
-        needs_backward = any(costs.costs[p].needs_backward for p in positions)
-        owned = tuple(n for n in parameters if n not in seen) if needs_backward else ()
-        seen.update(owned)
-        packs.append(
-            Pack(
-                index=len(packs),
-                positions=positions,
-                layers=layers,
-                parameters=parameters,
-                owned=owned,
-                weight_bytes=sum(slab_bytes(specs[n].numel, element.weight) for n in parameters),
-                gradient_bytes=sum(
-                    slab_bytes(specs[n].numel, element.gradient)
-                    for n in parameters
-                    if specs[n].trainable and needs_backward
-                ),
-                needs_backward=needs_backward,
-            )
+        parameters = tuple(n for n in names if n not in self._resident)
+        needs_backward = any(self._costs[p].needs_backward for p in positions)
+        # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
+        owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
+        return Pack(
+            index=index,
+            positions=positions,
+            layers=layers,
+            parameters=parameters,
+            owned=owned,
+            weight_bytes=sum(slab_bytes(self._specs[n].numel, element.weight) for n in parameters),
+            gradient_bytes=sum(
+                slab_bytes(self._specs[n].numel, element.gradient)
+                for n in parameters
+                if self._specs[n].trainable and needs_backward
+            ),
+            needs_backward=needs_backward,
         )
-    return tuple(packs)

@@ -4,7 +4,7 @@ A task prints as its kind, pack and micro-batch: `I2` swaps pack 2 in, `F2.0` ru
 the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back, `O2` swaps the pack's
 gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and
 `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
-the whole model is known.
+the whole model is known; `D2` updates pack 2, which never leaves the device, there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class TaskKind(Enum):
     STASH_OUT = "S"
     STASH_IN = "T"
     NORM = "N"
+    UPDATE_ON_DEVICE = "D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Pack:
     """Contiguous calls that are swapped and run together.
 
     Attributes:
-        index: place in forward order.
+        index: its number in the plan.
         positions: the positions in the call order that it covers.
         layers: the layers behind them, each once.
         parameters: canonical names of their parameters, each once.
@@ -70,24 +71,83 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """The call order cut into packs, once for the backward pass and once for the forward pass.
+
+    Attributes:
+        packs: those of the backward pass, in forward order and numbered from 0; then those that only the forward pass
+            has. The last pack of the backward pass is fused.
+        forward: the numbers of the forward pass's packs; they cover every call before the fused pack.
+        backward: the numbers of the backward pass's packs; they cover every call.
+    """
+
+    packs: tuple[Pack, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    @staticmethod
+    def reused(packs: tuple[Pack, ...]) -> Packing:
+        """The same packs in both passes."""
+        numbers = tuple(pack.index for pack in packs)
+        return Packing(packs, numbers[:-1], numbers)
+
+    @property
+    def fused(self) -> Pack:
+        return self.packs[self.backward[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Where things wait, and when tasks are issued.
+
+    Attributes:
+        prefetch: swap the next pack in while this one computes.
+        stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
+            and backward (they wait longest); the others' wait on the device.
+        deferred_update: no update before the norm of all gradients is known.
+        kept: packs whose weights stay on the device from forward to backward.
+        resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
+    """
+
+    prefetch: bool = True
+    stash_on_host: int = 0
+    deferred_update: bool = True
+    kept: tuple[int, ...] = ()
+    resident: tuple[int, ...] = ()
+
+
+ALL_PACKS = 2**31
+"""For `Policy.stash_on_host`: however many there are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything the executor does in one optimizer step, in order, and what it will take.
 
     Attributes:
-        packs: in forward order; the last one is fused.
+        packing: the packs of both passes.
+        policy: where things wait.
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
-        stash_on_host: whether stashed inputs wait on the host between forward and backward.
-        resident_bytes: parameters, gradients and buffers that stay on the device for the whole step.
+        resident_bytes: everything that stays on the device for the whole step.
         peak_bytes: predicted device peak.
     """
 
-    packs: tuple[Pack, ...]
+    packing: Packing
+    policy: Policy
     tasks: tuple[Task, ...]
     micro_batches: int
-    stash_on_host: bool
     resident_bytes: int
     peak_bytes: int
+
+    @property
+    def packs(self) -> tuple[Pack, ...]:
+        return self.packing.packs
+
+    @property
+    def stash_on_host(self) -> bool:
+        """Whether any stashed input waits on the host."""
+        return self.policy.stash_on_host > 0
 
     def format(self) -> str:
         """The packs and the tasks, a line per swap-in."""
@@ -114,11 +174,17 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
-        packs = tuple(_pack_of(pack) for pack in data["packs"])
-        tasks = tuple(Task(TaskKind(t["kind"]), t["pack"], t["micro_batch"], t["device"]) for t in data["tasks"])
-        return Plan(packs, tasks, **{k: v for k, v in data.items() if k not in ("packs", "tasks")})
+        packing = data["packing"]
+        packs = tuple(Pack(**_tuples(pack)) for pack in packing["packs"])
+        tasks = tuple(Task(**{**task, "kind": TaskKind(task["kind"])}) for task in data["tasks"])
+        rest = {key: value for key, value in data.items() if key not in ("packing", "policy", "tasks")}
+        return Plan(
+            Packing(packs, tuple(packing["forward"]), tuple(packing["backward"])),
+            Policy(**_tuples(data["policy"])),
+            tasks,
+            **rest,
+        )
 
 
-def _pack_of(fields: dict[str, Any]) -> Pack:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return Pack(**values)
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Task, TaskKind
 
 
 class PlanError(AssertionError):
     """A list of tasks that must not be executed; always a fault of the scheduler, never of a user."""
 
 
-def validate(packs: tuple[Pack, ...], tasks: tuple[Task, ...], group: Group) -> None:
+def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, resident: tuple[int, ...] = ()) -> None:
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
     the pack's weights and its own stash on the device; every gradient is swapped out once, behind the last backward,
-    freed once and updated once behind that (and behind the norm, if there is one); and nothing is left on the device.
+    freed once and updated once behind that (and behind the norm, if there is one); and nothing is left on the device
+    but the `resident` packs, which are never swapped.
     """
-    _check_cover(packs)
-    walk = _Walk(packs, group, deferred=any(task.kind is TaskKind.NORM for task in tasks))
+    _check_cover(packing)
+    walk = _Walk(packing, group, resident, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
         wrong = walk.pass_over(task)
         if wrong:
@@ -28,29 +29,44 @@ def validate(packs: tuple[Pack, ...], tasks: tuple[Task, ...], group: Group) -> 
         raise PlanError(wrong)
 
 
-def _check_cover(packs: tuple[Pack, ...]) -> None:
-    positions = [p for pack in packs for p in pack.positions]
-    if positions != list(range(len(positions))):
-        raise PlanError(f"the packs do not cover every call once and in order: {positions}")
-    owned = [name for pack in packs for name in pack.owned]
+def _check_cover(packing: Packing) -> None:
+    packs = packing.packs
+    if [pack.index for pack in packs] != list(range(len(packs))):
+        raise PlanError(f"the packs are not numbered in order: {[pack.index for pack in packs]}")
+    unused = set(range(len(packs))) - {*packing.forward, *packing.backward}
+    if unused or not packing.backward:
+        raise PlanError(f"packs {sorted(unused)} belong to no pass" if unused else "there is no pack")
+    _check_pass("backward", packing, packing.backward, packs[packing.backward[-1]].positions[-1] + 1)
+    _check_pass("forward", packing, packing.forward, packing.fused.positions[0])
+    owned = [name for index in packing.backward for name in packs[index].owned]
     if len(owned) != len(set(owned)):
         raise PlanError("a parameter is owned by two packs")
+
+
+def _check_pass(name: str, packing: Packing, numbers: tuple[int, ...], end: int) -> None:
+    positions = [p for index in numbers for p in packing.packs[index].positions]
+    if positions != list(range(end)):
+        raise PlanError(f"the packs of the {name} pass do not cover {end} calls once and in order: {positions}")
 
 
 class _Walk:
     """What has happened so far. Every handler returns what is wrong with its task, or None."""
 
-    def __init__(self, packs: tuple[Pack, ...], group: Group, deferred: bool) -> None:
+    def __init__(self, packing: Packing, group: Group, resident: tuple[int, ...], deferred: bool) -> None:
+        packs = packing.packs
         self._group = group
-        self._last = packs[-1].index
-        self._wanted = [pack.index for pack in packs if pack.needs_backward]
-        self._forward = {m: [*range(len(packs) - 1)] for m in group.fresh} | {m: [] for m in group.forwarded}
+        self._packing = packing
+        self._last = packing.backward[-1]
+        self._resident = frozenset(resident)
+        self._wanted = [index for index in packing.backward if packs[index].needs_backward]
+        self._swapped = [index for index in self._wanted if index not in self._resident]
+        self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
         self._backward = {
-            m: [p.index for p in reversed(packs) if p.needs_backward or p is packs[-1]] for m in group.all
+            m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
         self._norm_missing = deferred
-        self._inside: set[int] = set()
-        self._away: set[tuple[int, int]] = set()  # (pack, micro-batch): stashes on the host
+        self._inside: set[int] = set(resident)
+        self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._out: list[int] = []
         self._freed: list[int] = []
         self._updated: list[int] = []
@@ -66,6 +82,7 @@ class _Walk:
             TaskKind.STASH_IN: self._stash_in,
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
+            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
         }
 
     def pass_over(self, task: Task) -> str | None:
@@ -75,11 +92,15 @@ class _Walk:
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
         if unfinished:
             return f"micro-batches {unfinished} are not finished"
-        if self._inside:
-            return f"packs {sorted(self._inside)} are left on the device"
-        for what, done in (("swapped out", self._out), ("freed", self._freed), ("updated", self._updated)):
-            if sorted(done) != self._wanted:
-                return f"packs {self._wanted} have gradients, but {sorted(done)} are {what}"
+        if self._inside != self._resident:
+            return f"packs {sorted(self._inside)} are left on the device, and {sorted(self._resident)} are resident"
+        for what, done, wanted in (
+            ("swapped out", self._out, self._swapped),
+            ("freed", self._freed, self._swapped),
+            ("updated", self._updated, self._wanted),
+        ):
+            if sorted(done) != wanted:
+                return f"packs {wanted} have gradients to be so treated, but {sorted(done)} are {what}"
         return None
 
     def _swap_in(self, task: Task) -> str | None:
@@ -89,8 +110,8 @@ class _Walk:
         return None
 
     def _evict(self, task: Task) -> str | None:
-        if task.pack not in self._inside:
-            return "it is not on the device"
+        if task.pack not in self._inside or task.pack in self._resident:
+            return "it is not on the device, or resident"
         self._inside.discard(task.pack)
         return None
 
@@ -117,7 +138,7 @@ class _Walk:
         fused = task.pack == self._last and task.micro_batch in self._group.fresh
         if fused != (task.kind is TaskKind.FUSED):
             return "fused where it must not be, or not fused where it must"
-        if (task.pack, task.micro_batch) in self._away:
+        if any((p, task.micro_batch) in self._away for p in self._positions(task)):
             return "its stash is on the host"
         order = self._backward[task.micro_batch]
         if order[:1] != [task.pack]:
@@ -139,23 +160,36 @@ class _Walk:
         self._freed.append(task.pack)
         return None
 
+    def _positions(self, task: Task) -> tuple[int, ...]:
+        return self._packing.packs[task.pack].positions
+
     def _stash_out(self, task: Task) -> str | None:
-        self._away.add((task.pack, task.micro_batch))
+        self._away.update((p, task.micro_batch) for p in self._positions(task))
         return None
 
     def _stash_in(self, task: Task) -> str | None:
-        known = (task.pack, task.micro_batch) in self._away or task.micro_batch in self._group.forwarded
-        self._away.discard((task.pack, task.micro_batch))
+        moved = {(p, task.micro_batch) for p in self._positions(task)}
+        known = not self._away.isdisjoint(moved) or task.micro_batch in self._group.forwarded
+        self._away -= moved
         return None if known else "its stash never left"
 
     def _norm(self, task: Task) -> str | None:
         self._norm_missing = False
-        return None if sorted(self._out) == self._wanted else "not every gradient has been swapped out"
+        return None if sorted(self._out) == self._swapped else "not every gradient has been swapped out"
 
     def _update(self, task: Task) -> str | None:
         if self._norm_missing:
             return "updated before the norm is known"
-        if task.pack not in self._out or task.pack in self._updated:
-            return "updated early or twice"
+        if task.pack not in self._out or task.pack in self._updated or task.pack in self._resident:
+            return "updated early, twice or in the wrong place"
+        self._updated.append(task.pack)
+        return None
+
+    def _update_on_device(self, task: Task) -> str | None:
+        if self._norm_missing:
+            return "updated before the norm is known"
+        unfinished = any(task.pack in order for order in self._backward.values())
+        if task.pack not in self._resident or unfinished or task.pack in self._updated:
+            return "updated early, twice or in the wrong place"
         self._updated.append(task.pack)
         return None

@@ -9,7 +9,7 @@ import pytest
 
 from harmony_ds import DoesNotFitError, Plan
 from harmony_ds.profiler.costs import CallCost
-from harmony_ds.scheduler import Policy, Request, choose_plan, make_plan, pack_uniformly
+from harmony_ds.scheduler import Packing, Policy, Request, choose_plan, make_plan, pack_uniformly
 from tests.scheduler.examples import FP32, costs_of, graph_of
 
 GRAPH = graph_of([256] * 8)  # 1 KiB of weights and of gradients each
@@ -36,7 +36,8 @@ def choose(wanted: Request) -> Plan:
 
 
 def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
-    return make_plan(pack_uniformly(GRAPH, COSTS, FP32, pack_layers), COSTS, request(None), stash_on_host)
+    packs = pack_uniformly(GRAPH, COSTS, FP32, pack_layers)
+    return make_plan(Packing.reused(packs), COSTS, request(None), stash_on_host)
 
 
 def largest_pack(plan: Plan) -> int:

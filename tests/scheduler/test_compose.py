@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from harmony_ds.scheduler import Group, Pack, Policy, compose_forward, compose_step
+from harmony_ds.scheduler import ALL_PACKS, Group, Pack, Packing, Policy, compose_forward, compose_step
 from tests.scheduler.examples import packs_of, text
 
 THREE = packs_of(True, True, True)
 TWO_FRESH = Group((0, 1))
-PLAIN = Policy(prefetch=False, stash_on_host=False, deferred_update=False)
+PLAIN = Policy(prefetch=False, stash_on_host=0, deferred_update=False)
 
 
 def step(packs: tuple[Pack, ...], group: Group, policy: Policy) -> str:
-    return text(compose_step(packs, group, policy))
+    return text(compose_step(Packing.reused(packs), group, policy))
 
 
 def test_immediate_updates_follow_each_swap_out() -> None:
@@ -46,7 +46,7 @@ def test_prefetch_only_moves_swap_ins() -> None:
 
 
 def test_a_stash_on_the_host_leaves_behind_each_forward_and_comes_back_one_ahead() -> None:
-    assert step(THREE, Group((0, 1, 2)), Policy(prefetch=False, stash_on_host=True, deferred_update=False)) == (
+    assert step(THREE, Group((0, 1, 2)), Policy(prefetch=False, stash_on_host=ALL_PACKS, deferred_update=False)) == (
         "I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1 F1.0 S1.0 F1.1 S1.1 F1.2 S1.2 E1 "
         "I2 L2.0 L2.1 L2.2 O2 U2 E2 "
         "I1 T1.0 T1.1 B1.0 T1.2 B1.1 B1.2 G2 O1 U1 E1 "
@@ -68,7 +68,7 @@ def test_nothing_runs_forward_if_everything_did() -> None:
 
 
 def test_only_what_was_forwarded_is_fetched_from_the_host_for_the_last_pack() -> None:
-    policy = Policy(prefetch=False, stash_on_host=True, deferred_update=False)
+    policy = Policy(prefetch=False, stash_on_host=ALL_PACKS, deferred_update=False)
     assert step(packs_of(True, True), Group(fresh=(1,), forwarded=(0, 2)), policy) == (
         "I0 F0.1 S0.1 E0 I1 T1.0 T1.2 B1.0 L1.1 B1.2 O1 U1 E1 I0 T0.0 T0.1 B0.0 T0.2 B0.1 B0.2 G1 O0 U0 E0 G0"
     )
@@ -103,9 +103,9 @@ def test_a_single_pack_is_fused() -> None:
 
 
 def test_a_forward_pass_of_its_own_passes_every_pack() -> None:
-    assert text(compose_forward(THREE, 4, Policy(prefetch=False))) == "I0 F0.4 E0 I1 F1.4 E1 I2 F2.4 E2"
-    assert text(compose_forward(THREE, 4, Policy(prefetch=True))) == "I0 I1 F0.4 E0 I2 F1.4 E1 F2.4 E2"
-    assert text(compose_forward(THREE, 0, Policy(prefetch=False, stash_on_host=True))) == (
+    assert text(compose_forward(Packing.reused(THREE), 4, Policy(prefetch=False))) == "I0 F0.4 E0 I1 F1.4 E1 I2 F2.4 E2"
+    assert text(compose_forward(Packing.reused(THREE), 4, Policy(prefetch=True))) == "I0 I1 F0.4 E0 I2 F1.4 E1 F2.4 E2"
+    assert text(compose_forward(Packing.reused(THREE), 0, Policy(prefetch=False, stash_on_host=ALL_PACKS))) == (
         "I0 F0.0 S0.0 E0 I1 F1.0 S1.0 E1 I2 F2.0 S2.0 E2"
     )
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler import (
+    ALL_PACKS,
     Group,
     MemoryProfile,
     Pack,
+    Packing,
     Policy,
     compose_forward,
     compose_step,
@@ -36,7 +38,7 @@ HELD = 3_000 + _LOSS_BYTES  # of a micro-batch that ran to its end
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
-    tasks = compose_step(packs, Group(tuple(range(micro_batches))), policy)
+    tasks = compose_step(Packing.reused(packs), Group(tuple(range(micro_batches))), policy)
     return text(tasks), walk_memory(packs, tasks, costs)
 
 
@@ -63,7 +65,7 @@ def test_activations_of_one_micro_batch_by_hand() -> None:
     B0: that, the call, the stash; both packs' gradients until the first one's are freed.
     """
     costs = costs_of((0, 1), COST, tail_bytes=5_000, held_bytes=3_000)
-    tasks, profile = walk(TWO, costs, 1, Policy(False, False, False))
+    tasks, profile = walk(TWO, costs, 1, Policy(False, 0, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert at["F0.0"] == 10_000 + 30_000
@@ -76,13 +78,13 @@ def test_activations_of_one_micro_batch_by_hand() -> None:
 
 def test_a_large_tail_counts_in_the_fused_pack() -> None:
     costs = costs_of((0, 1), COST, tail_bytes=70_000, held_bytes=3_000)
-    tasks, profile = walk(TWO, costs, 1, Policy(False, False, False))
+    tasks, profile = walk(TWO, costs, 1, Policy(False, 0, False))
 
     assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["L1.0"] == 500 + 10_000 + 90_000 + 8_000
 
 
 def test_waiting_micro_batches_add_up_while_one_runs() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, False, False))
+    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, 0, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert [at[f"F0.{m}"] for m in range(3)] == [40_000 + m * (10_000 + 8_000) for m in range(3)]
@@ -90,7 +92,7 @@ def test_waiting_micro_batches_add_up_while_one_runs() -> None:
 
 
 def test_a_stash_that_goes_to_the_host_is_gone_when_the_next_one_moves() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, True, False))
+    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, ALL_PACKS, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert tasks.startswith("I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1")
@@ -99,13 +101,13 @@ def test_a_stash_that_goes_to_the_host_is_gone_when_the_next_one_moves() -> None
 
 def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
     packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
-    tasks, profile = walk(packs, costs_of((0, 1, 2), COST), 1, Policy(False, False, False))
+    tasks, profile = walk(packs, costs_of((0, 1, 2), COST), 1, Policy(False, 0, False))
 
     assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["F0.0"] == 8_000 + 10_000 + 30_000
 
 
 def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> None:
-    tasks = compose_forward(TWO, 0, Policy(prefetch=False))
+    tasks = compose_forward(Packing.reused(TWO), 0, Policy(prefetch=False))
     profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3_000))
 
     assert text(tasks) == "I0 F0.0 E0 I1 F1.0 E1"
@@ -115,7 +117,7 @@ def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> No
 def test_a_pack_without_backward_has_no_gradients() -> None:
     packs = packs_of(False, True, weight_bytes=1000, gradient_bytes=500)
     costs = CostTable((0, 1), (CallCost(), CallCost(needs_backward=True)), 0)
-    tasks, profile = walk(packs, costs, 1, Policy(False, False, False))
+    tasks, profile = walk(packs, costs, 1, Policy(False, 0, False))
     held = _LOSS_BYTES
 
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 G1"
@@ -148,7 +150,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             )
         )
     table = CostTable(graph.calls, tuple(costs), draw(nbytes), draw(nbytes))
-    policy = Policy(draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
+    policy = Policy(draw(st.booleans()), draw(st.integers(0, 3)), draw(st.booleans()))
     return pack_uniformly(graph, table, FP32, draw(st.integers(1, count))), table, policy
 
 
@@ -194,6 +196,6 @@ def test_prefetch_never_needs_less(case: tuple[tuple[Pack, ...], CostTable, Poli
 @pytest.mark.parametrize("field", ["alive_bytes", "stash_bytes", "forward_bytes", "backward_bytes"])
 def test_every_cost_shows_in_the_peak(field: str) -> None:
     larger = replace(COST, **{field: 100_000})
-    peaks = [walk(TWO, costs_of((0, 1), cost), 2, Policy(False, False, False))[1].peak_bytes for cost in (COST, larger)]
+    peaks = [walk(TWO, costs_of((0, 1), cost), 2, Policy(False, 0, False))[1].peak_bytes for cost in (COST, larger)]
 
     assert peaks[1] > peaks[0] + 30_000

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from harmony_ds.scheduler import Group, Pack, PlanError, Policy, Task, TaskKind, compose_step, validate
+from harmony_ds.scheduler import (
+    ALL_PACKS,
+    Group,
+    Pack,
+    Packing,
+    PlanError,
+    Policy,
+    Task,
+    TaskKind,
+    compose_step,
+    validate,
+)
 from tests.scheduler.examples import packs_of, text
 
 PACKS = packs_of(True, True, True)
@@ -26,7 +37,7 @@ def parse(tasks: str) -> tuple[Task, ...]:
 
 
 def check(tasks: str, packs: tuple[Pack, ...] = PACKS, group: Group = GROUP) -> None:
-    validate(packs, parse(tasks), group)
+    validate(Packing.reused(packs), parse(tasks), group)
 
 
 def swapped(first: str, second: str, tasks: str = IMMEDIATE) -> str:
@@ -57,8 +68,9 @@ def test_the_lists_that_are_broken_below_are_valid() -> None:
 @pytest.mark.parametrize("group", [Group((0,)), Group((0, 1, 2)), Group((0, 2), (1,)), Group((), (0, 1))])
 def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
     packs = packs_of(*needs)
-    for flags in itertools.product([False, True], repeat=3):
-        validate(packs, compose_step(packs, group, Policy(*flags)), group)
+    for flags in itertools.product([False, True], [0, 1, ALL_PACKS], [False, True]):
+        packing = Packing.reused(packs)
+        validate(packing, compose_step(packing, group, Policy(*flags)), group)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +93,8 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
         (without("B0.1"), r"\(O0\): swapped out early or twice"),
         (IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 O1 B1.1 G2"), r"\(O1\): swapped out early or twice"),
         (IMMEDIATE.replace("O1", "O1 O1"), r"\(O1\): swapped out early or twice"),
-        (IMMEDIATE.replace("O1 U1", "U1 O1"), r"\(U1\): updated early or twice"),
-        (IMMEDIATE.replace("U1", "U1 U1"), r"\(U1\): updated early or twice"),
+        (IMMEDIATE.replace("O1 U1", "U1 O1"), r"\(U1\): updated early, twice or in the wrong place"),
+        (IMMEDIATE.replace("U1", "U1 U1"), r"\(U1\): updated early, twice or in the wrong place"),
         (without("U1"), r"\[0, 2\] are updated"),
         (IMMEDIATE.removesuffix(" E0 G0"), r"packs \[0\] are left on the device"),
         (IMMEDIATE.partition(" I2")[0], r"micro-batches \[0, 1\] are not finished"),
@@ -113,9 +125,11 @@ def test_a_pack_without_backward_must_not_run_backward() -> None:
 def test_packs_must_cover_every_call_in_order() -> None:
     gap = (PACKS[0], PACKS[1], replace(PACKS[2], positions=(3,)))
     twice = (PACKS[0], replace(PACKS[1], positions=(0, 1)), PACKS[2])
-    for packs in (gap, twice, PACKS[::-1]):
-        with pytest.raises(PlanError, match="do not cover every call once and in order"):
+    for packs in (gap, twice):
+        with pytest.raises(PlanError, match="do not cover [34] calls once and in order"):
             check(IMMEDIATE, packs)
+    with pytest.raises(PlanError, match="not numbered in order"):
+        check(IMMEDIATE, PACKS[::-1])
 
 
 def test_a_parameter_has_one_owner() -> None:

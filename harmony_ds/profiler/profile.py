@@ -1,0 +1,154 @@
+"""Everything the scheduler knows of a model on a machine: a `CostTable` per micro-batch size, and the machine's rates.
+
+Pure data. It saves as JSON under a key that names what it was measured on, so that a profile of another model or
+machine is noticed before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from harmony_ds.errors import ProfileError
+from harmony_ds.profiler.costs import CallCost, CostTable
+
+_FORMAT = 1
+_Costs = TypeVar("_Costs", CallCost, CostTable)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates of one device and its host.
+
+    Attributes:
+        name: of the machine, for people.
+        copies_overlap: whether copies run beside compute, on streams of their own (CUDA), or on the thread that
+            computes (the CPU device).
+        swap_in_bytes_per_ms, swap_out_bytes_per_ms: of the link, each direction alone.
+        link_bytes_per_ms: of both directions at once.
+        swap_ms: fixed cost of one swap.
+        update_elements_per_ms: parameters that the host optimizer updates, alone.
+        update_bytes_per_element: host memory that updating one parameter reads and writes.
+        norm_elements_per_ms: gradient elements whose norm the host takes.
+        host_bytes_per_ms: host memory bandwidth, which updates and swaps share.
+        update_ms: fixed cost of updating one pack.
+        task_ms: the host's cost of issuing one task (Python, kernel launches that compute does not hide).
+        beside_update: speed of compute, and of the update, while both run; 1.0 where they do not disturb each other.
+        device_update_elements_per_ms: parameters that the device's optimizer updates.
+        device_bytes: device memory.
+        peer_bytes_per_ms: of the link between two devices.
+    """
+
+    name: str
+    copies_overlap: bool
+    swap_in_bytes_per_ms: float
+    swap_out_bytes_per_ms: float
+    link_bytes_per_ms: float
+    update_elements_per_ms: float
+    norm_elements_per_ms: float
+    host_bytes_per_ms: float
+    device_update_elements_per_ms: float
+    swap_ms: float = 0.0
+    update_ms: float = 0.0
+    update_bytes_per_element: float = 28.0
+    task_ms: float = 0.0
+    beside_update: float = 1.0
+    device_bytes: int | None = None
+    peer_bytes_per_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs by micro-batch size.
+
+    Attributes:
+        machine: the rates.
+        tables: by rows of a micro-batch, ascending; all have the same calls.
+        key: what this was measured on: model structure, shapes, dtypes, versions, hardware.
+    """
+
+    machine: Machine
+    tables: tuple[tuple[int, CostTable], ...]
+    key: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        return self.tables[0][1].calls
+
+    def at(self, rows: int) -> CostTable:
+        """Costs of a micro-batch of `rows`: as measured, or interpolated between the sizes around it.
+
+        Raises:
+            ProfileError: `rows` is larger than everything measured.
+        """
+        sizes = [size for size, _ in self.tables]
+        place = bisect_left(sizes, rows)
+        if place == len(sizes):
+            raise ProfileError(
+                f"micro-batches of up to {sizes[-1]} rows were profiled, but the plan is wanted for {rows}: profile "
+                "larger ones, or lower train_micro_batch_size_per_gpu."
+            )
+        above = self.tables[place][1]
+        if sizes[place] == rows or place == 0:
+            # Below the smallest size the smallest one bounds bytes and time.
+            return above
+        below = self.tables[place - 1][1]
+        share = (rows - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+        return _between(below, above, share)
+
+    def to_json(self) -> str:
+        data = {
+            "format": _FORMAT,
+            "key": dict(self.key),
+            "machine": asdict(self.machine),
+            "tables": [{"rows": rows, "table": asdict(table)} for rows, table in self.tables],
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Raises ProfileError where `text` is no profile, or one of another version."""
+        try:
+            data = json.loads(text)
+            found = data["format"]
+            if found != _FORMAT:
+                raise ProfileError(f"the profile has format {found}, this version reads {_FORMAT}: profile again.")
+            tables = tuple((entry["rows"], _table(entry["table"])) for entry in data["tables"])
+            return Profile(Machine(**data["machine"]), tables, data["key"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProfileError(f"this is no profile of harmony_ds ({error!r}): profile again.") from error
+
+    def check(self, key: Mapping[str, str]) -> None:
+        """Raises ProfileError, naming what differs, unless this was measured on what `key` says."""
+        differing = [name for name in {**self.key, **key} if self.key.get(name) != key.get(name)]
+        if differing:
+            name = differing[0]
+            raise ProfileError(
+                f"the profile was made for something else: {name} was {self.key.get(name)!r} and is {key.get(name)!r} "
+                f"now ({len(differing)} of {len(key)} entries differ). Delete the file, or profile again."
+            )
+
+
+def _between(below: CostTable, above: CostTable, share: float) -> CostTable:
+    costs = tuple(_mixed(a, b, share) for a, b in zip(below.costs, above.costs, strict=True))
+    return replace(_mixed(below, above, share), costs=costs)
+
+
+def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
+    """Numbers in between; bytes are rounded up. What is no number is taken from `above`."""
+    values: dict[str, Any] = {}
+    for f in fields(above):
+        a, b = getattr(below, f.name), getattr(above, f.name)
+        if isinstance(b, bool) or not isinstance(b, (int, float)):
+            continue
+        mixed = a + (b - a) * share
+        values[f.name] = mixed if isinstance(b, float) else -int(-mixed // 1)
+    return replace(above, **values)
+
+
+def _table(data: dict[str, Any]) -> CostTable:
+    costs = tuple(CallCost(**cost) for cost in data["costs"])
+    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs})

@@ -1,0 +1,162 @@
+"""Jobs on streams: when does each begin and end? Knows neither packs nor devices.
+
+A job begins when the jobs it comes after have ended and every stream it occupies has finished what was queued there
+before; a job that occupies two streams (a copy between devices) begins on both at once. Jobs that draw on a shared
+resource (a link, host memory) slow each other down while they overlap: where the demands exceed the capacity, each of
+them runs at capacity / demand of its full speed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+class DeadlockError(ValueError):
+    """Jobs wait for each other in a circle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece of work.
+
+    Attributes:
+        streams: the streams it occupies, each in the order of the list that the job stands in.
+        duration_ms: at full speed.
+        after: places in the list of the jobs that must have ended.
+        demands: resources and how much of each it draws at full speed, in the unit of their capacities.
+    """
+
+    streams: tuple[str, ...]
+    duration_ms: float
+    after: tuple[int, ...] = ()
+    demands: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each job began and ended, in ms, in the order of the list of jobs."""
+
+    begin_ms: tuple[float, ...]
+    end_ms: tuple[float, ...]
+
+    @property
+    def makespan_ms(self) -> float:
+        return max(self.end_ms, default=0.0)
+
+
+def run_jobs(jobs: Sequence[Job], capacities: Mapping[str, float] | None = None) -> Timeline:
+    """Lets `jobs` run.
+
+    Args:
+        jobs: in the order in which they are queued on their streams.
+        capacities: of resources; one that is not named has no limit.
+
+    Raises:
+        DeadlockError: some jobs can never begin.
+    """
+    limited = capacities or {}
+    waits_for = _predecessors(jobs)
+    if not any(resource in limited for job in jobs for resource, _ in job.demands):
+        return _run_alone(jobs, waits_for)
+    return _run_together(jobs, waits_for, limited)
+
+
+def _predecessors(jobs: Sequence[Job]) -> list[set[int]]:
+    last_on: dict[str, int] = {}
+    waits_for: list[set[int]] = []
+    for place, job in enumerate(jobs):
+        before = set(job.after)
+        before.update(last_on[stream] for stream in job.streams if stream in last_on)
+        last_on.update(dict.fromkeys(job.streams, place))
+        waits_for.append(before)
+    return waits_for
+
+
+def _run_alone(jobs: Sequence[Job], waits_for: list[set[int]]) -> Timeline:
+    """Nobody slows anybody down: each job begins when the last one it waits for has ended."""
+    begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
+    ready = _Ready(waits_for)
+    for place in ready:
+        begin[place] = max((end[before] for before in waits_for[place]), default=0.0)
+        end[place] = begin[place] + jobs[place].duration_ms
+        ready.done(place)
+    return Timeline(tuple(begin), tuple(end))
+
+
+def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], capacities: Mapping[str, float]) -> Timeline:
+    begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
+    left: dict[int, float] = {}  # running jobs, and the ms at full speed that each still takes
+    ready = _Ready(waits_for)
+    now = 0.0
+    while True:
+        for place in ready.take():
+            begin[place] = now
+            left[place] = jobs[place].duration_ms
+        if not left:
+            ready.check_finished()
+            return Timeline(tuple(begin), tuple(end))
+        speed = _speeds(jobs, left, capacities)
+        step = min(ms / speed[place] for place, ms in left.items())
+        now += step
+        for place in list(left):
+            left[place] -= step * speed[place]
+            if left[place] <= 1e-9 * jobs[place].duration_ms:
+                del left[place]
+                end[place] = now
+                ready.done(place)
+
+
+def _speeds(jobs: Sequence[Job], running: Mapping[int, float], capacities: Mapping[str, float]) -> dict[int, float]:
+    """Of each running job: capacity over demand at the resource where that is smallest, and at most 1."""
+    drawn: dict[str, float] = defaultdict(float)
+    for place in running:
+        for resource, demand in jobs[place].demands:
+            drawn[resource] += demand
+    speeds: dict[int, float] = {}
+    for place in running:
+        speed = 1.0
+        for resource, demand in jobs[place].demands:
+            if demand > 0 and drawn[resource] > capacities.get(resource, drawn[resource]):
+                speed = min(speed, capacities[resource] / drawn[resource])
+        speeds[place] = speed
+    return speeds
+
+
+class _Ready:
+    """Jobs whose predecessors have all ended, in the order in which that came about."""
+
+    def __init__(self, waits_for: list[set[int]]) -> None:
+        self._missing = [len(before) for before in waits_for]
+        self._followers: list[list[int]] = [[] for _ in waits_for]
+        for place, before in enumerate(waits_for):
+            for other in before:
+                self._followers[other].append(place)
+        self._queue = [place for place, missing in enumerate(self._missing) if not missing]
+        self._finished = 0
+
+    def take(self) -> list[int]:
+        taken, self._queue = self._queue, []
+        return taken
+
+    def __iter__(self) -> _Ready:
+        return self
+
+    def __next__(self) -> int:
+        if not self._queue:
+            self.check_finished()
+            raise StopIteration
+        return self._queue.pop()
+
+    def done(self, place: int) -> None:
+        self._finished += 1
+        for other in self._followers[place]:
+            self._missing[other] -= 1
+            if not self._missing[other]:
+                self._queue.append(other)
+
+    def check_finished(self) -> None:
+        if self._finished < len(self._missing):
+            waiting = [place for place, missing in enumerate(self._missing) if missing]
+            raise DeadlockError(f"jobs {waiting[:10]} wait for each other and can never begin")
