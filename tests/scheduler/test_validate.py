@@ -126,7 +126,7 @@ def test_packs_must_cover_every_call_in_order() -> None:
     gap = (PACKS[0], PACKS[1], replace(PACKS[2], positions=(3,)))
     twice = (PACKS[0], replace(PACKS[1], positions=(0, 1)), PACKS[2])
     for packs in (gap, twice):
-        with pytest.raises(PlanError, match="do not cover [34] calls once and in order"):
+        with pytest.raises(PlanError, match=r"do not cover [34] calls once and in order"):
             check(IMMEDIATE, packs)
     with pytest.raises(PlanError, match="not numbered in order"):
         check(IMMEDIATE, PACKS[::-1])
