@@ -57,10 +57,30 @@ def run_jobs(jobs: Sequence[Job], capacities: Mapping[str, float] | None = None)
         DeadlockError: some jobs can never begin.
     """
     limited = capacities or {}
-    waits_for = _predecessors(jobs)
-    if not any(resource in limited for job in jobs for resource, _ in job.demands):
-        return _run_alone(jobs, waits_for)
-    return _run_together(jobs, waits_for, limited)
+    if limited and any(resource in limited for job in jobs for resource, _ in job.demands):
+        return _run_together(jobs, _predecessors(jobs), limited)
+    if all(before < place for place, job in enumerate(jobs) for before in job.after):
+        return _run_in_order(jobs)
+    return _run_alone(jobs, _predecessors(jobs))
+
+
+def _run_in_order(jobs: Sequence[Job]) -> Timeline:
+    """No job waits for one behind it, so each can be placed in turn; as `_run_alone`, several times as fast."""
+    begin: list[float] = []
+    end: list[float] = []
+    free: dict[str, float] = {}
+    for job in jobs:
+        start = 0.0
+        for before in job.after:
+            start = max(start, end[before])
+        for stream in job.streams:
+            start = max(start, free.get(stream, 0.0))
+        stop = start + job.duration_ms
+        for stream in job.streams:
+            free[stream] = stop
+        begin.append(start)
+        end.append(stop)
+    return Timeline(tuple(begin), tuple(end))
 
 
 def _predecessors(jobs: Sequence[Job]) -> list[set[int]]:
