@@ -392,15 +392,19 @@ def _check_harmony(settings: HarmonySettings) -> None:
         raise ConfigError(f"harmony.device_memory_gib must be a number above 0, not {gib!r}.")
     if not isinstance(settings.device, str):
         raise ConfigError(f'harmony.device must be a name such as "cpu" or "cuda:0", not {settings.device!r}.')
-    for key in ("plan", "profile"):
-        value = getattr(settings, key)
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"harmony.{key} must be the path of a JSON file, not {value!r}.")
-    if settings.plan is not None and settings.pack_layers is not None:
-        raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")
+    _check_files(settings)
     seed = settings.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ConfigError(f"harmony.seed must be a whole number, not {seed!r}.")
     for key in ("prefetch", "pin_memory"):
         if not isinstance(getattr(settings, key), bool):
             raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
+
+
+def _check_files(settings: HarmonySettings) -> None:
+    for key in ("plan", "profile"):
+        value = getattr(settings, key)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"harmony.{key} must be the path of a JSON file, not {value!r}.")
+    if settings.plan is not None and settings.pack_layers is not None:
+        raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")
