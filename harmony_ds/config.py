@@ -57,7 +57,7 @@ _ZERO = frozenset(
     "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
 )
 _HARMONY = frozenset(
-    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split()
+    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs residency".split()
 )
 _DTYPES = {
     "fp32": torch.float32,
@@ -103,6 +103,7 @@ class HarmonySettings:
         pin_memory: page-lock host memory (CUDA).
         seed: of the micro-batches' random numbers (None: torch.initial_seed() at initialize).
         gradient_slabs: host buffers for gradients on their way to an update that is not deferred.
+        residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
     """
 
     device: str = "auto"
@@ -114,6 +115,7 @@ class HarmonySettings:
     pin_memory: bool = True
     seed: int | None = None
     gradient_slabs: int = 3
+    residency: str | int = "auto"
 
     @property
     def budget_bytes(self) -> int | None:
@@ -378,6 +380,10 @@ def _harmony(block: object) -> HarmonySettings:
 def _check_harmony(settings: HarmonySettings) -> None:
     if settings.stash not in ("auto", "device", "host"):
         raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
+    resident = settings.residency
+    counted = isinstance(resident, int) and not isinstance(resident, bool) and resident >= 0
+    if resident not in ("auto", "off") and not counted:
+        raise ConfigError(f'harmony.residency is {resident!r}: it must be "auto", "off" or a number of packs.')
     for key in ("pack_layers", "gradient_slabs"):
         value = getattr(settings, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,7 +27,10 @@ from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.validate import validate
+
+_logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 _MEASURE_ATTEMPTS = 16
@@ -38,7 +42,7 @@ class PlanSettings:
 
     Attributes:
         group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, prefetch: see `harmony_ds.config.HarmonySettings`.
+        pack_layers, stash, prefetch, residency: see `harmony_ds.config.HarmonySettings`.
         deferred_update: whether updates wait for the norm of all gradients.
         element: bytes per element of weights and gradients on the link.
     """
@@ -49,6 +53,7 @@ class PlanSettings:
     prefetch: bool
     deferred_update: bool
     element: ElementBytes
+    residency: int | None = None
 
 
 class Runner:
@@ -64,7 +69,9 @@ class Runner:
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
         self.executor = Executor(parts, graph.resident)
-        self._streamer = Streamer(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls)
+        self._streamer = Streamer(
+            parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
+        )
         self.failed: str | None = None
 
     # ---- measuring and planning
@@ -99,6 +106,7 @@ class Runner:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
+        self._parts.device_store.drop()
         table = self._measure_until_known(forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
@@ -141,8 +149,12 @@ class Runner:
             pack_layers=settings.pack_layers,
             stash=settings.stash,
             policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+            residency=settings.residency,
         )
-        return choose_plan(graph, costs, settings.element, request)
+        plan = choose_plan(graph, costs, settings.element, request)
+        for reason in why_not_resident(plan.packing, settings.residency):
+            _logger.warning("%s", reason)
+        return plan
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         element = self._settings.element
@@ -171,7 +183,7 @@ class Runner:
     def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
         assert self._plan is not None and self._costs is not None
         walked = walk_memory(self._plan.packs, tasks, self._costs)
-        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {})
+        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy.resident)
 
     # ---- running
 
@@ -216,7 +228,7 @@ class Runner:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         assert self._plan is not None and self._costs is not None
-        packs = self._plan.packs
+        packs, resident = self._plan.packs, self._plan.policy.resident
         tasks = [
             task
             for index in self._plan.packing.backward
@@ -225,12 +237,12 @@ class Runner:
                 *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
                 Task(TaskKind.EVICT, index),
             )
+            if task.kind is TaskKind.FORWARD or index not in resident
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
         walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
-        work = Work(
-            packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches}
-        )
+        by_index = {m.index: m for m in micro_batches}
+        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, by_index, resident)
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)

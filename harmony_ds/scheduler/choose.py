@@ -14,6 +14,7 @@ from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, pack_uniformly
 from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
+from harmony_ds.scheduler.resident import resident_packs
 from harmony_ds.scheduler.validate import validate
 
 
@@ -28,6 +29,7 @@ class Request:
         pack_layers: calls in a pack (None: as many as fit).
         stash: "auto", "device" or "host".
         policy: where tasks are placed; its `stash_on_host` is decided here.
+        residency: how many of the last packs are resident (None: as the scheduler sees fit, which is none yet).
     """
 
     micro_batches: int
@@ -36,6 +38,7 @@ class Request:
     pack_layers: int | None
     stash: str
     policy: Policy
+    residency: int | None = None
 
 
 def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request) -> Plan:
@@ -61,25 +64,27 @@ def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, requ
 
 def make_plan(packing: Packing, costs: CostTable, request: Request, stash_on_host: bool) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    policy = replace(request.policy, stash_on_host=ALL_PACKS if stash_on_host else 0)
+    resident = resident_packs(packing, request.residency)
+    policy = replace(request.policy, stash_on_host=ALL_PACKS if stash_on_host else 0, resident=resident)
     group = Group(tuple(range(request.micro_batches)))
     tasks = compose_step(packing, group, policy)
     validate(packing, tasks, group, policy.resident)
-    peak = request.resident_bytes + walk_memory(packing.packs, tasks, costs).peak_bytes
-    return Plan(packing, policy, tasks, request.micro_batches, request.resident_bytes, peak)
+    resident_bytes = request.resident_bytes + sum(packing.packs[index].resident_bytes for index in resident)
+    peak = resident_bytes + walk_memory(packing.packs, tasks, costs).peak_bytes
+    return Plan(packing, policy, tasks, request.micro_batches, resident_bytes, peak)
 
 
 def _explain(plan: Plan, request: Request) -> str:
     assert request.budget_bytes is not None
     weights = max(pack.weight_bytes for pack in plan.packs)
     gradients = max(pack.gradient_bytes for pack in plan.packs)
-    rest = plan.peak_bytes - request.resident_bytes - min(2, len(plan.packs)) * weights - gradients
+    rest = plan.peak_bytes - plan.resident_bytes - min(2, len(plan.packs)) * weights - gradients
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
         f"{request.budget_bytes:,}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
-        f"gradients, {request.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
+        f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
         f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.pack_layers or 'chosen'}); "
-        "(4) name smaller layers in harmony.layers."
+        "(4) name smaller layers in harmony.layers" + ("; (5) lower harmony.residency." if request.residency else ".")
     )

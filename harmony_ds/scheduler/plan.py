@@ -58,6 +58,9 @@ class Pack:
         weight_bytes: bytes that one swap-in moves.
         gradient_bytes: bytes that one swap-out of all its gradients moves.
         needs_backward: whether any gradient flows through it.
+        resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack
+            owns, and masters and optimizer state of `owned`.
+        update_bytes: the most that updating it on the device takes beside that and the gradients.
     """
 
     index: int
@@ -68,6 +71,8 @@ class Pack:
     weight_bytes: int
     gradient_bytes: int
     needs_backward: bool
+    resident_bytes: int = 0
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class Plan:
         policy: where things wait.
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
-        resident_bytes: everything that stays on the device for the whole step.
+        resident_bytes: everything that stays on the device for the whole step, resident packs included.
         peak_bytes: predicted device peak.
     """
 
