@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +215,7 @@ class DeviceOptimizer:
             part.state[parameter] = {
                 key: torch.empty_like(value, device=place).copy_(value)
                 if isinstance(value, Tensor) and value.dim()
-                else value
+                else deepcopy(value)
                 for key, value in (self._host.state_of(name) or {}).items()
             }
         elif isinstance(part, torch.optim.Adagrad):

@@ -98,7 +98,8 @@ class DeviceStore:
         self._ledger = ledger
         self._residency = residency
         self._optimizer = optimizer
-        self._packs: dict[Names, DeviceCopy] = {}
+        self._names: tuple[Names, ...] = ()
+        self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
         self._held: dict[str, _Held] = {}
         self._masters: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
@@ -107,10 +108,10 @@ class DeviceStore:
 
     def holds(self, packs: Sequence[Names]) -> bool:
         """Whether exactly these packs are here."""
-        return set(packs) == set(self._packs)
+        return tuple(packs) == self._names
 
     def hold(self, packs: Sequence[Names]) -> list[DeviceCopy]:
-        """Device copies of exactly these packs' parameters, up to date; all others are let go.
+        """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
 
         Raises:
             DeviceOutOfMemoryError: they do not fit; none is held then.
@@ -120,16 +121,17 @@ class DeviceStore:
             try:
                 for names in packs:
                     self._settle(names)
+                self._names = tuple(packs)
             except BaseException:
                 self.drop()
                 raise
         self.refresh()
-        return [self._packs[names] for names in packs]
+        return list(self._packs)
 
     def _settle(self, names: Names) -> None:
         fresh = tuple(name for name in names if name not in self._held)
         copy = self._residency.swap_in(fresh, Kind.RESIDENT)
-        self._packs[names] = copy
+        self._packs.append(copy)
         copy.wait(self._device)
         for name in fresh:
             self._held[name] = _Held(_Twin(self._store.parameters[name], copy.leaves[name].detach()))
@@ -190,14 +192,14 @@ class DeviceStore:
         found: dict[str, nn.Parameter] = {}
         for name in names:
             if name in self._held:
-                found[name] = next(copy.leaves[name] for copy in self._packs.values() if name in copy.leaves)
+                found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
         return found
 
     def drop(self) -> None:
         """Copies what changed to the host, and frees everything on the device."""
         self.show()
         self.forget_gradients()
-        for copy in self._packs.values():
+        for copy in self._packs:
             self._residency.evict(copy)
         for buffer in self._masters:
             self._device.free(buffer)
@@ -205,6 +207,7 @@ class DeviceStore:
             if held.stepped is not None and self._optimizer is not None:
                 self._optimizer.forget(held.stepped)
             self._device.discharge(held.state_bytes)
+        self._names = ()
         self._packs.clear()
         self._masters.clear()
         self._held.clear()
@@ -319,7 +322,7 @@ class DeviceStore:
         if names is None:
             self._norms.clear()
         chosen = list(self._held if names is None else names)
-        for copy in self._packs.values():
+        for copy in self._packs:
             for name in chosen:
                 self._residency.forget_gradient(copy, name)
 
@@ -327,7 +330,7 @@ class DeviceStore:
         """The gradient of `name`: its packs' sums, added up in the order of the backward pass, in the first of them."""
         parts = [
             (copy, gradient)
-            for copy in reversed(self._packs.values())
+            for copy in reversed(self._packs)
             if (gradient := self._residency.gradient(copy, name)) is not None
         ]
         if not parts:
