@@ -144,6 +144,8 @@ class DeviceOptimizer:
             if self._replaced and isinstance(self._part, torch.optim.Adagrad):  # torch's makes it when constructed
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
             return 0
+        if isinstance(self._part, Lion):  # DeepSpeed's makes a second moment that nothing reads
+            known = {key: value for key, value in known.items() if key != "exp_avg_sq"}
         self.state[parameter] = {self._there(key): self._arrived(key, value, parameter) for key, value in known.items()}
         return sum(_bytes(value) for value in known.values())
 
@@ -154,7 +156,8 @@ class DeviceOptimizer:
             return 0
         known = self._host.state_of(name) or {}
         returned = {key if not self._replaced else _BACK.get(key, key): value for key, value in state.items()}
-        self._host.put_state(name, {key: self._returned(key, value, known.get(key)) for key, value in returned.items()})
+        here = {key: self._returned(key, value, known.get(key)) for key, value in returned.items()}
+        self._host.put_state(name, {**known, **here} if self._replaced else here)
         return sum(_bytes(value) for value in state.values())
 
     def forget(self, parameter: nn.Parameter) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from harmony_ds import ConfigError, EngineFailedError, HarmonyEngine
+from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine
 from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.offload.ledger import Kind
 from harmony_ds.runtime import runner
 from harmony_ds.scheduler import Plan
 from tests.engine.drive import (
@@ -25,6 +26,7 @@ from tests.engine.drive import (
     engine_for,
     family,
     groups_of,
+    loop,
     means_of,
     optimizer_for,
     plainly,
@@ -227,10 +229,10 @@ def test_swapped_bytes_are_those_of_the_other_packs(residency: int, clip: float 
     assert first.host_to_device["resident"] == sum(sizes[6 - residency :])
     assert report.host_to_device["resident"] == 0
     # A norm for each of their parameters.
-    assert report.device_to_host["resident"] == 4 * resident_tensors(engine, model)
+    assert report.device_to_host["resident"] == 4 * resident_tensors(engine)
 
 
-def resident_tensors(engine: HarmonyEngine, model: nn.Module) -> int:
+def resident_tensors(engine: HarmonyEngine) -> int:
     assert engine.plan is not None
     return sum(len(engine.plan.packs[index].parameters) for index in engine.plan.policy.resident)
 
@@ -316,17 +318,11 @@ def test_a_look_moves_only_what_is_looked_at_and_only_once() -> None:
         ledger.close()
         head = engine.module.lm_head.weight
         nbytes = head.numel() * 4
-        assert ledger.close().device_to_host == {kind: nbytes * (kind.value == "resident") for kind in type(kind_of())}
+        assert ledger.close().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
         assert engine.module.lm_head.weight is head
         assert sum(ledger.close().device_to_host.values()) == 0
         engine.train_batch(iter(GROUPS[2]))
         assert engine.swap_report().host_to_device["resident"] == nbytes  # who looks may have written
-
-
-def kind_of() -> Any:
-    from harmony_ds.offload.ledger import Kind
-
-    return Kind.RESIDENT
 
 
 def same_states(actual: Any, expected: Any) -> None:
@@ -463,14 +459,10 @@ def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> N
 def test_losses_looked_at_early(clip: float | None) -> None:
     plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, clip)
     model = LLAMA.build(0.1)
-    with engine_for(model, adamw, config_with(3, clip)) as engine, pytest.warns(RuntimeWarning, match="looked at"):
-        for group in GROUPS:
-            for i, batch in enumerate(group):
-                loss = engine(**batch).loss
-                if i != 1:
-                    loss.item()
-                engine.backward(loss)
-                engine.step()
+    with engine_for(model, adamw, config_with(3, clip)) as engine:
+        with pytest.warns(RuntimeWarning, match="looked at"):
+            loop(engine, GROUPS[:1], look=lambda i: i != 1)
+        loop(engine, GROUPS[1:], look=lambda i: i != 1)
     assert_same(model, plain, bitwise=True)
 
 
@@ -532,8 +524,6 @@ def test_a_failure_of_an_update_on_the_device_surfaces_and_ends_the_engine(
 def test_a_budget_that_the_resident_packs_do_not_fit_into_says_so() -> None:
     config = config_with(EVERY)
     config["harmony"]["device_memory_gib"] = 150_000 / 2**30
-    from harmony_ds import DoesNotFitError
-
     with (
         engine_for(LLAMA.build(0.0), adamw, config) as engine,
         pytest.raises(DoesNotFitError, match=r"lower harmony\.residency"),
@@ -552,4 +542,4 @@ def test_without_residency_nothing_stays(value: Any) -> None:
     with engine_for(LLAMA.build(0.0), adamw, config_with(value)) as engine:
         train_groups(engine, GROUPS[:1])
         assert engine.plan.policy.resident == engine.plan.policy.kept == ()
-        assert sum(engine.swap_report().host_to_device[kind] for kind in ("resident",)) == 0
+        assert engine.swap_report().host_to_device["resident"] == 0
