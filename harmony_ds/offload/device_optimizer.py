@@ -73,8 +73,8 @@ class DeviceOptimizer:
     def __init__(self, host: HostOptimizer, device: torch.device) -> None:
         self._host = host
         self._on_host = device.type == "cpu"
-        self._fused = device.type == "cuda" and isinstance(host.optimizer, _FUSED_ON_CUDA)
         stand_in = _stand_in(host.optimizer) if host.native else None
+        self._fused = device.type == "cuda" and isinstance(stand_in or host.optimizer, _FUSED_ON_CUDA)
         # Memory is asked of the stand-in in any case: compiled code cannot step tensors that have no memory.
         self._asked = part_of(stand_in or host.optimizer)
         self._replaced = stand_in is not None and not self._on_host
