@@ -57,7 +57,8 @@ _ZERO = frozenset(
     "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
 )
 _HARMONY = frozenset(
-    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile".split()
+    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile "
+    "residency".split()
 )
 _DTYPES = {
     "fp32": torch.float32,
@@ -106,6 +107,7 @@ class HarmonySettings:
         gradient_slabs: host buffers for gradients on their way to an update that is not deferred.
         plan: a file with a plan to run, in the place of a search.
         profile: a file that times and rates are kept in, and taken from where it was measured on the same.
+        residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
     """
 
     device: str = "auto"
@@ -119,6 +121,7 @@ class HarmonySettings:
     gradient_slabs: int = 3
     plan: str | None = None
     profile: str | None = None
+    residency: str | int = "auto"
 
     @property
     def budget_bytes(self) -> int | None:
@@ -383,6 +386,10 @@ def _harmony(block: object) -> HarmonySettings:
 def _check_harmony(settings: HarmonySettings) -> None:
     if settings.stash not in ("auto", "device", "host"):
         raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
+    resident = settings.residency
+    counted = isinstance(resident, int) and not isinstance(resident, bool) and resident >= 0
+    if resident not in ("auto", "off") and not counted:
+        raise ConfigError(f'harmony.residency is {resident!r}: it must be "auto", "off" or a number of packs.')
     for key in ("pack_layers", "gradient_slabs"):
         value = getattr(settings, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -237,7 +237,7 @@ class HarmonyEngine(nn.Module):
         batches = self._take(data_iter)
         training = self.module.training
         self.module.eval()
-        self.finish_updates()
+        self._assembly.wait_for_updates()
         try:
             losses = self._group.evaluate([(*_arguments(batch), loss_fn) for batch in batches])
         finally:
@@ -395,7 +395,9 @@ class HarmonyEngine(nn.Module):
     # ---- state and reports
 
     def finish_updates(self) -> None:
-        """Waits for updates that are still under way. Reading weights through the model does so by itself."""
+        """Waits for updates that are still under way, and brings what lives on the device to the host. Reading weights
+        through the model, or the optimizer's state, does so by itself.
+        """
         self._assembly.finish_updates()
 
     @property
@@ -450,7 +452,7 @@ class HarmonyEngine(nn.Module):
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""
-        self.finish_updates()
+        self._assembly.wait_for_updates()
         plan = self._runner.plan
         device = self._assembly.device
         return MemoryReport(

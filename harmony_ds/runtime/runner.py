@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,9 +32,12 @@ from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, TaskKind
+from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.validate import validate
+
+_logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 _MEASURE_ATTEMPTS = 16
@@ -46,7 +50,7 @@ class PlanSettings:
 
     Attributes:
         group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, prefetch: see `harmony_ds.config.HarmonySettings`.
+        pack_layers, stash, prefetch, residency: see `harmony_ds.config.HarmonySettings`.
         plan: to run in the place of a search.
         profile: the file in which times and rates are kept.
         deferred_update: whether updates wait for the norm of all gradients.
@@ -61,6 +65,7 @@ class PlanSettings:
     element: ElementBytes
     plan: Plan | None = None
     profile: Path | None = None
+    residency: str | int = "off"
 
 
 class Runner:
@@ -78,7 +83,9 @@ class Runner:
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
         self.executor = Executor(parts, graph.resident)
-        self._streamer = Streamer(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls)
+        self._streamer = Streamer(
+            parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
+        )
         self.failed: str | None = None
 
     # ---- measuring and planning
@@ -118,6 +125,7 @@ class Runner:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
+        self._parts.device_store.drop()
         table = self._timed(self._measure_until_known(forward, objective, seed), inputs, forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
@@ -184,11 +192,16 @@ class Runner:
             pack_layers=settings.pack_layers,
             stash=settings.stash,
             policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+            residency=settings.residency,
             resident_set=self._resident_set(graph),
         )
         if settings.plan is not None:
             return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
-        return search(graph, costs, self._machine, settings.element, request, top=_TOP)
+        choices = search(graph, costs, self._machine, settings.element, request, top=_TOP)
+        if isinstance(settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
+                _logger.warning("%s", reason)
+        return choices
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element
@@ -225,7 +238,7 @@ class Runner:
     def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
         assert self._plan is not None and self._costs is not None
         walked = walk_memory(self._plan.packs, tasks, self._costs)
-        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {})
+        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy.resident)
 
     # ---- running
 
@@ -270,7 +283,7 @@ class Runner:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         assert self._plan is not None and self._costs is not None
-        packs = self._plan.packs
+        packs, resident = self._plan.packs, self._plan.policy.resident
         tasks = [
             task
             for index in self._plan.packing.backward
@@ -279,12 +292,12 @@ class Runner:
                 *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
                 Task(TaskKind.EVICT, index),
             )
+            if task.kind is TaskKind.FORWARD or index not in resident
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
         walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
-        work = Work(
-            packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches}
-        )
+        by_index = {m.index: m for m in micro_batches}
+        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, by_index, resident)
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)

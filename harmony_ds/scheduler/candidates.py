@@ -11,6 +11,7 @@ from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.packing import ElementBytes, Packer, uniform_bounds
 from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of
 from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.resident import resident_packs
 from harmony_ds.scheduler.time_bounds import TimeBounds
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -131,9 +132,8 @@ def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
 
 def _stays(packing: Packing, request: Request) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
     """Kept packs, resident packs and a name: none, kept ones, resident ones, both."""
-    able = residents(packing)
     if isinstance(request.residency, int):
-        chosen = tuple(sorted(able[: request.residency]))
+        chosen = resident_packs(packing, request.residency)
         yield (), chosen, f", {len(chosen)} packs resident" if chosen else ""
         return
     yield (), (), ""
@@ -144,28 +144,8 @@ def _stays(packing: Packing, request: Request) -> Iterator[tuple[tuple[int, ...]
         kept = both[: round(kept_share * len(both))]
         if kept:
             yield tuple(sorted(kept)), (), f", {len(kept)} packs kept"
-        if kept_share not in (0.0, 1.0) or request.resident_state_bytes is None:
-            continue
-        for share in _SHARES:
-            resident = tuple(sorted(able[: round(share * len(able))]))
+        for share in _SHARES if kept_share in (0.0, 1.0) else ():
+            resident = resident_packs(packing, round(share * len(packing.backward)))
             rest = tuple(sorted(i for i in kept if i not in resident))
             if resident:
                 yield rest, resident, f", {len(resident)} packs resident" + (f", {len(rest)} kept" if rest else "")
-
-
-def residents(packing: Packing) -> list[int]:
-    """Packs that may stay on the device from step to step, the last ones first.
-
-    Both passes must run them as they are, and no other pack may have any of their parameters: two copies of a weight
-    would go ways of their own.
-    """
-    last = packing.backward[-1]
-    holders: dict[str, int] = {}
-    for pack in packing.packs:
-        for name in pack.parameters:
-            holders[name] = holders.get(name, 0) + 1
-    return [
-        index
-        for index in reversed(packing.backward)
-        if (index in packing.forward or index == last) and all(holders[n] == 1 for n in packing.packs[index].parameters)
-    ]

@@ -23,8 +23,6 @@ class Request:
         stash: "auto", "device" or "host".
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
         residency: which packs stay on the device while memory is to spare: "auto", "off", or so many from the end.
-        resident_state_bytes: device bytes per trainable element of a resident pack beside weight and gradient: master,
-            optimizer state (None: not known, so that no pack can be resident).
         resident_set: the part of `resident_bytes` that is swapped.
     """
 
@@ -35,7 +33,6 @@ class Request:
     stash: str
     policy: Policy
     residency: str | int = "off"
-    resident_state_bytes: int | None = None
     resident_set: ResidentSet = field(default_factory=ResidentSet)
 
     @property
@@ -46,11 +43,7 @@ class Request:
 
 def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
     """Everything that stays on the device: the resident set, and weights and optimizer state of resident packs."""
-    total = request.resident_bytes
-    for index in policy.resident:
-        pack = packing.packs[index]
-        total += pack.weight_bytes + pack.update_elements * (request.resident_state_bytes or 0)
-    return total
+    return request.resident_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
 
 
 def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
@@ -73,13 +66,13 @@ def explain(plan: Plan, request: Request) -> str:
     assert request.budget_bytes is not None
     weights = max(pack.weight_bytes for pack in plan.packs)
     gradients = max(pack.gradient_bytes for pack in plan.packs)
-    rest = plan.peak_bytes - request.resident_bytes - min(2, len(plan.packs)) * weights - gradients
+    rest = plan.peak_bytes - plan.resident_bytes - min(2, len(plan.packs)) * weights - gradients
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
         f"{request.budget_bytes:,}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
-        f"gradients, {request.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
+        f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
         f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.pack_layers or 'chosen'}); "
-        "(4) name smaller layers in harmony.layers."
+        "(4) name smaller layers in harmony.layers" + ("; (5) lower harmony.residency." if request.residency else ".")
     )

@@ -59,6 +59,9 @@ class Pack:
         gradient_bytes: bytes that one swap-out of all its gradients moves.
         needs_backward: whether any gradient flows through it.
         update_elements: trainable elements of `owned`.
+        resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack
+            owns, and masters and optimizer state of `owned`.
+        update_bytes: the most that updating it on the device takes beside that and the gradients.
     """
 
     index: int
@@ -70,6 +73,8 @@ class Pack:
     gradient_bytes: int
     needs_backward: bool
     update_elements: int = 0
+    resident_bytes: int = 0
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,7 @@ class Plan:
         policy: where things wait.
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
-        resident_bytes: everything that stays on the device for the whole step.
+        resident_bytes: everything that stays on the device for the whole step, resident packs included.
         peak_bytes: predicted device peak.
         resident_set: the part of `resident_bytes` that crosses the link in every step.
     """

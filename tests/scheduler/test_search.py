@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harmony_ds import DoesNotFitError, Plan
+from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan, pack_uniformly
@@ -19,7 +20,14 @@ from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
 
-GRAPH = graph_of([256] * 8)  # 1 KiB of weights and of gradients each
+
+def _with_state(graph: LayerGraph) -> LayerGraph:
+    """Adam's two moments, on the device for resident packs."""
+    specs = (replace(spec, state_bytes=8 * spec.numel, update_bytes=4 * spec.numel) for spec in graph.parameters)
+    return replace(graph, parameters=tuple(specs))
+
+
+GRAPH = _with_state(graph_of([256] * 8))  # 1 KiB of weights and of gradients each
 COSTS = costs_of(
     GRAPH.calls,
     CallCost(
@@ -64,7 +72,7 @@ SWEEP = range(4_000, 60_000, 4_500)
 def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str, residency: str) -> None:
     times: list[int] = []
     for budget in SWEEP:
-        wanted = replace(request(budget, stash), residency=residency, resident_state_bytes=8)
+        wanted = replace(request(budget, stash), residency=residency)
         try:
             choice = search(GRAPH, COSTS, machine, FP32, wanted)[0]
         except DoesNotFitError:
@@ -86,9 +94,9 @@ def test_a_stash_setting_is_obeyed() -> None:
 @given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5), budget=st.integers(3_000, 30_000))
 @settings(max_examples=25, deadline=None)
 def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: list[int], budget: int) -> None:
-    graph = graph_of(sizes)
+    graph = _with_state(graph_of(sizes))
     costs = replace(COSTS, calls=graph.calls, costs=COSTS.costs[: len(sizes)])
-    wanted = replace(request(budget), residency="auto", resident_state_bytes=8)
+    wanted = replace(request(budget), residency="auto")
     every = []
     for candidate in candidates(graph, costs, FP32, wanted, TimeBounds(costs, GPU, wanted)):
         plan = make_plan(candidate.packing, costs, wanted, candidate.policy)
