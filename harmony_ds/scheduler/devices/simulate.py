@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from harmony_ds.scheduler.devices.compose import compose
 from harmony_ds.scheduler.devices.graph import Schedule, Setup
 from harmony_ds.scheduler.devices.lowering import lower
@@ -10,11 +12,20 @@ from harmony_ds.scheduler.devices.profile import PackCosts
 from harmony_ds.scheduler.events import run_jobs
 
 
-def simulate(setup: Setup, schedule: Schedule, costs: PackCosts, machine: Machine, overlap: bool) -> float:
-    """Milliseconds of one optimizer step.
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Milliseconds of one optimizer step, and how many jobs were run to know it."""
+
+    time_ms: float
+    jobs: int
+
+
+def simulate(setup: Setup, schedule: Schedule, costs: PackCosts, machine: Machine, overlap: bool) -> Simulated:
+    """How long one optimizer step takes.
 
     Args:
         overlap: whether swaps, and hand-overs between tasks, go on while layers are computed.
     """
     graph = compose(setup, schedule, first_replica_only=True)
-    return run_jobs(lower(graph, costs, machine, overlap)).makespan_ms
+    jobs = lower(graph, costs, machine, overlap)
+    return Simulated(run_jobs(jobs).makespan_ms, len(jobs))

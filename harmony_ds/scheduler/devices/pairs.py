@@ -1,0 +1,162 @@
+"""Pairs of a backward and a forward packing, the most promising first, for one number of devices at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from harmony_ds.scheduler.devices.candidates import Packings
+from harmony_ds.scheduler.devices.graph import Schedule
+from harmony_ds.scheduler.devices.loads import Loads, PassLoad, PassLoads
+from harmony_ds.scheduler.devices.profile import PackCosts
+from harmony_ds.scheduler.partition import Bounds, fits_all
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A packing of one pass.
+
+    Attributes:
+        promise_ms: about what a step takes with the best other half.
+    """
+
+    micro_batch: int
+    method: str
+    bounds: Bounds
+    load: PassLoad
+    promise_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A schedule.
+
+    Attributes:
+        method: how its passes were cut.
+        bound_ms: the least that it takes.
+        rank: how many with the same backward packing and forward size have a lower bound.
+    """
+
+    schedule: Schedule
+    method: str
+    bound_ms: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        forward_sizes, backward_sizes: micro-batch sizes, ascending.
+        cap_bytes: memory of a pack.
+        fewest_packs, most_packs: of both passes together.
+    """
+
+    forward_sizes: tuple[int, ...]
+    backward_sizes: tuple[int, ...]
+    cap_bytes: int
+    fewest_packs: int
+    most_packs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Forward packings of the same layers at the same micro-batch size."""
+
+    halves: list[Half]
+    loads: PassLoads
+
+
+class Pairs:
+    """Everything in a space."""
+
+    def __init__(self, space: Space, costs: PackCosts, loads: Loads) -> None:
+        self._space = space
+        self._costs = costs
+        self._loads = loads
+        self._packings = cache(self._make_packings)
+        self._forward = cache(self._make_forward)
+        self._least_ms = cache(self._find_least_ms)
+
+    def backward(self, size: int) -> list[Half]:
+        """The packings of the backward pass at one micro-batch size, the most promising first."""
+        halves = []
+        for method, bounds in self._cuts(True, size, self._costs.count, self._space.most_packs):
+            load = self._loads.backward(size, bounds)
+            halves.append(Half(size, method, bounds, load, self._promise_ms(size, bounds, load)))
+        return sorted(halves, key=lambda half: half.promise_ms)
+
+    def with_backward(self, half: Half, below_ms: float, keep: int) -> list[Pair]:
+        """Pairs with this backward packing: of each forward size the `keep` of lowest bound, if below `below_ms`."""
+        if half.bounds[-2] == 0:
+            pairs = [self._alone(half)] if len(half.bounds) - 1 >= self._space.fewest_packs else []
+            return [pair for pair in pairs if pair.bound_ms < below_ms]
+        pairs = []
+        for size in self._space.forward_sizes:
+            if size >= half.micro_batch:
+                pairs += self._of_size(half, size, below_ms, keep)
+        return pairs
+
+    def _alone(self, half: Half) -> Pair:
+        schedule = Schedule(half.micro_batch, (0,), half.micro_batch, half.bounds)
+        return Pair(schedule, half.method, self._loads.bound_ms(half.load), 0)
+
+    def _of_size(self, half: Half, size: int, below_ms: float, keep: int) -> list[Pair]:
+        pairs = []
+        packs, layers, reused = len(half.bounds) - 1, half.bounds[-2], half.bounds[:-1]
+        family = self._forward(size, layers)
+        if family:
+            bounds_ms = self._loads.bounds_ms(family.loads, half.load)
+            tasks = packs + family.loads.tasks
+            bounds_ms[(tasks < self._space.fewest_packs) | (tasks > self._space.most_packs)] = np.inf
+            for rank, place in enumerate(bounds_ms.argsort(kind="stable")[:keep].tolist()):
+                if bounds_ms[place] < below_ms:
+                    pairs.append(_pair(family.halves[place], half, float(bounds_ms[place]), rank))
+        all_packs = 2 * packs - 1
+        if self._space.fewest_packs <= all_packs <= self._space.most_packs:
+            if fits_all(reused, self._packings(False, size).fits):
+                again = Half(size, "reuse", reused, self._loads.forward(size, reused))
+                bound_ms = float(self._loads.bounds_ms(PassLoads.of([again.load]), half.load)[0])
+                if bound_ms < below_ms:
+                    pairs.append(_pair(again, half, bound_ms, 0))
+        return pairs
+
+    def _make_forward(self, size: int, layers: int) -> _Family | None:
+        cuts = self._cuts(False, size, layers, self._space.most_packs)
+        halves = [Half(size, method, bounds, self._loads.forward(size, bounds)) for method, bounds in cuts]
+        return _Family(halves, PassLoads.of([half.load for half in halves])) if halves else None
+
+    def _cuts(self, backward: bool, size: int, layers: int, most: int) -> Iterator[tuple[str, Bounds]]:
+        """Each cut once, under the first of its names."""
+        packings, seen = self._packings(backward, size), set()
+        numbers = range(1, min(layers, most) + 1)
+        for method, bounds in (
+            *(cut for parts in numbers for cut in packings.of_number(parts, layers)),
+            *packings.any_number(layers),
+        ):
+            if bounds not in seen and len(bounds) - 1 in numbers:
+                seen.add(bounds)
+                yield method, bounds
+
+    def _make_packings(self, backward: bool, size: int) -> Packings:
+        return Packings(self._costs, self._loads, backward, size, self._space.cap_bytes)
+
+    def _promise_ms(self, size: int, bounds: Bounds, load: PassLoad) -> float:
+        """An equal share for each device, with the least that a forward pass can add."""
+        busy_ms = load.busy_ms[0]
+        sizes = [one for one in self._space.forward_sizes if one >= size]
+        added_ms = min((self._least_ms(one, bounds[-2]) for one in sizes), default=float("inf")) if bounds[-2] else 0.0
+        return max(float(busy_ms.max()), (float(busy_ms.sum()) + added_ms) / len(busy_ms), load.first_ms)
+
+    def _find_least_ms(self, size: int, layers: int) -> float:
+        packings = self._packings(False, size)
+        return min(packings.least_ms(parts, layers) for parts in range(1, layers + 1))
+
+
+def _pair(forward: Half, backward: Half, bound_ms: float, rank: int) -> Pair:
+    schedule = Schedule(forward.micro_batch, forward.bounds, backward.micro_batch, backward.bounds)
+    return Pair(schedule, f"{forward.method}, {backward.method}", bound_ms, rank)
