@@ -98,6 +98,7 @@ def assemble(
         residency=Residency(device, store, ledger, config.accumulation_dtype),
         stash=stash,
         gradients=gradients,
+        optimizer=host_optimizer,
         updater=updater,
         lending=lending,
         layer_calls=LayerCalls(decomposition.layers, lending, stash),

@@ -7,6 +7,7 @@ the masters; hyper-parameters are passed in as they were when the user called `s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -90,6 +91,15 @@ class HostOptimizer:
             for chosen in parameters:
                 for master in chosen:
                     master.grad = None
+
+    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
+        scratch = _part_of(self.optimizer)
+        if self._native:
+            setattr(scratch, *gil_free_op(self.optimizer))
+        scratch.state = defaultdict(dict)
+        scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
+        return scratch
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_gradients import Delivery, HostGradients
-from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
@@ -62,6 +62,7 @@ class Parts:
     residency: Residency
     stash: Stash
     gradients: HostGradients | None
+    optimizer: HostOptimizer | None
     updater: Updater | None
     lending: Lending
     layer_calls: LayerCalls

@@ -93,4 +93,5 @@ class Packer:
                 if self._specs[n].trainable and needs_backward
             ),
             needs_backward=needs_backward,
+            update_elements=sum(self._specs[n].numel for n in owned if self._specs[n].trainable),
         )

@@ -58,6 +58,7 @@ class Pack:
         weight_bytes: bytes that one swap-in moves.
         gradient_bytes: bytes that one swap-out of all its gradients moves.
         needs_backward: whether any gradient flows through it.
+        update_elements: trainable elements of `owned`.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Pack:
     weight_bytes: int
     gradient_bytes: int
     needs_backward: bool
+    update_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Policy:
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
+        gradient_slabs: packs whose gradients may wait on the host for an update that is not deferred.
     """
 
     prefetch: bool = True
@@ -114,6 +117,22 @@ class Policy:
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
+    gradient_slabs: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSet:
+    """Parameters that no layer call covers: on the device from the first task of a step to the last.
+
+    Attributes:
+        weight_bytes: swapped in at the beginning.
+        gradient_bytes: swapped out at the end.
+        update_elements: trainable elements.
+    """
+
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    update_elements: int = 0
 
 
 ALL_PACKS = 2**31
@@ -131,6 +150,7 @@ class Plan:
         micro_batches: the size of the group.
         resident_bytes: everything that stays on the device for the whole step.
         peak_bytes: predicted device peak.
+        resident_set: the part of `resident_bytes` that crosses the link in every step.
     """
 
     packing: Packing
@@ -139,6 +159,7 @@ class Plan:
     micro_batches: int
     resident_bytes: int
     peak_bytes: int
+    resident_set: ResidentSet = ResidentSet()
 
     @property
     def packs(self) -> tuple[Pack, ...]:
@@ -177,12 +198,14 @@ class Plan:
         packing = data["packing"]
         packs = tuple(Pack(**_tuples(pack)) for pack in packing["packs"])
         tasks = tuple(Task(**{**task, "kind": TaskKind(task["kind"])}) for task in data["tasks"])
-        rest = {key: value for key, value in data.items() if key not in ("packing", "policy", "tasks")}
         return Plan(
             Packing(packs, tuple(packing["forward"]), tuple(packing["backward"])),
             Policy(**_tuples(data["policy"])),
             tasks,
-            **rest,
+            data["micro_batches"],
+            data["resident_bytes"],
+            data["peak_bytes"],
+            ResidentSet(**data["resident_set"]),
         )
 
 
