@@ -19,6 +19,9 @@ from harmony_ds.device.live_bytes import LiveBytes
 class MetaDevice(HostStreamDevice):
     """Both its own memory and the host's are on the meta device. Nothing is counted but by `probe`."""
 
+    copies_overlap = True
+    host_type = "meta"
+
     def __init__(self, clock_ms: Callable[[], float]) -> None:
         self.name = "meta"
         self.torch_device = torch.device("meta")
@@ -26,7 +29,6 @@ class MetaDevice(HostStreamDevice):
         self._clock_ms = clock_ms
 
     def now_ms(self) -> float:
-        """What `clock_ms` says: simulated time."""
         return self._clock_ms()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,9 @@
 kernel each: FLOPs by the formulas of `torch.utils.flop_counter`, which know matrix products, convolutions and fused
 attention; bytes are the operands' and results', each once. Views and allocations take nothing.
 
-On the meta device three things differ from a real one, and `on_meta` makes up for them: fused attention is decomposed
-into matrix products (replaced by the fused kernel's own meta version); nothing can be asked about values ("is any token
-padded?" is answered as for data without padding); and gradients of no known size cannot be (they raise).
+On the meta device two things differ from a real one, and `on_meta` makes up for them: torch decomposes attention into
+matrix products (the fused kernel's own meta version takes their place), and there are no values to ask about ("is any
+token padded?" is answered as for data without padding).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RooflineClock(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
-        if packet is _aten._local_scalar_dense:
+        if packet is _aten._local_scalar_dense and args[0].device.type == "meta":
             return _answer(args[0])
         result = func(*args, **kwargs)
         if packet in (_aten.any, _aten.all):
@@ -149,8 +149,7 @@ def _answer(value: Tensor) -> bool:
     """
     if value.dtype is not torch.bool:
         raise ModelError(
-            "the model's own code computes with values (Tensor.item()) to decide what to run, so it can only be "
-            "measured with real data: use `harmony-ds profile`."
+            "the model's own code computes with values (Tensor.item()) to decide what to run: profile it with data."
         )
     return bool(getattr(value, "harmony_answer", True))
 
@@ -190,9 +189,7 @@ def _attention(  # noqa: PLR0913, PLR0917 - the signature of F.scaled_dot_produc
     """(B, H, T, E) attention, or None where no fused kernel takes it: then torch multiplies matrices."""
     if query.dim() != 4 or query.device.type != "meta":
         return None
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    assert enable_gqa or key.shape[1] == query.shape[1]
     return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
@@ -200,15 +197,17 @@ def _cuda_attention(  # noqa: PLR0913, PLR0917
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor | None:
     """Flash attention in half precision without a mask, else the memory-efficient kernel."""
-    if mask is None and query.dtype in _HALF and query.shape[-1] <= _FLASH_HEAD:
+    fits_flash = query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD
+    if mask is None and fits_flash:
         flash: Tensor = _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
         )[0]
         return flash
+    if key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if mask is not None:
-        if mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        mask = _additive(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
     efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, True, dropout, causal, scale=scale
     )[0]
@@ -219,11 +218,17 @@ def _cpu_attention(  # noqa: PLR0913, PLR0917
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor | None:
     """The CPU's flash attention, which knows no dropout, nor a gradient of the mask."""
-    if dropout or (mask is not None and mask.requires_grad):
+    if dropout or (mask is not None and mask.requires_grad) or query.shape[-1] != value.shape[-1]:
         return None
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    mask = None if mask is None else _additive(mask, query.dtype)
     flash: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout, causal, attn_mask=mask, scale=scale
     )[0]
     return flash
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), float("-inf"))

@@ -24,6 +24,7 @@ from harmony_ds.runtime.layer_call import Kept, LayerCalls, RecordedCall
 from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import Objective
 from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.runtime.structure import Structure, structure_of
 
 
 @dataclass(slots=True)
@@ -66,15 +67,29 @@ class Measurement:
         self._kept: list[Kept] = []
         self._probe: MemoryProbe | None = None
         self._base = 0
+        self._share_equal = False
+        self._known: dict[Structure, int] = {}
 
-    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
+    def run(
+        self,
+        forward: Callable[[], Any],
+        objective: Objective,
+        seed: int,
+        resident: tuple[str, ...],
+        share_equal: bool = False,
+    ) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
+
+        Args:
+            share_equal: propagate through only one of the calls that take the same; where values decide what a layer
+                runs, equal calls need not.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
         self._resident = resident
+        self._share_equal = share_equal
         self._lending.touched.clear()
         copy = self._swap_in(resident)
         self._random.open()
@@ -134,7 +149,9 @@ class Measurement:
             row.forward = probe.peak_bytes() - before
             if call is not None:
                 self._note(row, call)
-                self._propagate(row, call, copy, probe)
+                self._propagate_once(
+                    row, call, copy, (*structure_of(self._layers[request.layer], request), row.forward)
+                )
             return outputs
         finally:
             self._residency.evict(copy)
@@ -147,6 +164,15 @@ class Measurement:
         row.made = [slot for slot in call.slots if slot is not None]
         row.taken = [sink for sink in call.sinks if isinstance(sink, Slot)]
         row.glued = [sink for sink in call.sinks if isinstance(sink, GlueSink)]
+
+    def _propagate_once(self, row: _Row, call: RecordedCall, copy: DeviceCopy, structure: Structure) -> None:
+        assert self._probe is not None
+        if self._share_equal and structure in self._known:
+            row.backward = self._known[structure]
+            self._calls.forget(call)
+            return
+        self._propagate(row, call, copy, self._probe)
+        self._known[structure] = row.backward
 
     def _propagate(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
