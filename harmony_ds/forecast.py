@@ -1,37 +1,46 @@
 """What a plan means to the one who waits for it: time, tokens per second, memory on both sides, what limits it and what
-would help. Pure arithmetic over a profile: nothing runs.
+would help. Arithmetic over a survey: nothing runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
+from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
-from harmony_ds.scheduler.choose import Request
-from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.packing import Packer, uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.simulate import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE, Prediction, with_faster
+from harmony_ds.scheduler.simulate import (
+    COMPUTE,
+    HOST,
+    SWAP_IN,
+    SWAP_OUT,
+    UPDATE,
+    Prediction,
+    simulate,
+    with_faster,
+)
+from harmony_ds.survey import Survey
 
 _MASTER_BYTES = 4
 _STATE_BYTES = 4
 STREAM_NAMES = {
     COMPUTE: "compute",
-    SWAP_IN: "swap in",
-    SWAP_OUT: "swap out",
-    UPDATE: "host update",
+    SWAP_IN: "swapping in",
+    SWAP_OUT: "swapping out",
+    UPDATE: "the host's update",
     HOST: "the engine's own work",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A model on a machine, and what is wanted of them.
+    """A survey, and what a step is judged by.
 
     Attributes:
         states: fp32 numbers per trainable parameter that the optimizer keeps.
@@ -40,11 +49,7 @@ class Situation:
         items: what a micro-batch holds, tokens or samples.
     """
 
-    graph: LayerGraph
-    costs: CostTable
-    machine: Machine
-    element: ElementBytes
-    request: Request
+    survey: Survey
     states: int
     gradient_slabs: int
     host_budget_bytes: int | None
@@ -66,8 +71,9 @@ class Forecast:
     Attributes:
         choice: the plan, its prediction and its reason.
         items_per_step: tokens or samples.
+        device_budget_bytes, host_budget_bytes: None where not known.
         host_bytes: by kind.
-        lower_bound_bytes: weights and gradients that a step must move.
+        lower_bound_bytes: weights and gradients that a step with these packs must move.
         zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would move.
     """
 
@@ -97,7 +103,7 @@ class Forecast:
 
     @property
     def host_missing_bytes(self) -> int:
-        """Host memory that lacks; 0 where it fits."""
+        """Host memory that lacks; 0 where everything fits."""
         if self.host_budget_bytes is None:
             return 0
         return max(0, self.host_total_bytes - self.host_budget_bytes)
@@ -119,93 +125,92 @@ def forecast(situation: Situation) -> Forecast:
     Raises:
         DoesNotFitError: nothing fits the device.
     """
-    graph, element, request = situation.graph, situation.element, situation.request
-    choice = search(graph, situation.costs, situation.machine, element, request)[0]
+    survey = situation.survey
+    choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, survey.request)[0]
+    weight, gradient = survey.element.weight, survey.element.gradient
     return Forecast(
         choice=choice,
-        items_per_step=situation.items * request.micro_batches,
-        device_budget_bytes=request.budget_bytes,
+        items_per_step=situation.items * choice.plan.micro_batches,
+        device_budget_bytes=survey.request.budget_bytes,
         host_bytes=host_bytes(situation, choice),
         host_budget_bytes=situation.host_budget_bytes,
-        lower_bound_bytes=lower_bound_bytes(choice.plan, graph, element.weight, element.gradient),
-        zero3_offload_bytes=zero3_offload_bytes(graph, element.weight, request.micro_batches),
+        lower_bound_bytes=lower_bound_bytes(choice.plan, survey.graph, weight, gradient),
+        zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, choice.plan.micro_batches),
     )
 
 
 def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     """What lies in host memory while the plan runs, by kind (see docs/memory.md)."""
-    element, plan = situation.element, choice.plan
-    trainable = [spec for spec in situation.graph.parameters if spec.trainable]
-    mixed = element.weight != _MASTER_BYTES
-    elements = sum(spec.numel for spec in trainable)
+    weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
+    elements = sum(spec.numel for spec in parameters if spec.trainable)
     sent = [plan.packs[index].gradient_bytes for index in plan.packing.backward]
     slabs = sum(sent) if plan.policy.deferred_update else min(sum(sent), situation.gradient_slabs * max(sent))
     return {
-        "weights": sum(slab_bytes(spec.numel, element.weight) for spec in situation.graph.parameters),
-        "masters": _MASTER_BYTES * elements if mixed else 0,
+        "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
+        "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
         "gradients": slabs + plan.resident_set.gradient_bytes,
         "stash": choice.prediction.swaps.stash_out,
     }
 
 
-def changes(situation: Situation) -> tuple[Change, ...]:
-    """What would be faster: one thing changed at a time, planned and simulated anew, best first."""
-    found = []
-    for what, changed in _changed(situation):
-        try:
-            found.append(Change(what, forecast(changed).items_per_s))
-        except DoesNotFitError:
-            continue  # more micro-batches may need more memory than there is
+def smallest_peak_bytes(survey: Survey) -> int:
+    """The least device memory that any plan needs: every call a pack, nothing swapped in early, the stash on the host."""
+    packer = Packer(survey.graph, survey.costs, survey.element)
+    policy = replace(survey.request.policy, prefetch=False, stash_on_host=ALL_PACKS)
+    packing = packer.packing(uniform_bounds(len(survey.graph.calls), 1))
+    return make_plan(packing, survey.costs, survey.request, policy).peak_bytes
+
+
+def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
+    """What would be faster: one thing changed at a time, best first.
+
+    Other rates are simulated with the plan as it is, so that what they bring is a lower bound; more memory and longer
+    steps are planned anew.
+    """
+    found = [
+        *_other_rates(situation, now),
+        *_other_requests(situation, now),
+    ]
     return tuple(sorted(found, key=lambda change: -change.items_per_s))
 
 
-def _changed(situation: Situation) -> Iterator[tuple[str, Situation]]:
-    request, machine = situation.request, situation.machine
+def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
+    costs, machine = situation.survey.costs, situation.survey.profile.machine
+    for what, changed_costs, changed_machine in (
+        ("a link twice as fast", costs, with_faster(with_faster(machine, SWAP_IN, 2.0), SWAP_OUT, 2.0)),
+        (
+            "host memory twice as fast",
+            costs,
+            replace(with_faster(machine, UPDATE, 2.0), host_bytes_per_ms=2 * machine.host_bytes_per_ms),
+        ),
+        ("a device that computes twice as fast", _faster(costs), machine),
+    ):
+        prediction = simulate(now.plan, changed_costs, changed_machine)
+        yield Change(what, now.items_per_step / prediction.step_ms * 1e3)
+
+
+def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
+    survey, request = situation.survey, situation.survey.request
     if request.budget_bytes is not None:
-        more = replace(request, budget_bytes=2 * request.budget_bytes)
-        yield "twice the device memory", replace(situation, request=more)
-    faster = with_faster(with_faster(machine, SWAP_IN, 2.0), SWAP_OUT, 2.0)
-    yield "a link twice as fast", replace(situation, machine=faster)
-    host = replace(with_faster(machine, UPDATE, 2.0), host_bytes_per_ms=2 * machine.host_bytes_per_ms)
-    yield "a host twice as fast", replace(situation, machine=host)
-    yield "a device twice as fast", replace(situation, costs=_faster_compute(situation.costs))
+        more = replace(survey, request=replace(request, budget_bytes=2 * request.budget_bytes))
+        yield Change("twice the device memory", forecast(replace(situation, survey=more)).items_per_s)
     twice = replace(request, micro_batches=2 * request.micro_batches)
-    yield f"{twice.micro_batches} micro-batches a step", replace(situation, request=twice)
+    what = f"twice the micro-batches ({twice.micro_batches})"
+    plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)
+    if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
+        prediction = simulate(plan, survey.costs, survey.profile.machine)
+        yield Change(what, 2 * now.items_per_step / prediction.step_ms * 1e3)
+        return
+    try:
+        yield Change(what, forecast(replace(situation, survey=replace(survey, request=twice))).items_per_s)
+    except DoesNotFitError:
+        return  # more micro-batches need more memory
 
 
-def _faster_compute(costs: CostTable) -> CostTable:
+def _faster(costs: CostTable) -> CostTable:
     calls = tuple(
         replace(c, forward_ms=c.forward_ms / 2, backward_ms=c.backward_ms / 2, fused_ms=c.fused_ms / 2)
         for c in costs.costs
     )
     return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)
-
-
-def least_budget_bytes(situation: Situation) -> int:
-    """The smallest device memory, to a hundredth, for which there is a plan."""
-
-    def fits(budget: int) -> bool:
-        try:
-            search(
-                situation.graph,
-                situation.costs,
-                situation.machine,
-                situation.element,
-                replace(situation.request, budget_bytes=budget),
-            )
-        except DoesNotFitError:
-            return False
-        return True
-
-    return _least(fits, situation.request.budget_bytes or 1)
-
-
-def _least(fits: Callable[[int], bool], below: int) -> int:
-    above = 2 * below
-    while not fits(above):
-        below, above = above, 2 * above
-    while above - below > above // 100:
-        middle = (below + above) // 2
-        below, above = (below, middle) if fits(middle) else (middle, above)
-    return above

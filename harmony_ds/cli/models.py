@@ -142,7 +142,9 @@ def _with_inputs(model: nn.Module, shape: BatchShape, device: torch.device) -> S
         inputs: Mapping[str, Any] = {"pixel_values": pixels, "labels": _numbers(device, 2, rows)}
         return Subject(model, dict(inputs), rows, "samples")
     if not hasattr(text, "vocab_size"):
-        raise ConfigError(f"it is not known which inputs {kind} takes: give module:function that returns (module, inputs).")
+        raise ConfigError(
+            f"it is not known which inputs {kind} takes: give module:function that returns (module, inputs)."
+        )
     sequence = _sequence(text, shape.sequence)
     ids = _numbers(device, text.vocab_size, rows, sequence)
     labels = _numbers(device, 2, rows) if kind.endswith("ForSequenceClassification") else ids

@@ -1,0 +1,196 @@
+"""A model on a machine, before it is trained: its layers, what they cost, and what a plan is wanted for.
+
+`measure` runs one micro-batch on the device. `estimate` does the same on a device that does not exist: model and inputs
+are on torch's meta device, so that nothing is allocated or computed, and a clock says what a described machine would
+take (`profiler.roofline`). Layers are found, intercepted and cut by the code that trains, in both. What depends on
+values (how many tokens an expert gets) cannot be estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.assembly import Assembly, assemble
+from harmony_ds.config import Config
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device.meta import MetaDevice
+from harmony_ds.errors import ModelError, ParameterOutsideLayerError, ProfileError
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
+from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.runtime.layer_call import InputChangedError
+from harmony_ds.runtime.measure import Measurement
+from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.runtime.rates import measure_rates
+from harmony_ds.runtime.timing import Timing
+from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.packing import ElementBytes
+
+_ATTEMPTS = 16
+_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0}
+"""fp32 numbers per parameter; other optimizers are taken for Adam-like."""
+_NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is known of a model on a machine.
+
+    Attributes:
+        graph: layers, parameters and the call order.
+        profile: costs of the configured micro-batch, and the machine's rates.
+        element: bytes per element on the link.
+        request: what the ds_config asks of a plan.
+    """
+
+    graph: LayerGraph
+    profile: Profile
+    element: ElementBytes
+    request: Request
+
+    @property
+    def costs(self) -> CostTable:
+        """Of the configured micro-batch."""
+        return self.profile.tables[-1][1]
+
+
+def estimate(
+    model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware, kernels: Kernels = Kernels.CUDA
+) -> Survey:
+    """The survey of a machine that is only described.
+
+    Args:
+        model: on the meta device, in the mode (training) that is meant; its parameters are left in the compute dtype.
+        inputs: keyword arguments of its forward, on the meta device; the model must return a loss for them.
+
+    Raises:
+        ModelError: the model cannot be decomposed, or not run without data.
+    """
+    machine = hardware.machine(update_cost(config))
+    survey = _on_meta(model, inputs, config, hardware.kernels(), kernels, machine)
+    budget = config.harmony.budget_bytes or hardware.device_budget_bytes
+    return replace(survey, request=replace(survey.request, budget_bytes=budget))
+
+
+def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
+    """The survey of this machine, with one micro-batch of `inputs` (keyword arguments, on the host).
+
+    Raises:
+        ModelError: the model cannot be decomposed.
+        BaseException: whatever the model raised.
+    """
+    assembly = assemble(model, config, None, None, None)
+    parts = assembly.parts
+    try:
+        moved = {key: parts.device.upload(v) if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
+        graph, table, swaps = _measured(assembly, lambda: model(**moved), share_equal=False)
+        machine = measure_rates(parts.device, assembly.host_optimizer, config.compute_dtype, swaps)
+    finally:
+        assembly.destroy()
+    return _survey(assembly, config, inputs, graph, table, machine)
+
+
+def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
+    """The survey of a machine that was measured before, of which `profile` was saved.
+
+    Args:
+        model, inputs: on the meta device.
+
+    Raises:
+        ProfileError: `profile` is of another model, or of smaller micro-batches.
+        ModelError: the model cannot be decomposed, or not run without data.
+    """
+    found = _on_meta(model, inputs, config, _NO_RATES, Kernels.CUDA, profile.machine)
+    profile.check(found.profile.key)
+    if profile.calls != found.graph.calls:
+        raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
+    costs = profile.at(config.micro_batch)
+    budget = config.harmony.budget_bytes or profile.machine.device_bytes
+    return replace(
+        found,
+        profile=replace(profile, tables=((config.micro_batch, costs),)),
+        request=replace(found.request, budget_bytes=budget),
+    )
+
+
+def update_cost(config: Config) -> UpdateCost:
+    """What the configured optimizer moves in host memory per parameter."""
+    name = "adam" if config.optimizer is None else config.optimizer.type.lower()
+    states = _STATES.get(name, 2)
+    if name == "sgd" and config.optimizer is not None and config.optimizer.params.get("momentum"):
+        states = 1
+    mixed = config.compute_dtype != torch.float32
+    return UpdateCost(states, config.accumulation_dtype.itemsize, config.compute_dtype.itemsize if mixed else 0)
+
+
+def _on_meta(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    config: Config,
+    rates: KernelRates,
+    kernels: Kernels,
+    machine: Machine,
+) -> Survey:
+    with on_meta(rates, kernels) as clock:
+        # No optimizer is built: nothing is updated, and DeepSpeed's would have to be compiled.
+        assembly = assemble(model, replace(config, optimizer=None), None, None, MetaDevice(lambda: clock.ms))
+        try:
+            graph, table, _ = _measured(assembly, lambda: model(**inputs), share_equal=True)
+        except (NotImplementedError, RuntimeError) as error:
+            raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
+        finally:
+            assembly.destroy()
+        return _survey(assembly, config, inputs, graph, table, machine)
+
+
+def _measured(
+    assembly: Assembly, forward: Callable[[], Any], share_equal: bool
+) -> tuple[LayerGraph, CostTable, list[tuple[int, float]]]:
+    """Bytes, then times, and what swaps took. Parameters that turn out to be used between layers join the resident
+    set.
+    """
+    parts, graph = assembly.parts, assembly.runner.graph
+    tools = (parts.device, assembly.layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+    for _ in range(_ATTEMPTS):
+        try:
+            table = Measurement(*tools).run(forward, loss_of, 0, graph.resident, share_equal)
+            timing = Timing(*tools)
+            table = timing.run(table, forward, loss_of, 0, graph.resident)
+            return replace(graph, calls=table.calls), table, timing.swaps
+        except ParameterOutsideLayerError:
+            found = parts.lending.touched - set(graph.resident)
+            if not found:
+                raise
+            graph = replace(graph, resident=(*graph.resident, *sorted(found)))
+        except InputChangedError:
+            pass  # it is remembered; the next run keeps a copy
+    raise AssertionError("the model shows something new each time it is measured")
+
+
+def _survey(
+    assembly: Assembly,
+    config: Config,
+    inputs: Mapping[str, Any],
+    graph: LayerGraph,
+    table: CostTable,
+    machine: Machine,
+) -> Survey:
+    element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+    key = {
+        "layers": str(len(graph.layers)),
+        "parameters": str(sum(spec.numel for spec in graph.parameters)),
+        "dtype": str(config.compute_dtype),
+        "gradients": str(config.accumulation_dtype),
+        "inputs": ", ".join(
+            f"{name} {tuple(t.shape[1:])}" for name, t in inputs.items() if isinstance(t, torch.Tensor)
+        ),
+        "torch": torch.__version__,
+    }
+    profile = Profile(machine, ((config.micro_batch, table),), key)
+    return Survey(graph, profile, element, assembly.runner.request(graph, config.gradient_accumulation_steps))
