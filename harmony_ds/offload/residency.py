@@ -51,6 +51,11 @@ class Residency:
         self._accumulation_dtype = accumulation_dtype
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._store.dtype
+
+    @property
     def accumulates_in_place(self) -> bool:
         """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
         return self._accumulation_dtype == self._store.dtype

@@ -15,21 +15,26 @@ from harmony_ds.errors import DoesNotFitError, EngineFailedError, ParameterOutsi
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
+from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.timing import Timing
 from harmony_ds.runtime.trees import tensors_in
-from harmony_ds.scheduler.choose import Request, choose_plan
+from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, TaskKind
+from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.validate import validate
 
 Shapes = tuple[tuple[int, ...], ...]
 _MEASURE_ATTEMPTS = 16
+_TOP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,9 @@ class Runner:
         self._graph = graph
         self._settings = settings
         self._costs: CostTable | None = None
+        self._machine: Machine | None = None
         self._measured: list[Shapes] = []
+        self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
         self.executor = Executor(parts, graph.resident)
@@ -104,8 +111,9 @@ class Runner:
             table = self._costs.worst(table)
         moved = positions_of(self._graph.calls, table.calls)
         graph = replace(self._graph, calls=table.calls)
-        plan = self._choose(graph, table, self._settings.group_size)
-        self._costs, self._graph, self._plan = table, graph, plan
+        choices = self._choose(graph, table, self._settings.group_size)
+        plan = choices[0].plan
+        self._costs, self._graph, self._plan, self._choices = table, graph, plan, choices
         if self._parts.gradients is not None:
             self._parts.gradients.held = held_deliveries(plan.packing)
         self._measured.append(_shapes(inputs))
@@ -121,7 +129,8 @@ class Runner:
                 parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random
             )
             try:
-                return measurement.run(forward, objective, seed, self._graph.resident)
+                table = measurement.run(forward, objective, seed, self._graph.resident)
+                return self._timed(table, forward, objective, seed)
             except ParameterOutsideLayerError:
                 found = parts.lending.touched - set(self._graph.resident)
                 if not found:
@@ -132,8 +141,18 @@ class Runner:
                 pass  # it is remembered; the next run keeps a copy
         raise AssertionError("the model shows something new each time it is measured")
 
-    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> Plan:
+    def _timed(self, table: CostTable, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
+        """`table` with times; the machine's rates are measured on the way, once."""
+        parts = self._parts
+        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+        table = timing.run(table, forward, objective, seed, self._graph.resident)
+        if self._machine is None:
+            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
+        return table
+
+    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
         settings = self._settings
+        assert self._machine is not None
         request = Request(
             micro_batches=group_size,
             budget_bytes=self._parts.device.budget_bytes,
@@ -141,20 +160,29 @@ class Runner:
             pack_layers=settings.pack_layers,
             stash=settings.stash,
             policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+            resident_set=self._resident_set(graph),
         )
-        return choose_plan(graph, costs, settings.element, request)
+        return search(graph, costs, self._machine, settings.element, request, top=_TOP)
 
-    def _resident_bytes(self, graph: LayerGraph) -> int:
+    def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element
         specs = [graph.parameter(name) for name in graph.resident]
-        weights = sum(slab_bytes(spec.numel, element.weight) for spec in specs)
-        gradients = sum(slab_bytes(spec.numel, element.gradient) for spec in specs if spec.trainable)
-        return weights + gradients + self._parts.lending.buffer_bytes
+        trained = [spec for spec in specs if spec.trainable]
+        return ResidentSet(
+            sum(slab_bytes(spec.numel, element.weight) for spec in specs),
+            sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
+            sum(spec.numel for spec in trained),
+        )
+
+    def _resident_bytes(self, graph: LayerGraph) -> int:
+        resident = self._resident_set(graph)
+        return resident.weight_bytes + resident.gradient_bytes + self._parts.lending.buffer_bytes
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
         assert self._plan is not None and self._costs is not None
         if len(micro_batches) > self._plan.micro_batches:
-            self._plan = self._choose(self._graph, self._costs, len(micro_batches))
+            self._choices = self._choose(self._graph, self._costs, len(micro_batches))
+            self._plan = self._choices[0].plan
             self._tasks.clear()
         plan = self._plan
         group = Group(

@@ -1,19 +1,13 @@
-"""Chooses a plan: as many layers in a pack as fit, the stash on the device if it fits.
-
-Fewer, larger packs swap less (the last one is swapped in once instead of twice); a stash on the device swaps nothing.
-"""
+"""What a plan is wanted for, the plan over given packs, and what to say when nothing fits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.packing import ElementBytes, pack_uniformly
-from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet
 from harmony_ds.scheduler.validate import validate
 
 
@@ -25,9 +19,13 @@ class Request:
         micro_batches: the size of the group.
         budget_bytes: device memory (None: unlimited).
         resident_bytes: what stays on the device besides packs.
-        pack_layers: calls in a pack (None: as many as fit).
+        pack_layers: calls in a pack (None: as the search finds best).
         stash: "auto", "device" or "host".
-        policy: where tasks are placed; its `stash_on_host` is decided here.
+        policy: where tasks are placed; stash, kept and resident packs are decided by the search.
+        residency: which packs stay on the device while memory is to spare: "auto", "off", or so many from the end.
+        resident_state_bytes: device bytes per trainable element of a resident pack beside weight and gradient: master,
+            optimizer state (None: not known, so that no pack can be resident).
+        resident_set: the part of `resident_bytes` that is swapped.
     """
 
     micro_batches: int
@@ -36,40 +34,37 @@ class Request:
     pack_layers: int | None
     stash: str
     policy: Policy
+    residency: str | int = "off"
+    resident_state_bytes: int | None = None
+    resident_set: ResidentSet = field(default_factory=ResidentSet)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether packs are given and not searched for."""
+        return self.pack_layers is not None
 
 
-def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request) -> Plan:
-    """The plan with the stash on the device if possible, and the largest packs that fit then.
-
-    Raises:
-        DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
-    """
-    places = {"auto": (False, True), "device": (False,), "host": (True,)}[request.stash]
-    sizes = [request.pack_layers] if request.pack_layers else range(len(graph.calls), 0, -1)
-    smallest: Plan | None = None
-    for on_host in places:
-        for pack_layers in sizes:
-            packing = Packing.reused(pack_uniformly(graph, costs, element, pack_layers))
-            plan = make_plan(packing, costs, request, on_host)
-            if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
-                return plan
-            if smallest is None or plan.peak_bytes < smallest.peak_bytes:
-                smallest = plan
-    assert smallest is not None
-    raise DoesNotFitError(_explain(smallest, request))
+def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
+    """Everything that stays on the device: the resident set, and weights and optimizer state of resident packs."""
+    total = request.resident_bytes
+    for index in policy.resident:
+        pack = packing.packs[index]
+        total += pack.weight_bytes + pack.update_elements * (request.resident_state_bytes or 0)
+    return total
 
 
-def make_plan(packing: Packing, costs: CostTable, request: Request, stash_on_host: bool) -> Plan:
+def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    policy = replace(request.policy, stash_on_host=ALL_PACKS if stash_on_host else 0)
     group = Group(tuple(range(request.micro_batches)))
     tasks = compose_step(packing, group, policy)
     validate(packing, tasks, group, policy.resident)
-    peak = request.resident_bytes + walk_memory(packing.packs, tasks, costs).peak_bytes
-    return Plan(packing, policy, tasks, request.micro_batches, request.resident_bytes, peak)
+    stays = resident_bytes(packing, policy, request)
+    peak = stays + walk_memory(packing.packs, tasks, costs).peak_bytes
+    return Plan(packing, policy, tasks, request.micro_batches, stays, peak, request.resident_set)
 
 
-def _explain(plan: Plan, request: Request) -> str:
+def explain(plan: Plan, request: Request) -> str:
+    """Why nothing fits, with the smallest plan that was found, and what to do about it."""
     assert request.budget_bytes is not None
     weights = max(pack.weight_bytes for pack in plan.packs)
     gradients = max(pack.gradient_bytes for pack in plan.packs)

@@ -10,7 +10,7 @@ the whole model is known; `D2` updates pack 2, which never leaves the device, th
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -159,7 +159,7 @@ class Plan:
     micro_batches: int
     resident_bytes: int
     peak_bytes: int
-    resident_set: ResidentSet = ResidentSet()
+    resident_set: ResidentSet = field(default_factory=ResidentSet)
 
     @property
     def packs(self) -> tuple[Pack, ...]:
