@@ -155,11 +155,16 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
 
 
 def smallest_peak_bytes(survey: Survey) -> int:
-    """The least device memory that any plan needs: every call a pack, nothing swapped in early, the stash on the host."""
+    """The least device memory that a plan needs, as far as the request leaves it open: every call a pack, nothing
+    swapped in early, the stash on the host.
+    """
+    request = survey.request
+    early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
+    away = 0 if request.stash == "device" else ALL_PACKS
     packer = Packer(survey.graph, survey.costs, survey.element)
-    policy = replace(survey.request.policy, prefetch=False, stash_on_host=ALL_PACKS)
-    packing = packer.packing(uniform_bounds(len(survey.graph.calls), 1))
-    return make_plan(packing, survey.costs, survey.request, policy).peak_bytes
+    packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.pack_layers or 1))
+    policy = replace(request.policy, prefetch=early, stash_on_host=away)
+    return make_plan(packing, survey.costs, request, policy).peak_bytes
 
 
 def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:

@@ -151,9 +151,14 @@ class Runner:
         return table
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
-        settings = self._settings
         assert self._machine is not None
-        request = Request(
+        request = self.request(graph, group_size)
+        return search(graph, costs, self._machine, self._settings.element, request, top=_TOP)
+
+    def request(self, graph: LayerGraph, group_size: int) -> Request:
+        """What is asked of the search for a plan."""
+        settings = self._settings
+        return Request(
             micro_batches=group_size,
             budget_bytes=self._parts.device.budget_bytes,
             resident_bytes=self._resident_bytes(graph),
@@ -162,7 +167,6 @@ class Runner:
             policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
             resident_set=self._resident_set(graph),
         )
-        return search(graph, costs, self._machine, settings.element, request, top=_TOP)
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element
