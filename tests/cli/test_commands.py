@@ -150,9 +150,11 @@ def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(t
     assert any("--micro-batch" in way for way in data["lack"]["ways_out"])
 
 
-def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str) -> None:
-    # So little device memory that there are more packs than gradient slabs.
-    arguments = ("estimate", tiny, "--host-memory-gib", "0.001", "--device-memory-gib", "0.002", "--no-advice")
+def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"pack_layers": 1}}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    arguments = ("estimate", tiny, "--ds-config", str(file), "--host-memory-gib", "0.001", "--no-advice")
     data = run_json(*arguments)
 
     assert run(*arguments).exit_code == 3
