@@ -5,8 +5,8 @@ from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, Packer, pack_uniformly, uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Plan, Policy, Task, TaskKind
-from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.simulate import Prediction, simulate
+from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.simulate import Prediction
 from harmony_ds.scheduler.validate import PlanError, validate
 
 __all__ = [
@@ -29,8 +29,6 @@ __all__ = [
     "compose_step",
     "make_plan",
     "pack_uniformly",
-    "search",
-    "simulate",
     "uniform_bounds",
     "validate",
     "walk_memory",

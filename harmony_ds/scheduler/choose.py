@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
@@ -55,12 +55,17 @@ def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
 
 def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    group = Group(tuple(range(request.micro_batches)))
-    tasks = compose_step(packing, group, policy)
-    validate(packing, tasks, group, policy.resident)
+    plan = draft_plan(packing, request, policy, 0)
+    validate(packing, plan.tasks, Group(tuple(range(request.micro_batches))), policy.resident)
+    peak = plan.resident_bytes + walk_memory(packing.packs, plan.tasks, costs).peak_bytes
+    return replace(plan, peak_bytes=peak)
+
+
+def draft_plan(packing: Packing, request: Request, policy: Policy, peak_bytes: int) -> Plan:
+    """The plan over given packs, its peak known from elsewhere, to be compared with others."""
+    tasks = compose_step(packing, Group(tuple(range(request.micro_batches))), policy)
     stays = resident_bytes(packing, policy, request)
-    peak = stays + walk_memory(packing.packs, tasks, costs).peak_bytes
-    return Plan(packing, policy, tasks, request.micro_batches, stays, peak, request.resident_set)
+    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.resident_set)
 
 
 def explain(plan: Plan, request: Request) -> str:

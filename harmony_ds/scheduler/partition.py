@@ -7,6 +7,7 @@ has at least one item.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -78,7 +79,7 @@ def greedy_reverse(count: int, fits: Fits) -> Bounds | None:
 def balanced(values: Sequence[float], parts: int) -> Bounds:
     """Parts of near-equal sums: part i ends where the running sum is nearest to i / parts of the whole.
 
-    For equal memory the values are bytes, for equal time seconds.
+    For equal memory the values are bytes, for equal time seconds; none is negative.
 
     Raises:
         ValueError: fewer items than parts.
@@ -90,8 +91,10 @@ def balanced(values: Sequence[float], parts: int) -> Bounds:
     bounds = [0]
     for part in range(1, parts):
         goal = before[-1] * part / parts
-        room = range(bounds[-1] + 1, count - (parts - part) + 1)  # the parts before and behind have an item each
-        bounds.append(min(room, key=lambda bound: abs(before[bound] - goal)))
+        right = bisect_left(before, goal)
+        nearest = right - 1 if right and goal - before[right - 1] <= before[right] - goal else right
+        # The parts before and behind have an item each.
+        bounds.append(min(max(nearest, bounds[-1] + 1), count - (parts - part)))
     return (*bounds, count)
 
 
@@ -133,24 +136,27 @@ class BestCuts:
         join = np.add if combine is Combine.SUM else np.maximum
         best = np.full(count + 1, np.inf)
         best[0] = 0.0 if combine is Combine.SUM else -np.inf
-        self._costs: list[float] = []
-        self._begins: list[list[int]] = []  # for each number of parts and items: where the last part begins
+        self._count = count
+        self._costs: list[list[float]] = []  # for each number of parts and of items
+        self._begins: list[list[int]] = []  # and where the last part begins then
         for _ in range(count if most_parts is None else min(most_parts, count)):
             joined = join(best[:, None], costs)
             begins = joined.argmin(axis=0)
             best = np.take_along_axis(joined, begins[None, :], axis=0)[0]
-            self._costs.append(float(best[count]))
+            self._costs.append(best.tolist())
             self._begins.append(begins.tolist())
 
-    def cost(self, parts: int) -> float:
-        """Of the cheapest cut into `parts`; infinite if there is none."""
-        return self._costs[parts - 1] if 0 < parts <= len(self._costs) else float("inf")
+    def cost(self, parts: int, items: int | None = None) -> float:
+        """Of the cheapest cut of the first `items` (None: of all) into `parts`; infinite if there is none."""
+        if not 0 < parts <= len(self._costs):
+            return float("inf")
+        return self._costs[parts - 1][self._count if items is None else items]
 
-    def bounds(self, parts: int) -> Bounds | None:
-        """The cheapest cut into `parts`, None if there is none."""
-        if self.cost(parts) == float("inf"):
+    def bounds(self, parts: int, items: int | None = None) -> Bounds | None:
+        """That cut, None if there is none."""
+        if self.cost(parts, items) == float("inf"):
             return None
-        bounds = [len(self._begins[0]) - 1]
+        bounds = [self._count if items is None else items]
         for begins in reversed(self._begins[:parts]):
             bounds.append(begins[bounds[-1]])
         return tuple(reversed(bounds))

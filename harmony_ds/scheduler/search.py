@@ -20,12 +20,13 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import Candidate, TimeBounds, candidates
-from harmony_ds.scheduler.choose import Request, explain, make_plan
+from harmony_ds.scheduler.candidates import Candidate, candidates
+from harmony_ds.scheduler.choose import Request, draft_plan, explain, make_plan
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.simulate import Prediction, simulate
+from harmony_ds.scheduler.time_bounds import TimeBounds
 
 _QUANTUM = math.log1p(1e-3)
 _SMALLEST = 50
@@ -65,11 +66,18 @@ def search(
         peak = peaks.of(candidate.packing, candidate.policy)
         if request.budget_bytes is not None and peak > request.budget_bytes:
             continue
-        plan = make_plan(candidate.packing, costs, request, candidate.policy)
+        plan = draft_plan(candidate.packing, request, candidate.policy, peak)
         found.add(Choice(plan, simulate(plan, costs, machine), candidate.reason))
     if not found.choices:
         raise DoesNotFitError(explain(_smallest(every, costs, peaks, request), request))
-    return found.best_first()
+    return tuple(_checked(choice, costs, request) for choice in found.choices)
+
+
+def _checked(choice: Choice, costs: CostTable, request: Request) -> Choice:
+    """The same choice with its plan validated and its memory walked in full."""
+    plan = make_plan(choice.plan.packing, costs, request, choice.plan.policy)
+    assert plan.peak_bytes == choice.plan.peak_bytes, (plan.peak_bytes, choice.plan.peak_bytes)
+    return replace(choice, plan=plan)
 
 
 def _smallest(every: Iterable[Candidate], costs: CostTable, peaks: Peaks, request: Request) -> Plan:
@@ -85,7 +93,7 @@ def _by_bound(every: Iterable[Candidate], bounds: TimeBounds) -> Iterator[Candid
     heapq.heapify(heap)
     while heap:
         bound, nbytes, place, tight, candidate = heapq.heappop(heap)
-        if not tight and bounds.copies_overlap:
+        if not tight:
             bound_ms = max(candidate.bound_ms, bounds.tighter(candidate.packing, candidate.policy))
             candidate = replace(candidate, bound_ms=bound_ms)
             if steps(bound_ms) > bound:
@@ -100,7 +108,7 @@ def steps(ms: float) -> int:
 
 
 class _Found:
-    """The best choices so far."""
+    """The best choices so far, best first."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -110,21 +118,20 @@ class _Found:
         """Whether `candidate` could be the best, or fill the list with a plan that is not much slower."""
         if not self.choices:
             return True
-        best = self.best_first()[0].prediction
+        best = self.choices[0].prediction
         bound, known = steps(candidate.bound_ms), steps(best.step_ms)
         if bound < known or (bound == known and candidate.swap_bytes < best.swaps.total):
             return True
         return len(self.choices) < self._top and candidate.bound_ms <= best.step_ms * _MARGIN
 
     def add(self, choice: Choice) -> None:
-        if all(
-            choice.plan.tasks != known.plan.tasks or choice.plan.packing != known.plan.packing for known in self.choices
-        ):
-            self.choices.append(choice)
+        if any(choice.plan.tasks == c.plan.tasks and choice.plan.packing == c.plan.packing for c in self.choices):
+            return
+        self.choices.append(choice)
+        self.choices.sort(key=_rank)
+        del self.choices[self._top :]
 
-    def best_first(self) -> tuple[Choice, ...]:
-        ranked = sorted(
-            self.choices,
-            key=lambda c: (steps(c.prediction.step_ms), c.prediction.swaps.total, len(c.plan.packs), c.plan.peak_bytes),
-        )
-        return tuple(ranked[: self._top])
+
+def _rank(choice: Choice) -> tuple[int, int, int, int]:
+    prediction, plan = choice.prediction, choice.plan
+    return steps(prediction.step_ms), prediction.swaps.total, len(plan.packs), plan.peak_bytes

@@ -130,10 +130,17 @@ def _capacities(machine: Machine) -> dict[str, float]:
 def _spans(lowering: _Lowering, timeline: Timeline, first: int, last: int) -> tuple[Span, ...]:
     begin = min(timeline.begin_ms[first:last], default=0.0)
     return tuple(
-        Span(*lowering.names[j], timeline.begin_ms[j] - begin, timeline.end_ms[j] - begin)
+        Span(*_named(*lowering.names[j]), timeline.begin_ms[j] - begin, timeline.end_ms[j] - begin)
         for j in range(first, last)
         if timeline.end_ms[j] > timeline.begin_ms[j]
     )
+
+
+def _named(stream: str, what: Task | str, count: int) -> tuple[str, str]:
+    name = str(what) if count == 1 else f"{what}+{count - 1}"
+    return stream, f"norm {name}" if stream == UPDATE and isinstance(
+        what, Task
+    ) and what.kind is TaskKind.SWAP_OUT else name
 
 
 class _Lowering:
@@ -147,7 +154,7 @@ class _Lowering:
         self._runs = _merged(plan.tasks)
         self._deferred = plan.policy.deferred_update
         self.jobs: list[Job] = []
-        self.names: list[tuple[str, str]] = []
+        self.names: list[tuple[str, Task | str, int]] = []  # stream, what it is, how many tasks in one
         self._arrived: dict[int, int] = {}  # pack -> its swap-in
         self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
@@ -183,102 +190,101 @@ class _Lowering:
 
     def _issue(self, task: Task, count: int) -> None:
         pack = self._plan.packs[task.pack]
-        name = str(task) if count == 1 else f"{task}+{count - 1}"
         match task.kind:
             case TaskKind.FORWARD | TaskKind.FUSED | TaskKind.BACKWARD:
-                self._run(name, task, count)
+                self._run(task, count)
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                self._move_stash(name, task, pack)
+                self._move_stash(task, pack)
             case TaskKind.NORM | TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
-                self._finish(name, task, pack)
+                self._finish(task, pack)
             case _:
-                self._swap(name, task, pack)
+                self._swap(task, pack)
 
-    def _swap(self, name: str, task: Task, pack: Pack) -> None:
+    def _swap(self, task: Task, pack: Pack) -> None:
         match task.kind:
             case TaskKind.SWAP_IN:
                 after = self._owner_updates(pack.parameters)
-                self._arrived[task.pack] = self._copy_in(name, pack.weight_bytes, after)
+                self._arrived[task.pack] = self._copy_in(task, pack.weight_bytes, after)
             case TaskKind.EVICT:
                 self._swap_in_after = [self._last[COMPUTE]] if COMPUTE in self._last else []
             case TaskKind.SWAP_OUT:
-                self._swap_out(name, pack)
+                self._swap_out(task, pack)
             case _:
                 assert task.kind is TaskKind.FREE_GRADIENTS, task
                 self._compute_after.append(self._gone[task.pack])
 
-    def _move_stash(self, name: str, task: Task, pack: Pack) -> None:
+    def _move_stash(self, task: Task, pack: Pack) -> None:
         if self._leaving is not None:
             # Compute goes on over the memory of the last stash that left only when its copy is done.
             self._compute_after.append(self._leaving)
             self._leaving = None
         nbytes = _stash_bytes(pack, self._costs)
         if task.kind is TaskKind.STASH_OUT:
-            self._leaving = self._copy_out(name, nbytes)
+            self._leaving = self._copy_out(task, nbytes)
         else:
-            self._stashed[task.pack, task.micro_batch] = self._copy_in(name, nbytes, self._latest(SWAP_OUT))
+            self._stashed[task.pack, task.micro_batch] = self._copy_in(task, nbytes, self._latest(SWAP_OUT))
 
-    def _finish(self, name: str, task: Task, pack: Pack) -> None:
+    def _finish(self, task: Task, pack: Pack) -> None:
         if task.kind is TaskKind.NORM:
-            self._norms.append(self._add(UPDATE, name, 0.0, tuple(self._norms)))
+            self._norms.append(self._add(UPDATE, task, 0.0, tuple(self._norms)))
             return
         if task.kind is TaskKind.UPDATE:
             after = (self._gone[task.pack], *self._norms[-1:])
-            done = self._update(name, pack.update_elements, after)
+            done = self._update(task, pack.update_elements, after)
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
-            done = self._compute(name, duration, tuple(self._norms[-1:]))
+            done = self._compute(task, duration, tuple(self._norms[-1:]))
         self._updated.update(dict.fromkeys(pack.owned, done))
 
-    def _run(self, name: str, task: Task, count: int) -> None:
+    def _run(self, task: Task, count: int) -> None:
         arrived = [self._arrived[task.pack]] if task.pack in self._arrived else []
         stash = self._stashed.pop((task.pack, task.micro_batch), None)
         after = (*arrived, *self._compute_after, *(() if stash is None else (stash,)))
         self._compute_after = []
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration = self._times.of(task.kind, self._plan.packs[task.pack], first and task.kind is not TaskKind.BACKWARD)
-        self._compute(name, count * duration, after, count)
+        self._compute(task, count * duration, after, count)
 
-    def _swap_out(self, name: str, pack: Pack) -> None:
+    def _swap_out(self, task: Task, pack: Pack) -> None:
         slabs = self._plan.policy.gradient_slabs
         # Not deferred, the host waits for a slab that an earlier update has done with.
         freed = () if self._deferred else tuple(self._updates[-slabs:][:1] if len(self._updates) >= slabs else ())
-        out = self._gone[pack.index] = self._copy_out(name, pack.gradient_bytes, freed)
+        out = self._gone[pack.index] = self._copy_out(task, pack.gradient_bytes, freed)
         if self._deferred:
             duration = pack.update_elements / self._machine.norm_elements_per_ms
-            self._norms.append(self._add(UPDATE, f"norm {pack.index}", duration, (out,), self._host_demand()))
+            self._norms.append(self._add(UPDATE, task, duration, (out,), self._host_demand()))
 
     def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
         return tuple({self._updated[name] for name in parameters if name in self._updated})
 
     # ---- jobs
 
-    def _compute(self, name: str, duration_ms: float, after: tuple[int, ...], tasks: int = 1) -> int:
+    def _compute(self, name: Task | str, duration_ms: float, after: tuple[int, ...], tasks: int = 1) -> int:
         demands = (("cores", 1.0),) if self._machine.beside_update < 1.0 else ()
         issued = self._host(name, self._machine.task_ms * tasks)
         extra = 0.0 if self._machine.copies_overlap else self._machine.task_ms * tasks
-        return self._add(COMPUTE, name, duration_ms + extra, (*issued, *after), demands)
+        return self._add(COMPUTE, name, duration_ms + extra, (*issued, *after), demands, tasks)
 
-    def _copy_in(self, name: str, nbytes: int, updates: tuple[int, ...]) -> int:
+    def _copy_in(self, name: Task | str, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
         issued = self._host(name, machine.task_ms, updates)
         duration = machine.swap_ms + nbytes / machine.swap_in_bytes_per_ms
         after = (*issued, *updates, *self._swap_in_after)
         return self._add(SWAP_IN, name, duration, after, self._link_demand(machine.swap_in_bytes_per_ms))
 
-    def _copy_out(self, name: str, nbytes: int, freed: tuple[int, ...] = ()) -> int:
+    def _copy_out(self, name: Task | str, nbytes: int, freed: tuple[int, ...] = ()) -> int:
         machine = self._machine
         issued = self._host(name, machine.task_ms, freed)
         duration = machine.swap_ms + nbytes / machine.swap_out_bytes_per_ms
         after = (*issued, *freed, *self._latest(COMPUTE))
         return self._add(SWAP_OUT, name, duration, after, self._link_demand(machine.swap_out_bytes_per_ms))
 
-    def _update(self, name: str, elements: int, after: tuple[int, ...]) -> int:
+    def _update(self, name: Task | str, elements: int, after: tuple[int, ...]) -> int:
         duration = self._machine.update_ms + elements / self._machine.update_elements_per_ms
         return self._add(UPDATE, name, duration, after, self._host_demand())
 
-    def _host(self, name: str, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def _host(self, name: Task | str, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The host's part in a task; where nothing overlaps, it is part of the task itself."""
         if not self._machine.copies_overlap or (not duration_ms and not after):
             return ()
@@ -303,14 +309,15 @@ class _Lowering:
     def _add(
         self,
         stream: str,
-        name: str,
+        name: Task | str,
         duration_ms: float,
         after: tuple[int, ...],
         demands: tuple[tuple[str, float], ...] = (),
+        count: int = 1,
     ) -> int:
         lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
         self.jobs.append(Job((lane,), duration_ms, after, demands))
-        self.names.append((stream, name))
+        self.names.append((stream, name, count))
         place = len(self.jobs) - 1
         self._last[stream] = place
         return place

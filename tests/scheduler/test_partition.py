@@ -107,6 +107,19 @@ def test_balanced_parts_of_equal_items_differ_by_at_most_one(values: list[int], 
     assert max(lengths) - min(lengths) <= 1
 
 
+@given(LONG, st.data())
+def test_balanced_bounds_are_the_nearest_to_equal_shares(values: list[int], data: st.DataObject) -> None:
+    """The plain way: of all bounds that leave each part an item, the nearest."""
+    parts = data.draw(st.integers(1, len(values)))
+    before = [sum(values[:bound]) for bound in range(len(values) + 1)]
+    bounds = [0]
+    for part in range(1, parts):
+        room = range(bounds[-1] + 1, len(values) - (parts - part) + 1)
+        bounds.append(min(room, key=lambda bound: abs(before[bound] - sum(values) * part / parts)))
+
+    assert balanced(values, parts) == (*bounds, len(values))
+
+
 def test_balanced_needs_an_item_for_each_part() -> None:
     assert balanced([100, 1, 1], 3) == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="3 items cannot be cut into 4 parts"):
@@ -139,6 +152,17 @@ def test_the_best_cuts_are_the_best_of_all(values: list[int], combine: Combine, 
             assert is_cut(found, count)
             assert len(found) == parts + 1
             assert cost_of(found, lambda first, last: costs[first, last], combine) == expected
+
+
+@given(VALUES, st.sampled_from(Combine), st.data())
+def test_one_program_answers_for_the_first_items_too(values: list[int], combine: Combine, data: st.DataObject) -> None:
+    items = data.draw(st.integers(1, len(values)))
+    cost, shorter = sum_of(values), sum_of(values[:items])
+    best, alone = BestCuts(len(values), cost, combine), BestCuts(items, shorter, combine)
+
+    for parts in range(1, len(values) + 1):
+        assert best.cost(parts, items) == alone.cost(parts)
+        assert best.bounds(parts, items) == alone.bounds(parts)
 
 
 @given(VALUES, st.data())
