@@ -57,8 +57,8 @@ def main() -> None:
 
 
 HEAD = (
-    "| model | machine | rows x micro-batches | device GiB: needs / may use | host GiB: needs / may use | fits | s per step "
-    "| tokens/s | busiest | packs |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| model | machine | rows x micro-batches | device GiB: needs / may use | host GiB: needs / may use | fits "
+    "| s per step | tokens/s | busiest | packs |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -6,7 +6,6 @@ import json
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from harmony_ds.cli.answer import Answer, Lack, gib, stream_name
 from harmony_ds.cli.exits import DOES_NOT_FIT
@@ -43,19 +42,14 @@ def _show(console: Console, answer: Answer) -> None:
 
 
 def _show_forecast(console: Console, now: Forecast, unit: str) -> None:
-    table = Table(box=None, pad_edge=False, show_header=True, header_style="")
-    table.add_column("")
-    for title in ("needs", "may use"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    table.add_row("device memory", gib(now.plan.peak_bytes), _budget(now.device_budget_bytes), "fits")
-    kinds = ", ".join(f"{kind} {gib(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
+    device, host = _budget(now.device_budget_bytes), _budget(now.host_budget_bytes)
     fits = "does not fit" if now.host_missing_bytes else "fits"
-    table.add_row("host memory", gib(now.host_total_bytes), _budget(now.host_budget_bytes), f"{fits}: {kinds}")
-    console.print(table)
+    kinds = ", ".join(f"{kind} {gib(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
+    console.print(f"device       {gib(now.plan.peak_bytes)} of {device}: fits")
+    console.print(f"host         {gib(now.host_total_bytes)} of {host}: {fits} ({kinds})")
     swaps = now.prediction.swaps
     moved = swaps.weights_in + swaps.gradients_out
-    console.print(f"\nplan         {now.choice.reason}")
+    console.print(f"plan         {now.choice.reason}")
     console.print(
         f"one step     {_seconds(now.prediction.step_ms)}: [bold]{now.items_per_s:,.0f} {unit}/s[/], the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time"

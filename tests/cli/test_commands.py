@@ -106,8 +106,8 @@ def test_estimate_says_what_a_person_wants_to_know(tiny: str) -> None:
     for word in (
         "LlamaForCausalLM",
         "rtx4090/pcie4/desktop-ddr5",
-        "device memory",
-        "host memory",
+        "\ndevice ",
+        "\nhost ",
         "tokens/s",
         "bottleneck",
     ):
@@ -150,7 +150,9 @@ def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(t
     assert any("--micro-batch" in way for way in data["lack"]["ways_out"])
 
 
-def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(
+    tiny: str, tmp_path: Path
+) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"pack_layers": 1}}
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
