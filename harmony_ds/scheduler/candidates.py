@@ -106,7 +106,10 @@ def policies(packing: Packing, copies_overlap: bool, request: Request) -> Iterat
     """Every policy for these packs, each once, and its name."""
     seen: set[Policy] = set()
     base = request.policy
-    ahead = (True, False) if base.prefetch and copies_overlap else (base.prefetch and request.is_manual,)
+    ahead: tuple[bool, ...] = (base.prefetch,)
+    if base.prefetch and not request.is_manual:
+        # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
+        ahead = (True, False) if copies_overlap else (False,)
     for stash_on_host, stash_name in _stashes(packing, request):
         for kept, resident, name in _stays(packing, request):
             for prefetch in ahead:

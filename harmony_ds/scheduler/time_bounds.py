@@ -2,7 +2,7 @@
 
 The loose one is the largest of what each stream has to do in a step, and of the chain that nothing can shorten: the
 first pack's weights in, all compute, the last gradients out, their update. The tight one follows every pack through
-the streams of two steps; it leaves out only that jobs slow each other down, and the stash.
+the streams of two steps; it leaves out only that jobs slow each other down.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.compose import stash_moves
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
 
 
@@ -57,14 +58,19 @@ class TimeBounds:
 
     def tighter(self, packing: Packing, policy: Policy) -> float:
         """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
-        walk = _Walk(self._machine, policy, packing)
+        walk = _Walk(self._machine, policy, packing, self._groups)
         ends = []
         for _ in range(2):
             for index, backward in walk.order:
                 walk.swap_in(index, backward)
-                walk.run(index, backward, self._run_ms(packing, packing.packs[index], backward))
+                pack = packing.packs[index]
+                walk.run(index, backward, self._run_ms(packing, pack, backward), self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
+
+    def _stash_of(self, pack: Pack) -> float:
+        """Of one micro-batch, in bytes."""
+        return self._stash[pack.positions[-1] + 1] - self._stash[pack.positions[0]]
 
     def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
         """All micro-batches through one pack."""
@@ -103,12 +109,14 @@ class TimeBounds:
 class _Walk:
     """When each stream is done with what was queued on it so far, in ms."""
 
-    def __init__(self, machine: Machine, policy: Policy, packing: Packing) -> None:
+    def __init__(self, machine: Machine, policy: Policy, packing: Packing, micro_batches: int) -> None:
         packs = packing.packs
         self._machine = machine
         self._policy = policy
         self._packing = packing
         self._stay = set(policy.resident)
+        self._groups = micro_batches
+        self._leaving, self._returning = stash_moves(packing, policy)
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
         self.order = [(i, False) for i in there[:-1]] + [(there[-1], True)] + [(i, True) for i in back]
@@ -117,7 +125,7 @@ class _Walk:
         self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
         self._updated: dict[int, float] = {}
         self._computed = self._came = self._gone = self._host = 0.0
-        self._gone_earlier = 0.0  # when the gradients of the pack before the last were gone
+        self._freed = self._freed_earlier = 0.0  # when the last pack's gradients were gone, and those of the one before
         self._evicted = self._evicted_earlier = 0.0  # when the last eviction was safe, and that before the last run
 
     def swap_in(self, index: int, backward: bool) -> None:
@@ -133,20 +141,38 @@ class _Walk:
         self._came = max(self._came, safe, updated) + ms
         self._computed = max(self._computed, self._came)
 
-    def run(self, index: int, backward: bool, run_ms: float) -> None:
-        self._computed = max(self._computed, self._gone_earlier) + run_ms
-        self._evicted_earlier, self._gone_earlier = self._evicted, self._gone
+    def run(self, index: int, backward: bool, run_ms: float, stash_bytes: float) -> None:
+        """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
+        begin = max(self._computed, self._freed_earlier)
+        self._computed = begin + run_ms
+        if (index in self._returning and backward) or (index in self._leaving and not backward):
+            self._move_stash(begin, run_ms / self._groups, backward, stash_bytes)
+        self._evicted_earlier, self._freed_earlier = self._evicted, self._freed
         if index not in self._stay and (backward or index not in self._policy.kept):
             self._evicted = self._computed
         pack = self._packing.packs[index]
         if backward and pack.needs_backward:
             self._swap_out(pack)
 
+    def _move_stash(self, begin: float, one_ms: float, backward: bool, stash_bytes: float) -> None:
+        machine, groups = self._machine, self._groups
+        rate = machine.swap_in_bytes_per_ms if backward else machine.swap_out_bytes_per_ms
+        one_copy = machine.swap_ms + stash_bytes / rate
+        if not machine.copies_overlap:
+            self._computed += groups * one_copy
+        elif backward:
+            # The last micro-batch computes when its stash is back.
+            self._came = self._came + groups * one_copy
+            self._computed = max(self._computed, self._came + one_ms)
+        else:
+            # The first stash leaves when its micro-batch has computed.
+            self._gone = max(self._gone, begin + one_ms) + groups * one_copy
+
     def _swap_out(self, pack: Pack) -> None:
         machine, deferred = self._machine, self._policy.deferred_update
         if pack.index not in self._stay:
             ms = machine.swap_ms + pack.gradient_bytes / machine.swap_out_bytes_per_ms
-            self._gone = max(self._gone, self._computed) + ms
+            self._gone = self._freed = max(self._gone, self._computed) + ms
             if not machine.copies_overlap:
                 self._computed = self._gone
             norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0
