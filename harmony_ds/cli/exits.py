@@ -19,6 +19,6 @@ def one_sentence() -> Iterator[None]:
     """Errors of the user's input end the command with what they say, and no traceback."""
     try:
         yield
-    except HarmonyError as error:
+    except (HarmonyError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         raise typer.Exit(WRONG_INPUT) from error

@@ -249,6 +249,13 @@ def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: P
     assert data["tokens_per_s"] > 0
 
 
+def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path / "missing" / "profile.json"))
+
+    assert found.exit_code == 1
+    assert "No such file" in found.stderr
+
+
 def test_a_profile_of_something_else_is_refused(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))

@@ -41,7 +41,7 @@ def test_every_machine_of_the_file_has_rates_a_source_and_a_usual_link_and_host(
 
     for name, gpu in known.gpus.items():
         machine = hardware_of(name).machine(ADAM)
-        assert gpu.half_tflops >= gpu.tf32_tflops >= gpu.fp32_tflops or gpu.tf32_tflops > gpu.fp32_tflops
+        assert gpu.half_tflops > gpu.tf32_tflops >= gpu.fp32_tflops
         assert machine.swap_in_bytes_per_ms < machine.link_bytes_per_ms < 2 * machine.swap_in_bytes_per_ms
         assert machine.copies_overlap
     for entry in (*known.gpus.values(), *known.links.values(), *known.hosts.values()):
