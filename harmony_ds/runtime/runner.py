@@ -82,6 +82,11 @@ class Runner:
         return self._plan
 
     @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The plan and the next best ones, with what was predicted of them."""
+        return self._choices
+
+    @property
     def graph(self) -> LayerGraph:
         """Layers, and their call order once a micro-batch has been seen."""
         return self._graph

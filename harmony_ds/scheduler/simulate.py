@@ -72,6 +72,11 @@ class Prediction:
         """The part of the step in which the device does not compute."""
         return max(0.0, 1.0 - self.busy_ms[COMPUTE] / self.step_ms) if self.step_ms else 0.0
 
+    @property
+    def bottleneck(self) -> str:
+        """The stream that works most."""
+        return max(self.busy_ms, key=lambda stream: self.busy_ms[stream])
+
 
 def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     """Two steps of `plan`, the second of which is returned.
