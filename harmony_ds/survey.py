@@ -8,7 +8,7 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,20 +19,17 @@ from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
-from harmony_ds.errors import ModelError, ParameterOutsideLayerError, ProfileError
+from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
-from harmony_ds.runtime.layer_call import InputChangedError
-from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.runtime.observe import Observation, observe
 from harmony_ds.runtime.rates import measure_rates
-from harmony_ds.runtime.timing import Timing
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.packing import ElementBytes
 
-_ATTEMPTS = 16
 _STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """fp32 numbers per parameter; other optimizers are taken for Adam-like."""
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
@@ -89,11 +86,11 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
     parts = assembly.parts
     try:
         moved = {key: parts.device.upload(v) if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
-        graph, table, swaps = _measured(assembly, lambda: model(**moved), share_equal=False)
-        machine = measure_rates(parts.device, assembly.host_optimizer, config.compute_dtype, swaps)
+        seen = observe(parts, assembly.layers, lambda: model(**moved), loss_of, 0, assembly.runner.graph.resident)
+        machine = measure_rates(parts.device, parts.optimizer, config.compute_dtype, seen.swaps)
     finally:
         assembly.destroy()
-    return _survey(assembly, config, inputs, graph, table, machine)
+    return _survey(assembly, config, inputs, seen, machine)
 
 
 def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
@@ -141,46 +138,20 @@ def _on_meta(
         # No optimizer is built: nothing is updated, and DeepSpeed's would have to be compiled.
         assembly = assemble(model, replace(config, optimizer=None), None, None, MetaDevice(lambda: clock.ms))
         try:
-            graph, table, _ = _measured(assembly, lambda: model(**inputs), share_equal=True)
+            seen = observe(
+                assembly.parts, assembly.layers, lambda: model(**inputs), loss_of, 0, assembly.runner.graph.resident
+            )
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
-        return _survey(assembly, config, inputs, graph, table, machine)
-
-
-def _measured(
-    assembly: Assembly, forward: Callable[[], Any], share_equal: bool
-) -> tuple[LayerGraph, CostTable, list[tuple[int, float]]]:
-    """Bytes, then times, and what swaps took. Parameters that turn out to be used between layers join the resident
-    set.
-    """
-    parts, graph = assembly.parts, assembly.runner.graph
-    tools = (parts.device, assembly.layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-    for _ in range(_ATTEMPTS):
-        try:
-            table = Measurement(*tools).run(forward, loss_of, 0, graph.resident, share_equal)
-            timing = Timing(*tools)
-            table = timing.run(table, forward, loss_of, 0, graph.resident)
-            return replace(graph, calls=table.calls), table, timing.swaps
-        except ParameterOutsideLayerError:
-            found = parts.lending.touched - set(graph.resident)
-            if not found:
-                raise
-            graph = replace(graph, resident=(*graph.resident, *sorted(found)))
-        except InputChangedError:
-            pass  # it is remembered; the next run keeps a copy
-    raise AssertionError("the model shows something new each time it is measured")
+        return _survey(assembly, config, inputs, seen, machine)
 
 
 def _survey(
-    assembly: Assembly,
-    config: Config,
-    inputs: Mapping[str, Any],
-    graph: LayerGraph,
-    table: CostTable,
-    machine: Machine,
+    assembly: Assembly, config: Config, inputs: Mapping[str, Any], seen: Observation, machine: Machine
 ) -> Survey:
+    graph = replace(assembly.runner.graph, calls=seen.costs.calls, resident=seen.resident)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     key = {
         "layers": str(len(graph.layers)),
@@ -192,5 +163,5 @@ def _survey(
         ),
         "torch": torch.__version__,
     }
-    profile = Profile(machine, ((config.micro_batch, table),), key)
+    profile = Profile(machine, ((config.micro_batch, seen.costs),), key)
     return Survey(graph, profile, element, assembly.runner.request(graph, config.gradient_accumulation_steps))

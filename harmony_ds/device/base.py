@@ -52,6 +52,8 @@ class Device(ABC):
     """Whether copies run beside compute, or on the thread that computes."""
     host_type = "cpu"
     """What torch calls the device that host memory is on."""
+    has_values = True
+    """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
 
     def now_ms(self) -> float:
         """Milliseconds since some moment, once the device is done with everything computed so far."""

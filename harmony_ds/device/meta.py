@@ -21,6 +21,7 @@ class MetaDevice(HostStreamDevice):
 
     copies_overlap = True
     host_type = "meta"
+    has_values = False
 
     def __init__(self, clock_ms: Callable[[], float]) -> None:
         self.name = "meta"

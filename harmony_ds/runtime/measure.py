@@ -67,29 +67,16 @@ class Measurement:
         self._kept: list[Kept] = []
         self._probe: MemoryProbe | None = None
         self._base = 0
-        self._share_equal = False
         self._known: dict[Structure, int] = {}
 
-    def run(
-        self,
-        forward: Callable[[], Any],
-        objective: Objective,
-        seed: int,
-        resident: tuple[str, ...],
-        share_equal: bool = False,
-    ) -> CostTable:
+    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
-
-        Args:
-            share_equal: propagate through only one of the calls that take the same; where values decide what a layer
-                runs, equal calls need not.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
         self._resident = resident
-        self._share_equal = share_equal
         self._lending.touched.clear()
         copy = self._swap_in(resident)
         self._random.open()
@@ -167,7 +154,7 @@ class Measurement:
 
     def _propagate_once(self, row: _Row, call: RecordedCall, copy: DeviceCopy, structure: Structure) -> None:
         assert self._probe is not None
-        if self._share_equal and structure in self._known:
+        if not self._device.has_values and structure in self._known:
             row.backward = self._known[structure]
             self._calls.forget(call)
             return

@@ -11,18 +11,17 @@ import torch
 
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
-from harmony_ds.errors import DoesNotFitError, EngineFailedError, ParameterOutsideLayerError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
-from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
+from harmony_ds.runtime.observe import observe
 from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.streaming import Streamer
-from harmony_ds.runtime.timing import Timing
 from harmony_ds.runtime.trees import tensors_in
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
@@ -33,7 +32,6 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.validate import validate
 
 Shapes = tuple[tuple[int, ...], ...]
-_MEASURE_ATTEMPTS = 16
 _TOP = 10
 
 
@@ -111,7 +109,7 @@ class Runner:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
-        table = self._measure_until_known(forward, objective, seed)
+        table = self._observe(forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
         moved = positions_of(self._graph.calls, table.calls)
@@ -126,34 +124,15 @@ class Runner:
         for micro_batch in queued:
             micro_batch.move(moved)
 
-    def _measure_until_known(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """Parameters that turn out to be used between layers join the resident set, and the model is measured again."""
+    def _observe(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
+        """Costs of one micro-batch; the machine's rates are measured on the way, once."""
         parts = self._parts
-        for _ in range(_MEASURE_ATTEMPTS):
-            measurement = Measurement(
-                parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random
-            )
-            try:
-                table = measurement.run(forward, objective, seed, self._graph.resident)
-                return self._timed(table, forward, objective, seed)
-            except ParameterOutsideLayerError:
-                found = parts.lending.touched - set(self._graph.resident)
-                if not found:
-                    raise
-                self._graph = replace(self._graph, resident=(*self._graph.resident, *sorted(found)))
-                self.executor.resident_names = self._graph.resident
-            except InputChangedError:
-                pass  # it is remembered; the next run keeps a copy
-        raise AssertionError("the model shows something new each time it is measured")
-
-    def _timed(self, table: CostTable, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """`table` with times; the machine's rates are measured on the way, once."""
-        parts = self._parts
-        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-        table = timing.run(table, forward, objective, seed, self._graph.resident)
+        seen = observe(parts, self._layers, forward, objective, seed, self._graph.resident)
+        self._graph = replace(self._graph, resident=seen.resident)
+        self.executor.resident_names = seen.resident
         if self._machine is None:
-            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
-        return table
+            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, seen.swaps)
+        return seen.costs
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
         assert self._machine is not None
