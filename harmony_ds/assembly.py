@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Layer, find_layers
 from harmony_ds.device import Device, make_device
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ConfigError, ModelError
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
@@ -27,6 +28,7 @@ from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def assemble(
     plan_settings = PlanSettings(
         group_size=config.gradient_accumulation_steps,
         pack_layers=settings.pack_layers,
+        plan=_saved_plan(settings.plan),
+        profile=None if settings.profile is None else Path(settings.profile),
         stash=settings.stash,
         prefetch=settings.prefetch,
         deferred_update=config.deferred_update,
@@ -117,6 +121,17 @@ def assemble(
     runner = Runner(parts, decomposition, graph, plan_settings)
     interception = Interception(decomposition.layers)
     return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
+
+
+def _saved_plan(path: str | None) -> Plan | None:
+    if path is None:
+        return None
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"harmony.plan cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
 def _host_side(

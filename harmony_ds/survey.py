@@ -8,7 +8,7 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +25,15 @@ from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.runtime.observe import Observation, observe
+from harmony_ds.runtime.observe import observe
 from harmony_ds.runtime.rates import measure_rates
+from harmony_ds.runtime.timing import Timing
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.packing import ElementBytes
 
 _STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """fp32 numbers per parameter; other optimizers are taken for Adam-like."""
+_MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
 
 
@@ -86,11 +88,11 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
     parts = assembly.parts
     try:
         moved = {key: parts.device.upload(v) if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
-        seen = observe(parts, assembly.layers, lambda: model(**moved), loss_of, 0, assembly.runner.graph.resident)
+        seen = _see(assembly, inputs, lambda: model(**moved))
         machine = measure_rates(parts.device, parts.optimizer, config.compute_dtype, seen.swaps)
     finally:
         assembly.destroy()
-    return _survey(assembly, config, inputs, seen, machine)
+    return _survey(assembly, config, seen, machine)
 
 
 def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
@@ -104,7 +106,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         ModelError: the model cannot be decomposed, or not run without data.
     """
     found = _on_meta(model, inputs, config, _NO_RATES, Kernels.CUDA, profile.machine)
-    profile.check(found.profile.key)
+    Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
     costs = profile.at(config.micro_batch)
@@ -114,6 +116,11 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         profile=replace(profile, tables=((config.micro_batch, costs),)),
         request=replace(found.request, budget_bytes=budget),
     )
+
+
+def _of_model(profile: Profile) -> dict[str, str]:
+    """The part of a profile's key that does not speak of the machine."""
+    return {name: profile.key[name] for name in _MODEL_KEYS if name in profile.key}
 
 
 def update_cost(config: Config) -> UpdateCost:
@@ -135,33 +142,42 @@ def _on_meta(
     machine: Machine,
 ) -> Survey:
     with on_meta(rates, kernels) as clock:
-        # No optimizer is built: nothing is updated, and DeepSpeed's would have to be compiled.
-        assembly = assemble(model, replace(config, optimizer=None), None, None, MetaDevice(lambda: clock.ms))
+        assembly = assemble(model, _bare(config), None, None, MetaDevice(lambda: clock.ms))
         try:
-            seen = observe(
-                assembly.parts, assembly.layers, lambda: model(**inputs), loss_of, 0, assembly.runner.graph.resident
-            )
+            seen = _see(assembly, inputs, lambda: model(**inputs))
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
-        return _survey(assembly, config, inputs, seen, machine)
+        return _survey(assembly, config, seen, machine)
 
 
-def _survey(
-    assembly: Assembly, config: Config, inputs: Mapping[str, Any], seen: Observation, machine: Machine
-) -> Survey:
-    graph = replace(assembly.runner.graph, calls=seen.costs.calls, resident=seen.resident)
+def _bare(config: Config) -> Config:
+    """Without an optimizer, since nothing is updated and DeepSpeed's would have to be compiled, and without files."""
+    return replace(config, optimizer=None, harmony=replace(config.harmony, plan=None, profile=None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one micro-batch showed, and the key of a profile of it."""
+
+    graph: LayerGraph
+    costs: CostTable
+    swaps: list[tuple[int, float]]
+    key: dict[str, str]
+
+
+def _see(assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[], Any]) -> _Seen:
+    parts, layers, graph = assembly.parts, assembly.layers, assembly.runner.graph
+    costs, resident = observe(parts, layers, forward, loss_of, 0, graph.resident)
+    timing = Timing(parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+    timed = timing.run(costs, forward, loss_of, 0, resident)
+    key = assembly.runner.profile_key(costs.calls, inputs)
+    return _Seen(replace(graph, calls=costs.calls, resident=resident), timed, timing.swaps, key)
+
+
+def _survey(assembly: Assembly, config: Config, seen: _Seen, machine: Machine) -> Survey:
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-    key = {
-        "layers": str(len(graph.layers)),
-        "parameters": str(sum(spec.numel for spec in graph.parameters)),
-        "dtype": str(config.compute_dtype),
-        "gradients": str(config.accumulation_dtype),
-        "inputs": ", ".join(
-            f"{name} {tuple(t.shape[1:])}" for name, t in inputs.items() if isinstance(t, torch.Tensor)
-        ),
-        "torch": torch.__version__,
-    }
-    profile = Profile(machine, ((config.micro_batch, seen.costs),), key)
-    return Survey(graph, profile, element, assembly.runner.request(graph, config.gradient_accumulation_steps))
+    profile = Profile(machine, ((config.micro_batch, seen.costs),), seen.key)
+    request = assembly.runner.request(seen.graph, config.gradient_accumulation_steps)
+    return Survey(seen.graph, profile, element, request)

@@ -24,6 +24,7 @@ from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
+from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
 
 HARDWARE = hardware_of("rtx4090")
@@ -264,3 +265,18 @@ def test_a_profile_of_another_model_is_refused() -> None:
 
     with pytest.raises(ProfileError, match="something else"):
         with_profile(built_on_meta(other, 0.0), on_meta_device(other.batch(0)), config_of(), saved)
+
+
+def test_the_engine_takes_a_profile_that_a_survey_saved(tmp_path: Path) -> None:
+    one, file = family("gpt2"), tmp_path / "profile.json"
+    text = measure(one.build(0.0), one.batch(0), config_of()).profile.to_json()
+    file.write_text(text, encoding="utf-8")
+    raw = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "harmony": {"device": "cpu", "profile": str(file)},
+    }
+    with engine_for(one.build(0.0), sgd, raw) as engine:
+        engine.train_batch(iter([one.batch(0)]))
+
+    assert file.read_text(encoding="utf-8") == text

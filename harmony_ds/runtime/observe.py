@@ -1,9 +1,8 @@
-"""Measures bytes and times of a model, until nothing about it comes as a surprise."""
+"""Measures the bytes of a model until nothing about it comes as a surprise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from harmony_ds.decomposer.find import Layer
@@ -13,23 +12,8 @@ from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import Objective
-from harmony_ds.runtime.timing import Timing
 
 _ATTEMPTS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What one micro-batch showed.
-
-    Attributes:
-        resident: the parameters that no layer call covers, those found on the way among them.
-        swaps: bytes and milliseconds of every swap-in.
-    """
-
-    costs: CostTable
-    resident: tuple[str, ...]
-    swaps: Sequence[tuple[int, float]]
 
 
 def observe(
@@ -39,8 +23,8 @@ def observe(
     objective: Objective,
     seed: int,
     resident: tuple[str, ...],
-) -> Observation:
-    """Bytes, then times, of `forward` and of propagating `objective` of its outputs.
+) -> tuple[CostTable, tuple[str, ...]]:
+    """Bytes of `forward` and of propagating `objective` of its outputs, and the resident set.
 
     Parameters that turn out to be used between layers join the resident set, and the model is measured again; so it is
     when a layer turns out to change its input.
@@ -48,12 +32,12 @@ def observe(
     Raises:
         BaseException: whatever the model or the objective raised.
     """
-    tools = (parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
     for _ in range(_ATTEMPTS):
         try:
-            costs = Measurement(*tools).run(forward, objective, seed, resident)
-            timing = Timing(*tools)
-            return Observation(timing.run(costs, forward, objective, seed, resident), resident, timing.swaps)
+            measurement = Measurement(
+                parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
+            )
+            return measurement.run(forward, objective, seed, resident), resident
         except ParameterOutsideLayerError:
             found = parts.lending.touched - set(resident)
             if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
 from harmony_ds.runtime.observe import observe
+from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
 from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.timing import Timing
 from harmony_ds.runtime.trees import tensors_in
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, TaskKind
+from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.validate import validate
 
@@ -42,6 +46,8 @@ class PlanSettings:
     Attributes:
         group_size: micro-batches per optimizer step, as configured.
         pack_layers, stash, prefetch: see `harmony_ds.config.HarmonySettings`.
+        plan: to run in the place of a search.
+        profile: the file in which times and rates are kept.
         deferred_update: whether updates wait for the norm of all gradients.
         element: bytes per element of weights and gradients on the link.
     """
@@ -52,6 +58,8 @@ class PlanSettings:
     prefetch: bool
     deferred_update: bool
     element: ElementBytes
+    plan: Plan | None = None
+    profile: Path | None = None
 
 
 class Runner:
@@ -109,7 +117,7 @@ class Runner:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
-        table = self._observe(forward, objective, seed)
+        table = self._timed(self._observe(forward, objective, seed), inputs, forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
         moved = positions_of(self._graph.calls, table.calls)
@@ -125,19 +133,44 @@ class Runner:
             micro_batch.move(moved)
 
     def _observe(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """Costs of one micro-batch; the machine's rates are measured on the way, once."""
-        parts = self._parts
-        seen = observe(parts, self._layers, forward, objective, seed, self._graph.resident)
-        self._graph = replace(self._graph, resident=seen.resident)
-        self.executor.resident_names = seen.resident
+        table, resident = observe(self._parts, self._layers, forward, objective, seed, self._graph.resident)
+        self._graph = replace(self._graph, resident=resident)
+        self.executor.resident_names = resident
+        return table
+
+    def _timed(
+        self, table: CostTable, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int
+    ) -> CostTable:
+        """`table` with times: measured, with the machine's rates if they are not known yet, or kept from earlier."""
+        parts, path = self._parts, self._settings.profile
+        key = self.profile_key(table.calls, inputs)
+        known = None if path is None else load_profile(path, key)
+        if known is not None:
+            self._machine = known.machine
+            return with_times(table, known.tables[0][1])
+        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+        table = timing.run(table, forward, objective, seed, self._graph.resident)
         if self._machine is None:
-            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, seen.swaps)
-        return seen.costs
+            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
+        if path is not None:
+            save_profile(path, self._machine, _rows(inputs), table, key)
+        return table
+
+    def profile_key(self, calls: tuple[int, ...], inputs: Any) -> dict[str, str]:
+        """What a profile of a micro-batch of `inputs` depends on."""
+        return profile_key(self._graph, calls, _shapes(inputs), self._dtypes(), self._parts.device)
+
+    def _dtypes(self) -> str:
+        element = self._settings.element
+        return f"{self._parts.residency.dtype}, gradients of {element.gradient} bytes"
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
+        settings = self._settings
         assert self._machine is not None
         request = self.request(graph, group_size)
-        return search(graph, costs, self._machine, self._settings.element, request, top=_TOP)
+        if settings.plan is not None:
+            return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
+        return search(graph, costs, self._machine, settings.element, request, top=_TOP)
 
     def request(self, graph: LayerGraph, group_size: int) -> Request:
         """What is asked of the search for a plan."""
@@ -312,6 +345,10 @@ def layer_graph(decomposition: Decomposition, parameters: dict[str, torch.nn.Par
 
 def _shapes(inputs: Any) -> Shapes:
     return tuple(tuple(t.shape) for t in tensors_in(inputs))
+
+
+def _rows(inputs: Any) -> int:
+    return next((t.shape[0] for t in tensors_in(inputs) if t.dim()), 1)
 
 
 def _dominates(known: Shapes, shapes: Shapes) -> bool:
