@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import find_layers
+from harmony_ds.decomposer.find import Layer, find_layers
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError
@@ -44,6 +44,7 @@ class Assembly:
     parts: Parts
     runner: Runner
     interception: Interception
+    layers: tuple[Layer, ...]
     optimizer: torch.optim.Optimizer | None
     host_optimizer: HostOptimizer | None
 
@@ -91,11 +92,11 @@ def assemble(
     device: Device | None,
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
-    _check_on_host(model)
-    _switch_off_checkpointing(model)
     settings = config.harmony
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
+    _check_on_host(model, device)
+    _switch_off_checkpointing(model)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     store = HostStore(model, decomposition, config.compute_dtype, device)
@@ -139,7 +140,7 @@ def assemble(
         graph = with_update_bytes(graph, store, device_optimizer)
     runner = Runner(parts, decomposition, graph, plan_settings)
     interception = Interception(decomposition.layers)
-    return Assembly(device, store, ledger, parts, runner, interception, optimizer, host_optimizer)
+    return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:
@@ -223,9 +224,9 @@ def _host_side(
     return gradients, Updater(store, optimizer, gradients)
 
 
-def _check_on_host(model: nn.Module) -> None:
+def _check_on_host(model: nn.Module, device: Device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != device.host_type:
             raise ModelError(
                 f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
                 "device itself. Pass the model before any .to(device) or .cuda()."

@@ -157,13 +157,20 @@ class Config:
         return self.gradient_clipping > 0 or self.loss_scale is not None
 
 
-def load_config(source: Mapping[str, Any] | str | Path, world_size: int = 1) -> Config:
+def load_config(
+    source: Mapping[str, Any] | str | Path, world_size: int = 1, sizes: Mapping[str, int] | None = None
+) -> Config:
     """Reads a ds_config from a dict or a JSON file.
+
+    Args:
+        sizes: micro-batch and accumulation steps, by DeepSpeed's keys, in the place of those in `source`.
 
     Raises:
         ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
     """
     raw = _read(source)
+    if sizes:
+        raw = _resized(raw, sizes)
     _check_keys(raw)
     compute, loss_scale = _precision(raw)
     micro_batch, steps, batch = _batch_triple(raw, world_size)
@@ -207,6 +214,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if duplicates:
         raise ConfigError(f"Duplicate keys in DeepSpeed config: {duplicates}")
     return dict(pairs)
+
+
+def _resized(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    changed = {**raw, **sizes}
+    if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= changed.keys():
+        changed.pop("train_batch_size", None)
+    return changed
 
 
 def _check_keys(raw: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def test_the_harmony_block_is_read() -> None:
     }
     settings = load(harmony=block).harmony
 
-    assert dataclasses.asdict(settings) == {**block, "layers": ("h.*", "head")}
+    assert dataclasses.asdict(settings) == {**block, "layers": ("h.*", "head"), "plan": None, "profile": None}
     assert settings.budget_bytes == 2**29
     assert HarmonySettings().budget_bytes is None
 

@@ -7,6 +7,7 @@ not metered by an allocator of their own (the CPU device) are told of every byte
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -49,6 +50,15 @@ class Device(ABC):
     budget_bytes: int | None
     copies_overlap: bool
     """Whether copies run beside compute, or on the thread that computes."""
+    host_type = "cpu"
+    """What torch calls the device that host memory is on."""
+    has_values = True
+    """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
+
+    def now_ms(self) -> float:
+        """Milliseconds since some moment, once the device is done with everything computed so far."""
+        self.record(Stream.COMPUTE).synchronize()
+        return time.perf_counter() * 1e3
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:

@@ -33,7 +33,7 @@ class Autocast:
     @staticmethod
     def current(device_type: str) -> Autocast | None:
         """The calling thread's, if it is on."""
-        if not torch.is_autocast_enabled(device_type):
+        if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
             return None
         return Autocast(device_type, torch.get_autocast_dtype(device_type))
 

@@ -24,6 +24,7 @@ from harmony_ds.runtime.layer_call import Kept, LayerCalls, RecordedCall
 from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import Objective
 from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.runtime.structure import Structure, structure_of
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Measurement:
         self._kept: list[Kept] = []
         self._probe: MemoryProbe | None = None
         self._base = 0
+        self._known: dict[Structure, int] = {}
 
     def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
@@ -134,7 +136,9 @@ class Measurement:
             row.forward = probe.peak_bytes() - before
             if call is not None:
                 self._note(row, call)
-                self._propagate(row, call, copy, probe)
+                self._propagate_once(
+                    row, call, copy, (*structure_of(self._layers[request.layer], request), row.forward)
+                )
             return outputs
         finally:
             self._residency.evict(copy)
@@ -147,6 +151,15 @@ class Measurement:
         row.made = [slot for slot in call.slots if slot is not None]
         row.taken = [sink for sink in call.sinks if isinstance(sink, Slot)]
         row.glued = [sink for sink in call.sinks if isinstance(sink, GlueSink)]
+
+    def _propagate_once(self, row: _Row, call: RecordedCall, copy: DeviceCopy, structure: Structure) -> None:
+        assert self._probe is not None
+        if not self._device.has_values and structure in self._known:
+            row.backward = self._known[structure]
+            self._calls.forget(call)
+            return
+        self._propagate(row, call, copy, self._probe)
+        self._known[structure] = row.backward
 
     def _propagate(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.

@@ -13,15 +13,15 @@ import torch
 
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
-from harmony_ds.errors import DoesNotFitError, EngineFailedError, ParameterOutsideLayerError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
-from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
+from harmony_ds.runtime.observe import observe
 from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
 from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.streaming import Streamer
@@ -40,7 +40,6 @@ from harmony_ds.scheduler.validate import validate
 _logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
-_MEASURE_ATTEMPTS = 16
 _TOP = 10
 
 
@@ -126,7 +125,7 @@ class Runner:
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
         self._parts.device_store.drop()
-        table = self._timed(self._measure_until_known(forward, objective, seed), inputs, forward, objective, seed)
+        table = self._timed(self._observe(forward, objective, seed), inputs, forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
         moved = positions_of(self._graph.calls, table.calls)
@@ -141,31 +140,18 @@ class Runner:
         for micro_batch in queued:
             micro_batch.move(moved)
 
-    def _measure_until_known(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """Parameters that turn out to be used between layers join the resident set, and the model is measured again."""
-        parts = self._parts
-        for _ in range(_MEASURE_ATTEMPTS):
-            measurement = Measurement(
-                parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random
-            )
-            try:
-                return measurement.run(forward, objective, seed, self._graph.resident)
-            except ParameterOutsideLayerError:
-                found = parts.lending.touched - set(self._graph.resident)
-                if not found:
-                    raise
-                self._graph = replace(self._graph, resident=(*self._graph.resident, *sorted(found)))
-                self.executor.resident_names = self._graph.resident
-            except InputChangedError:
-                pass  # it is remembered; the next run keeps a copy
-        raise AssertionError("the model shows something new each time it is measured")
+    def _observe(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
+        table, resident = observe(self._parts, self._layers, forward, objective, seed, self._graph.resident)
+        self._graph = replace(self._graph, resident=resident)
+        self.executor.resident_names = resident
+        return table
 
     def _timed(
         self, table: CostTable, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int
     ) -> CostTable:
         """`table` with times: measured, with the machine's rates if they are not known yet, or kept from earlier."""
         parts, path = self._parts, self._settings.profile
-        key = profile_key(self._graph, table.calls, _shapes(inputs), self._dtypes(), parts.device)
+        key = self.profile_key(table.calls, inputs)
         known = None if path is None else load_profile(path, key)
         if known is not None:
             self._machine = known.machine
@@ -178,6 +164,10 @@ class Runner:
             save_profile(path, self._machine, _rows(inputs), table, key)
         return table
 
+    def profile_key(self, calls: tuple[int, ...], inputs: Any) -> dict[str, str]:
+        """What a profile of a micro-batch of `inputs` depends on."""
+        return profile_key(self._graph, calls, _shapes(inputs), self._dtypes(), self._parts.device)
+
     def _dtypes(self) -> str:
         element = self._settings.element
         return f"{self._parts.residency.dtype}, gradients of {element.gradient} bytes"
@@ -185,7 +175,19 @@ class Runner:
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
         settings = self._settings
         assert self._machine is not None
-        request = Request(
+        request = self.request(graph, group_size)
+        if settings.plan is not None:
+            return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
+        choices = search(graph, costs, self._machine, settings.element, request, top=_TOP)
+        if isinstance(settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
+                _logger.warning("%s", reason)
+        return choices
+
+    def request(self, graph: LayerGraph, group_size: int) -> Request:
+        """What is asked of the search for a plan."""
+        settings = self._settings
+        return Request(
             micro_batches=group_size,
             budget_bytes=self._parts.device.budget_bytes,
             resident_bytes=self._resident_bytes(graph),
@@ -195,13 +197,6 @@ class Runner:
             residency=settings.residency,
             resident_set=self._resident_set(graph),
         )
-        if settings.plan is not None:
-            return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
-        choices = search(graph, costs, self._machine, settings.element, request, top=_TOP)
-        if isinstance(settings.residency, int):
-            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
-                _logger.warning("%s", reason)
-        return choices
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element

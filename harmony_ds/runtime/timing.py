@@ -8,7 +8,6 @@ class, same shapes) share what was measured of them; only the first few are prop
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.device.base import Device, Stream
+from harmony_ds.device.base import Device
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.boundary import Glue
@@ -25,13 +24,11 @@ from harmony_ds.runtime.layer_call import LayerCalls, RecordedCall
 from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import Objective
 from harmony_ds.runtime.random_streams import RandomStreams
-from harmony_ds.runtime.trees import tensors_in
+from harmony_ds.runtime.structure import Structure, structure_of
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
 """Of equal calls, in each pass."""
-
-Structure = tuple[object, ...]
 
 
 @dataclass(slots=True)
@@ -108,7 +105,7 @@ class Timing:
         return self._timed(costs)
 
     def _one_pass(self, forward: Callable[[], Any], objective: Objective) -> None:
-        self._since = self._now()
+        self._since = self._device.now_ms()
         with handled_by(self), torch.enable_grad():
             outputs = forward()
         loss = objective(outputs)
@@ -123,7 +120,7 @@ class Timing:
             self._samples[self._structures[-1]].glue.append(between)
         else:
             self._head.append(between)
-        structure = self._structure(request)
+        structure = structure_of(self._layers[request.layer], request)
         samples = self._samples.setdefault(structure, _Samples())
         self._structures.append(structure)
         names = tuple(n for n in self._layers[request.layer].parameters if n not in self._resident)
@@ -152,6 +149,7 @@ class Timing:
                 slot.add(torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device))
         self._lap()
         self._calls.backward(call, copy.leaves, self._random.replay)
+        self._residency.accumulate(copy)
         samples.backward.append(self._lap())
         self._random.switch(self)
         for sink in call.sinks:
@@ -160,27 +158,16 @@ class Timing:
         for leaf in copy.leaves.values():
             leaf.grad = None
 
-    def _structure(self, request: Request) -> Structure:
-        layer = self._layers[request.layer]
-        parameters = tuple((tuple(p.shape), p.dtype) for p in layer.module.parameters())
-        arguments = tuple((tuple(t.shape), t.dtype) for t in tensors_in((request.args, request.kwargs)))
-        return (type(layer.module), parameters, arguments)
-
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        before = self._now()
+        before = self._device.now_ms()
         copy = self._residency.swap_in(names)
         copy.wait(self._device)
         nbytes = copy.buffer.numel() * copy.buffer.element_size()
-        self.swaps.append((nbytes, self._now() - before))
+        self.swaps.append((nbytes, self._device.now_ms() - before))
         return copy
 
-    def _now(self) -> float:
-        """Milliseconds, once the device is done with everything."""
-        self._device.record(Stream.COMPUTE).synchronize()
-        return time.perf_counter() * 1e3
-
     def _lap(self) -> float:
-        before, self._since = self._since, self._now()
+        before, self._since = self._since, self._device.now_ms()
         return self._since - before
 
     def _timed(self, costs: CostTable) -> CostTable:

@@ -1,0 +1,181 @@
+"""What `estimate` and `plan` answer: a forecast, or why there is none and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harmony_ds.cli.models import Subject
+from harmony_ds.config import Config
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.forecast import STREAM_NAMES, Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.survey import Survey, update_cost
+
+_GIB = 2**30
+
+Resurvey = Callable[[int], Survey]
+"""The survey of the same model with so many rows in a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Memory that does not suffice, and the ways out, the cheapest first."""
+
+    what: str
+    needed_bytes: int
+    budget_bytes: int
+    ways_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        missing = self.needed_bytes - self.budget_bytes
+        return (
+            f"does not fit: {gib(self.needed_bytes)} of {self.what} are needed and {gib(self.budget_bytes)} may be used: "
+            f"{gib(missing)} too many"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What was asked.
+
+    Attributes:
+        host_budget_bytes: host memory that may be used (None: not known).
+    """
+
+    subject: Subject
+    config: Config
+    survey: Survey
+    host_budget_bytes: int | None
+
+    @property
+    def situation(self) -> Situation:
+        return Situation(
+            survey=self.survey,
+            states=update_cost(self.config).states,
+            gradient_slabs=self.config.harmony.gradient_slabs,
+            host_budget_bytes=self.host_budget_bytes,
+            items=self.subject.items,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a case. `forecast` is None where no plan fits the device."""
+
+    case: Case
+    forecast: Forecast | None
+    changes: tuple[Change, ...]
+    lack: Lack | None
+
+    @property
+    def fits(self) -> bool:
+        return self.lack is None
+
+    def to_json(self) -> dict[str, Any]:
+        survey, now = self.case.survey, self.forecast
+        data: dict[str, Any] = {
+            "model": self.case.subject.name,
+            "machine": survey.profile.machine.name,
+            "parameters": sum(spec.numel for spec in survey.graph.parameters),
+            "trainable_parameters": sum(spec.numel for spec in survey.graph.parameters if spec.trainable),
+            "layer_calls": len(survey.graph.calls),
+            "micro_batch": self.case.config.micro_batch,
+            "accumulation": self.case.config.gradient_accumulation_steps,
+            "fits": self.fits,
+            "lack": None if self.lack is None else asdict(self.lack),
+        }
+        if now is not None:
+            data |= _forecast_json(now, self.case.subject.unit)
+            data["changes"] = [asdict(change) for change in self.changes]
+        return data
+
+
+def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
+    return {
+        "step_ms": now.prediction.step_ms,
+        f"{unit}_per_step": now.items_per_step,
+        f"{unit}_per_s": now.items_per_s,
+        "bottleneck": now.bottleneck,
+        "busy_share": dict(now.busy_share),
+        "device_peak_bytes": now.plan.peak_bytes,
+        "device_budget_bytes": now.device_budget_bytes,
+        "host_bytes": dict(now.host_bytes),
+        "host_budget_bytes": now.host_budget_bytes,
+        "swaps": asdict(now.prediction.swaps),
+        "lower_bound_bytes": now.lower_bound_bytes,
+        "zero3_offload_bytes": now.zero3_offload_bytes,
+        "packs": len(now.plan.packing.backward),
+        "policy": asdict(now.plan.policy),
+        "reason": now.choice.reason,
+    }
+
+
+def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
+    """Searches for the plan, and for what would help if `advise`."""
+    situation = case.situation
+    try:
+        now = forecast(situation)
+    except DoesNotFitError:
+        budget = case.survey.request.budget_bytes
+        assert budget is not None
+        needed = smallest_peak_bytes(case.survey)
+        return Answer(
+            case, None, (), Lack("device memory", needed, budget, tuple(_less_on_device(case, needed, resurvey)))
+        )
+    lack = None
+    if now.host_missing_bytes and case.host_budget_bytes is not None:
+        ways = tuple(_less_on_host(case, now))
+        lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
+    return Answer(case, now, changes(situation, now) if advise else (), lack)
+
+
+def _less_on_device(case: Case, needed: int, resurvey: Resurvey) -> Iterator[str]:
+    budget = case.survey.request.budget_bytes
+    rows = case.config.micro_batch
+    assert budget is not None
+    while rows > 1:
+        rows //= 2
+        peak = smallest_peak_bytes(resurvey(rows))
+        if peak <= budget:
+            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {gib(peak)} at least"
+            break
+    yield f"at least {gib(needed)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
+    yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
+
+
+def _less_on_host(case: Case, now: Forecast) -> Iterator[str]:
+    """Settings that need less, those that suffice alone first; then more memory."""
+    missing = now.host_missing_bytes
+    saved = _savings(case, now)
+    for what in sorted(saved, key=lambda what: (saved[what] < missing, -saved[what])):
+        if saved[what] > 0:
+            enough = "enough" if saved[what] >= missing else "not enough alone"
+            yield f"{what}: {gib(saved[what])} less, {enough}"
+    yield f"{gib(now.host_total_bytes)} of host memory"
+
+
+def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
+    config, plan = case.config, now.plan
+    elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
+    gradients = now.host_bytes["gradients"]
+    saved: dict[str, int] = {}
+    if config.accumulation_dtype.itemsize > config.compute_dtype.itemsize:
+        saved['"data_types": {"grad_accum_dtype": "bf16"}'] = gradients // 2
+    if config.deferred_update and config.loss_scale is None:
+        largest = max(plan.packs[index].gradient_bytes for index in plan.packing.backward)
+        saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
+    if update_cost(config).states == 2:
+        saved['"optimizer": {"type": "Lion"}'] = 4 * elements
+    if now.host_bytes["stash"]:
+        saved["half the micro-batches in a step (--accumulation)"] = now.host_bytes["stash"] // 2
+    return saved
+
+
+def gib(nbytes: float) -> str:
+    """For people."""
+    return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB / 10 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def stream_name(stream: str) -> str:
+    return STREAM_NAMES[stream]

@@ -1,0 +1,168 @@
+"""From what the user calls MODEL to a module and one micro-batch of inputs.
+
+    path of a config.json, or of a directory with one    a Hugging Face model
+    module:function                                       a function that returns a module, or (module, inputs)
+
+On the meta device nothing is allocated; on the CPU the weights are random, which is enough to measure with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.errors import ConfigError
+
+_DEFAULT_SEQUENCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is to be trained.
+
+    Attributes:
+        inputs: keyword arguments of one micro-batch, for which the model returns a loss.
+        items: what one micro-batch holds, in `unit`.
+        unit: "tokens" or "samples".
+    """
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    items: int
+    unit: str
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Rows of a micro-batch, and tokens in each (None: as many as the model takes, at most 2048)."""
+
+    rows: int
+    sequence: int | None
+
+
+def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
+    """The model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
+
+    Raises:
+        ConfigError: there is no such model, or no inputs can be made for it.
+    """
+    path = Path(spec)
+    if path.exists():
+        subject = _hugging_face(path, shape, torch.device(device))
+    elif ":" in spec:
+        subject = _function(spec, shape, torch.device(device))
+    else:
+        raise ConfigError(
+            f'there is no model "{spec}": name a Hugging Face config.json (or its directory), or module:function.'
+        )
+    subject.model.train()
+    return subject
+
+
+def _function(spec: str, shape: BatchShape, device: torch.device) -> Subject:
+    module_name, _, name = spec.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'"{spec}" cannot be imported: {error}.') from error
+    finally:
+        sys.path.pop(0)
+    with device:
+        made = function()
+    model, inputs = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f'"{spec}" returned {type(model).__name__}: it must return a module, or (module, inputs).')
+    if inputs is None:
+        if getattr(model, "config", None) is None:
+            raise ConfigError(f'"{spec}" returned a module alone: return (module, inputs), inputs by keyword.')
+        return _with_inputs(model, shape, device)
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    if "input_ids" in inputs:
+        return Subject(model, dict(inputs), inputs["input_ids"].numel(), "tokens")
+    return Subject(model, dict(inputs), len(tensors[0]) if tensors else 1, "samples")
+
+
+def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subject:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError('Hugging Face models need transformers: pip install "harmony_ds[hf]".') from error
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no config.json.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file} describes no model that transformers knows: {_first_line(error)}") from error
+    with device:
+        model = _class_for(transformers, config)._from_config(config)
+    return _with_inputs(model, shape, device)
+
+
+def _class_for(transformers: Any, config: Any) -> Any:
+    """The class that the config names, else the language model of its type."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForMaskedLM,
+    ):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ConfigError(
+        f'transformers has no language model for "{config.model_type}": name the class in "architectures", or give '
+        "module:function."
+    )
+
+
+def _with_inputs(model: nn.Module, shape: BatchShape, device: torch.device) -> Subject:
+    """A micro-batch for a Hugging Face model, by what its forward takes."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rows = shape.rows
+    kind = type(model).__name__
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        pixels = torch.zeros(rows, config.num_channels, *size, device=device)
+        inputs: Mapping[str, Any] = {"pixel_values": pixels, "labels": _numbers(device, 2, rows)}
+        return Subject(model, dict(inputs), rows, "samples")
+    if not hasattr(text, "vocab_size"):
+        raise ConfigError(
+            f"it is not known which inputs {kind} takes: give module:function that returns (module, inputs)."
+        )
+    sequence = _sequence(text, shape.sequence)
+    ids = _numbers(device, text.vocab_size, rows, sequence)
+    labels = _numbers(device, 2, rows) if kind.endswith("ForSequenceClassification") else ids
+    return Subject(model, {"input_ids": ids, "labels": labels}, rows * sequence, "tokens")
+
+
+def _sequence(config: Any, wanted: int | None) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if wanted is None:
+        return min(_DEFAULT_SEQUENCE, longest or _DEFAULT_SEQUENCE)
+    if longest is not None and wanted > longest:
+        raise ConfigError(f"--sequence {wanted} is longer than the model's {longest} positions.")
+    return wanted
+
+
+def _numbers(device: torch.device, end: int, *shape: int) -> Tensor:
+    return torch.randint(end, shape, device=device)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,75 @@
+"""`harmony-ds plan`: what `estimate` says, for this machine as measured now, or as it was measured before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harmony_ds.cli import options
+from harmony_ds.cli.answer import Case, answer
+from harmony_ds.cli.estimate import Advice
+from harmony_ds.cli.exits import one_sentence
+from harmony_ds.cli.models import BatchShape, Subject, load_subject
+from harmony_ds.cli.show import reply
+from harmony_ds.config import Config
+from harmony_ds.errors import ConfigError, ProfileError
+from harmony_ds.profiler.profile import Profile
+from harmony_ds.survey import Survey, measure, with_profile
+
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="A profile that `harmony-ds profile` saved. Without one: measure now."
+    ),
+]
+
+
+def command(  # noqa: PLR0913, PLR0917 - one per option
+    model: options.Model,
+    profile: ProfileFile = None,
+    ds_config: options.DsConfig = None,
+    micro_batch: options.MicroBatch = None,
+    sequence: options.Sequence = None,
+    accumulation: options.Accumulation = None,
+    device_memory_gib: options.DeviceMemory = None,
+    host_memory_gib: options.HostMemory = None,
+    advice: Advice = True,
+    as_json: options.Json = False,
+) -> None:
+    """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
+    wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
+    with one_sentence():
+        config = wanted.config()
+        known = None if profile is None else _read(profile)
+        subject, survey = _surveyed(model, wanted.shape(config), config, known)
+        case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
+        found = answer(case, lambda rows: _surveyed(model, BatchShape(rows, sequence), config, known)[1], advice)
+    reply(found, as_json)
+
+
+def _surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:
+    if known is None:
+        subject = load_subject(model, shape, "cpu")
+        return subject, measure(subject.model, subject.inputs, config)
+    subject = load_subject(model, shape, "meta")
+    return subject, with_profile(subject.model, subject.inputs, config, known)
+
+
+def _read(path: Path) -> Profile:
+    if not path.is_file():
+        raise ConfigError(f"there is no profile {path}: make one with `harmony-ds profile`.")
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def _host_memory_bytes() -> int | None:
+    """What is available now, where the system says so (Linux)."""
+    file = Path("/proc/meminfo")
+    if not file.is_file():
+        return None
+    rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
+    return next((int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:"), None)

@@ -1,0 +1,35 @@
+"""`harmony-ds profile`: measures a model on this machine's device and saves what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harmony_ds.cli import options
+from harmony_ds.cli.exits import one_sentence
+from harmony_ds.cli.models import load_subject
+from harmony_ds.survey import measure
+
+Output = Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the profile is written, as JSON.")]
+
+
+def command(
+    model: options.Model,
+    output: Output,
+    ds_config: options.DsConfig = None,
+    micro_batch: options.MicroBatch = None,
+    sequence: options.Sequence = None,
+) -> None:
+    """Runs one micro-batch of MODEL, with random weights, layer by layer on the ds_config's device."""
+    with one_sentence():
+        wanted = options.Wanted(ds_config, micro_batch, sequence, None, None)
+        config = wanted.config()
+        subject = load_subject(model, wanted.shape(config), "cpu")
+        profile = measure(subject.model, subject.inputs, config).profile
+        output.write_text(profile.to_json(), encoding="utf-8")
+    calls = len(profile.calls)
+    typer.echo(
+        f"{subject.name}: {calls} layer calls with {config.micro_batch} rows, on {profile.machine.name}: {output}"
+    )

@@ -1,0 +1,60 @@
+"""A device of which only the shapes exist: tensors on torch's meta device, and a clock that says what they would take.
+
+Nothing is allocated and nothing is computed, so a model of any size passes through the engine's own code in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import MemoryProbe
+from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.device.live_bytes import LiveBytes
+
+
+class MetaDevice(HostStreamDevice):
+    """Both its own memory and the host's are on the meta device. Nothing is counted but by `probe`."""
+
+    copies_overlap = True
+    host_type = "meta"
+    has_values = False
+
+    def __init__(self, clock_ms: Callable[[], float]) -> None:
+        self.name = "meta"
+        self.torch_device = torch.device("meta")
+        self.budget_bytes = None
+        self._clock_ms = clock_ms
+
+    def now_ms(self) -> float:
+        return self._clock_ms()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def free(self, buffer: Tensor) -> None:
+        return None
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.empty(numel, dtype)
+
+    def charge(self, nbytes: int, what: str) -> None:
+        return None
+
+    def discharge(self, nbytes: int) -> None:
+        return None
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        return None
+
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        return LiveBytes("meta")

@@ -1,0 +1,221 @@
+"""What a plan means to the one who waits for it: time, tokens per second, memory on both sides, what limits it and what
+would help. Arithmetic over a survey: nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.packing import Packer, uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.simulate import (
+    COMPUTE,
+    HOST,
+    SWAP_IN,
+    SWAP_OUT,
+    UPDATE,
+    Prediction,
+    simulate,
+    with_faster,
+)
+from harmony_ds.survey import Survey
+
+_MASTER_BYTES = 4
+_STATE_BYTES = 4
+STREAM_NAMES = {
+    COMPUTE: "compute",
+    SWAP_IN: "swapping in",
+    SWAP_OUT: "swapping out",
+    UPDATE: "the host's update",
+    HOST: "the engine's own work",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A survey, and what a step is judged by.
+
+    Attributes:
+        states: fp32 numbers per trainable parameter that the optimizer keeps.
+        gradient_slabs: packs whose gradients are on the host at a time, where updates are not deferred.
+        host_budget_bytes: host memory (None: not known).
+        items: what a micro-batch holds, tokens or samples.
+    """
+
+    survey: Survey
+    states: int
+    gradient_slabs: int
+    host_budget_bytes: int | None
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that would be different, and the items per second that come of it."""
+
+    what: str
+    items_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One optimizer step, as planned.
+
+    Attributes:
+        choice: the plan, its prediction and its reason.
+        items_per_step: tokens or samples.
+        device_budget_bytes, host_budget_bytes: None where not known.
+        host_bytes: by kind.
+        lower_bound_bytes: weights and gradients that a step with these packs must move.
+        zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would move.
+    """
+
+    choice: Choice
+    items_per_step: int
+    device_budget_bytes: int | None
+    host_bytes: Mapping[str, int]
+    host_budget_bytes: int | None
+    lower_bound_bytes: int
+    zero3_offload_bytes: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.choice.plan
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.choice.prediction
+
+    @property
+    def items_per_s(self) -> float:
+        return self.items_per_step / self.prediction.step_ms * 1e3
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_bytes.values())
+
+    @property
+    def host_missing_bytes(self) -> int:
+        """Host memory that lacks; 0 where everything fits."""
+        if self.host_budget_bytes is None:
+            return 0
+        return max(0, self.host_total_bytes - self.host_budget_bytes)
+
+    @property
+    def busy_share(self) -> Mapping[str, float]:
+        """By stream: the part of the step in which it works."""
+        return {name: ms / self.prediction.step_ms for name, ms in self.prediction.busy_ms.items()}
+
+    @property
+    def bottleneck(self) -> str:
+        """The stream that works most."""
+        return max(self.busy_share, key=lambda name: self.busy_share[name])
+
+
+def forecast(situation: Situation) -> Forecast:
+    """The fastest plan, and what it means.
+
+    Raises:
+        DoesNotFitError: nothing fits the device.
+    """
+    survey = situation.survey
+    choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, survey.request)[0]
+    weight, gradient = survey.element.weight, survey.element.gradient
+    return Forecast(
+        choice=choice,
+        items_per_step=situation.items * choice.plan.micro_batches,
+        device_budget_bytes=survey.request.budget_bytes,
+        host_bytes=host_bytes(situation, choice),
+        host_budget_bytes=situation.host_budget_bytes,
+        lower_bound_bytes=lower_bound_bytes(choice.plan, survey.graph, weight, gradient),
+        zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, choice.plan.micro_batches),
+    )
+
+
+def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
+    """What lies in host memory while the plan runs, by kind (see docs/memory.md)."""
+    weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
+    elements = sum(spec.numel for spec in parameters if spec.trainable)
+    sent = [plan.packs[index].gradient_bytes for index in plan.packing.backward]
+    slabs = sum(sent) if plan.policy.deferred_update else min(sum(sent), situation.gradient_slabs * max(sent))
+    return {
+        "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
+        "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
+        "optimizer": _STATE_BYTES * situation.states * elements,
+        "gradients": slabs + plan.resident_set.gradient_bytes,
+        "stash": choice.prediction.swaps.stash_out,
+    }
+
+
+def smallest_peak_bytes(survey: Survey) -> int:
+    """The least device memory that a plan needs, as far as the request leaves it open: every call a pack, nothing
+    swapped in early, the stash on the host.
+    """
+    request = survey.request
+    early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
+    away = 0 if request.stash == "device" else ALL_PACKS
+    packer = Packer(survey.graph, survey.costs, survey.element)
+    packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.pack_layers or 1))
+    policy = replace(request.policy, prefetch=early, stash_on_host=away)
+    return make_plan(packing, survey.costs, request, policy).peak_bytes
+
+
+def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
+    """What would be faster: one thing changed at a time, best first.
+
+    Other rates are simulated with the plan as it is, so that what they bring is a lower bound; more memory and longer
+    steps are planned anew.
+    """
+    found = [
+        *_other_rates(situation, now),
+        *_other_requests(situation, now),
+    ]
+    return tuple(sorted(found, key=lambda change: -change.items_per_s))
+
+
+def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
+    costs, machine = situation.survey.costs, situation.survey.profile.machine
+    for what, changed_costs, changed_machine in (
+        ("a link twice as fast", costs, with_faster(with_faster(machine, SWAP_IN, 2.0), SWAP_OUT, 2.0)),
+        (
+            "host memory twice as fast",
+            costs,
+            replace(with_faster(machine, UPDATE, 2.0), host_bytes_per_ms=2 * machine.host_bytes_per_ms),
+        ),
+        ("a device that computes twice as fast", _faster(costs), machine),
+    ):
+        prediction = simulate(now.plan, changed_costs, changed_machine)
+        yield Change(what, now.items_per_step / prediction.step_ms * 1e3)
+
+
+def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
+    survey, request = situation.survey, situation.survey.request
+    if request.budget_bytes is not None:
+        more = replace(survey, request=replace(request, budget_bytes=2 * request.budget_bytes))
+        yield Change("twice the device memory", forecast(replace(situation, survey=more)).items_per_s)
+    twice = replace(request, micro_batches=2 * request.micro_batches)
+    what = f"twice the micro-batches ({twice.micro_batches})"
+    plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)
+    if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
+        prediction = simulate(plan, survey.costs, survey.profile.machine)
+        yield Change(what, 2 * now.items_per_step / prediction.step_ms * 1e3)
+        return
+    try:
+        yield Change(what, forecast(replace(situation, survey=replace(survey, request=twice))).items_per_s)
+    except DoesNotFitError:
+        return  # more micro-batches need more memory
+
+
+def _faster(costs: CostTable) -> CostTable:
+    calls = tuple(
+        replace(c, forward_ms=c.forward_ms / 2, backward_ms=c.backward_ms / 2, fused_ms=c.fused_ms / 2)
+        for c in costs.costs
+    )
+    return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)

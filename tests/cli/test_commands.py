@@ -1,0 +1,294 @@
+"""The commands, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from harmony_ds.cli.app import app
+from harmony_ds.profiler.profile import Profile
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def on_cpu(tmp_path: Path) -> str:
+    file = tmp_path / "ds_config.json"
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "harmony": {"device": "cpu"},
+    }
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return str(file)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    found = run(*arguments, "--json")
+    data: dict[str, Any] = json.loads(found.stdout)
+    return data
+
+
+# ---- all of them
+
+
+@pytest.mark.parametrize("command", [(), ("estimate",), ("plan",), ("profile",), ("machines",)])
+def test_help(command: tuple[str, ...]) -> None:
+    found = run(*command, "--help")
+
+    assert found.exit_code == 0
+    assert "Usage" in found.stdout
+
+
+@pytest.mark.parametrize("arguments", [("estimate",), ("estimate", "x", "--micro-batch", "0"), ("estimate", "--nope")])
+def test_a_wrong_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_the_module_runs_as_the_console_script_does() -> None:
+    command = [sys.executable, "-m", "harmony_ds.cli", "machines", "--json"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+
+    assert "rtx4090" in json.loads(found.stdout)["gpus"]
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from harmony_ds.cli import main; main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+    assert found.returncode == 1
+    assert 'pip install "harmony_ds[cli]"' in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+# ---- estimate
+
+
+def test_estimate_says_what_a_person_wants_to_know(tiny: str) -> None:
+    found = run("estimate", tiny, "--no-advice")
+
+    assert found.exit_code == 0
+    for word in (
+        "LlamaForCausalLM",
+        "rtx4090/pcie4/desktop-ddr5",
+        "\ndevice ",
+        "\nhost ",
+        "tokens/s",
+        "bottleneck",
+    ):
+        assert word in found.stdout
+
+
+def test_estimate_as_json(tiny: str) -> None:
+    data = run_json("estimate", tiny, "--micro-batch", "2", "--accumulation", "4", "--sequence", "32")
+
+    assert data["fits"] is True
+    assert data["tokens_per_step"] == 2 * 4 * 32
+    assert data["tokens_per_s"] == pytest.approx(data["tokens_per_step"] / data["step_ms"] * 1e3)
+    assert data["device_peak_bytes"] <= data["device_budget_bytes"]
+    assert {change["what"] for change in data["changes"]} >= {"a link twice as fast", "twice the device memory"}
+
+
+def test_the_sequence_is_the_models_longest(tiny: str) -> None:
+    assert run_json("estimate", tiny, "--no-advice")["tokens_per_step"] == 64 * 16
+
+
+def test_more_accumulation_moves_the_same_bytes(tiny: str) -> None:
+    few, many = (
+        run_json("estimate", tiny, "--accumulation", n, "--no-advice")["lower_bound_bytes"] for n in ("2", "8")
+    )
+
+    assert few == many
+
+
+def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(tiny: str) -> None:
+    # A budget that holds two rows of 64 tokens, and not sixteen.
+    arguments = ("estimate", tiny, "--micro-batch", "16", "--device-memory-gib", "0.002")
+    found = run(*arguments)
+    data = run_json(*arguments)
+
+    assert found.exit_code == 3
+    assert "does not fit" in found.stdout and "too many" in found.stdout
+    assert data["fits"] is False
+    assert data["lack"]["what"] == "device memory"
+    assert data["lack"]["needed_bytes"] > data["lack"]["budget_bytes"]
+    assert any("--micro-batch" in way for way in data["lack"]["ways_out"])
+
+
+def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(
+    tiny: str, tmp_path: Path
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"pack_layers": 1}}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    arguments = ("estimate", tiny, "--ds-config", str(file), "--host-memory-gib", "0.001", "--no-advice")
+    data = run_json(*arguments)
+
+    assert run(*arguments).exit_code == 3
+    assert data["lack"]["what"] == "host memory"
+    assert data["lack"]["needed_bytes"] == sum(data["host_bytes"].values())
+    assert data["tokens_per_s"] > 0
+    ways = " ".join(data["lack"]["ways_out"])
+    assert "grad_accum_dtype" in ways and "gradient_clipping" in ways and "Lion" in ways
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{tiny}", "--machine", "rtx409"), 'no GPU called "rtx409". Did you mean "rtx4090"'),
+        (("{tiny}", "--machine", "h100/pcie9"), 'no link or host called "pcie9"'),
+        (("no_such_model",), 'no model "no_such_model"'),
+        (("no_such_module:model",), "cannot be imported"),
+        (("tests.cli.test_commands:nothing",), "must return a module"),
+        (("tests.cli.test_commands:module_alone",), "returned a module alone"),
+        (("{tiny}", "--ds-config", "none.json"), "no ds_config none.json"),
+        (("{tiny}", "--sequence", "65"), "longer than the model's 64 positions"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tuple[str, ...], message: str) -> None:
+    found = run("estimate", *(argument.format(tiny=tiny) for argument in arguments))
+
+    assert found.exit_code == 1
+    assert message in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+    assert not found.stdout
+
+
+def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}', encoding="utf-8")
+    found = run("estimate", str(tmp_path))
+
+    assert found.exit_code == 1
+    assert "describes no model" in found.stderr
+
+
+def nothing() -> int:
+    return 1
+
+
+def module_alone() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = torch.relu(block(inputs))
+        return F.mse_loss(inputs, torch.zeros_like(inputs))
+
+
+def net() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Net(), {"inputs": torch.ones(8, 32)}
+
+
+def test_a_function_may_make_the_model_and_its_inputs() -> None:
+    data = run_json("estimate", "tests.cli.test_commands:net", "--no-advice")
+
+    assert data["model"] == "Net"
+    assert data["samples_per_step"] == 8 * 16
+
+
+def test_the_ds_config_is_what_the_engine_would_read(tiny: str, on_cpu: str) -> None:
+    data = run_json("estimate", tiny, "--ds-config", on_cpu, "--no-advice")
+
+    assert (data["micro_batch"], data["accumulation"]) == (2, 2)
+    assert data["host_bytes"]["masters"] == 0  # fp32
+
+
+# ---- profile and plan
+
+
+def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    saved = run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))
+
+    assert saved.exit_code == 0
+    assert len(Profile.from_json(file.read_text(encoding="utf-8")).calls) == 7
+    data = run_json("plan", tiny, "--ds-config", on_cpu, "--profile", str(file))
+    assert data["fits"] is True
+    assert data["machine"].startswith("cpu on")
+    assert data["tokens_per_s"] > 0
+
+
+def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path / "missing" / "profile.json"))
+
+    assert found.exit_code == 1
+    assert "No such file" in found.stderr
+
+
+def test_a_profile_of_something_else_is_refused(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))
+    found = run("plan", tiny, "--ds-config", on_cpu, "--profile", str(file), "--sequence", "16")
+
+    assert found.exit_code == 1
+    assert "something else" in found.stderr
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "there is no profile"), ("{}", "no profile of harmony_ds")])
+def test_a_file_that_is_no_profile(tiny: str, tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "profile.json"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    found = run("plan", tiny, "--profile", str(file))
+
+    assert found.exit_code == 1
+    assert message in found.stderr
+
+
+def test_plan_measures_where_no_profile_is_given(tiny: str, on_cpu: str) -> None:
+    found = run("plan", tiny, "--ds-config", on_cpu, "--no-advice")
+
+    assert found.exit_code == 0, found.stderr
+    assert "tokens/s" in found.stdout
+
+
+# ---- machines
+
+
+def test_machines_are_listed_with_their_sources() -> None:
+    found = run("machines")
+
+    assert found.exit_code == 0
+    for word in ("rtx4090", "pcie4", "desktop-ddr5"):
+        assert word in found.stdout

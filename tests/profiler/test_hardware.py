@@ -1,0 +1,63 @@
+"""Machines by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from harmony_ds.errors import ConfigError
+from harmony_ds.profiler.hardware import UpdateCost, hardware_of, known_hardware
+
+ADAM = UpdateCost(states=2, gradient_bytes=4, copy_bytes=2)
+
+
+def test_a_gpu_comes_with_its_usual_link_and_host() -> None:
+    hardware = hardware_of("rtx4090")
+
+    assert hardware.name == "rtx4090/pcie4/desktop-ddr5"
+    assert hardware.gpu.memory_bytes == 24 * 2**30
+    assert hardware.host.nominal_gb_per_s == pytest.approx(89.6)
+
+
+@pytest.mark.parametrize("name", ["rtx4090/pcie3/epyc-ddr4", "rtx4090/epyc-ddr4/pcie3", "RTX4090/PCIe3/epyc-ddr4"])
+def test_link_and_host_may_be_named_in_any_order(name: str) -> None:
+    assert hardware_of(name).name == "rtx4090/pcie3/epyc-ddr4"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("rtx490", 'no GPU called "rtx490".*"rtx4090"'),
+        ("h100/pcie6", 'link or host called "pcie6".*"pcie'),
+        ("", "no GPU"),
+    ],
+)
+def test_an_unknown_name_gives_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=nearest):
+        hardware_of(name)
+
+
+def test_every_machine_of_the_file_has_rates_a_source_and_a_usual_link_and_host() -> None:
+    known = known_hardware()
+
+    for name, gpu in known.gpus.items():
+        machine = hardware_of(name).machine(ADAM)
+        assert gpu.half_tflops > gpu.tf32_tflops >= gpu.fp32_tflops
+        assert machine.swap_in_bytes_per_ms < machine.link_bytes_per_ms < 2 * machine.swap_in_bytes_per_ms
+        assert machine.copies_overlap
+    for entry in (*known.gpus.values(), *known.links.values(), *known.hosts.values()):
+        assert entry.source
+    for link in known.links.values():
+        assert link.one_way_gb_per_s < link.nominal_gb_per_s
+
+
+def test_adam_in_mixed_precision_moves_thirty_bytes_per_parameter_and_runs_at_the_speed_of_memory() -> None:
+    machine = hardware_of("rtx4090/desktop-ddr4").machine(ADAM)
+
+    assert ADAM.bytes_per_element == machine.update_bytes_per_element == 30
+    assert machine.host_bytes_per_ms == pytest.approx(51.2e6 * 0.75)
+    assert machine.update_elements_per_ms == pytest.approx(51.2e6 * 0.75 / 30)
+
+
+def test_an_optimizer_in_fp32_writes_no_copy() -> None:
+    assert UpdateCost(states=2, gradient_bytes=4, copy_bytes=0).bytes_per_element == 28
+    assert UpdateCost(states=0, gradient_bytes=4, copy_bytes=0).bytes_per_element == 12

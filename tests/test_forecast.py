@@ -1,0 +1,170 @@
+"""What a plan means, over costs that were made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.plan import Policy
+from harmony_ds.survey import Survey
+
+LAYERS = 8
+ELEMENTS = 2**20
+WEIGHT, GRADIENT = 2 * ELEMENTS, 4 * ELEMENTS
+COST = CallCost(
+    alive_bytes=2**12,
+    stash_bytes=2**12,
+    shared_bytes=2**12,
+    forward_bytes=2**14,
+    graph_bytes=2**14,
+    backward_bytes=2**15,
+    needs_backward=True,
+    forward_ms=1.0,
+    backward_ms=3.0,
+    fused_ms=3.0,
+)
+MACHINE = Machine(
+    name="made up",
+    copies_overlap=True,
+    swap_in_bytes_per_ms=WEIGHT,
+    swap_out_bytes_per_ms=WEIGHT,
+    link_bytes_per_ms=2 * WEIGHT,
+    update_elements_per_ms=ELEMENTS / 4,
+    norm_elements_per_ms=ELEMENTS,
+    host_bytes_per_ms=1e18,
+    device_update_elements_per_ms=1e12,
+)
+
+
+def situation(
+    budget_bytes: int | None = None, micro_batches: int = 4, clipping: bool = True, **machine: Any
+) -> Situation:
+    graph = LayerGraph(
+        tuple(LayerSpec(i, f"layer{i}", (f"w{i}",)) for i in range(LAYERS)),
+        tuple(ParameterSpec(f"w{i}", (ELEMENTS,), True) for i in range(LAYERS)),
+        tuple(range(LAYERS)),
+        (),
+    )
+    costs = CostTable(graph.calls, (COST,) * LAYERS, tail_bytes=2**12)
+    request = Request(
+        micro_batches=micro_batches,
+        budget_bytes=budget_bytes,
+        resident_bytes=0,
+        pack_layers=None,
+        stash="auto",
+        policy=Policy(deferred_update=clipping),
+    )
+    profile = Profile(replace(MACHINE, **machine), ((1, costs),))
+    survey = Survey(graph, profile, ElementBytes(2, 4), request)
+    return Situation(survey, states=2, gradient_slabs=3, host_budget_bytes=None, items=100)
+
+
+def tight(micro_batches: int = 4, clipping: bool = True, **machine: Any) -> Situation:
+    """With memory for little more than the smallest plan."""
+    wanted = situation(2**40, micro_batches, clipping, **machine)
+    return situation(smallest_peak_bytes(wanted.survey) + WEIGHT, micro_batches, clipping, **machine)
+
+
+def test_tokens_per_second_are_those_of_the_predicted_step() -> None:
+    found = forecast(tight())
+
+    assert found.items_per_step == 400
+    assert found.items_per_s == pytest.approx(400e3 / found.prediction.step_ms)
+
+
+def test_the_smallest_peak_is_the_least_budget_that_fits() -> None:
+    least = smallest_peak_bytes(tight().survey)
+
+    assert forecast(situation(least)).plan.peak_bytes == least
+    with pytest.raises(DoesNotFitError):
+        forecast(situation(least - 1))
+
+
+def test_host_memory_of_a_deferred_update_holds_every_gradient() -> None:
+    found = forecast(tight())
+
+    assert found.host_bytes == {
+        "weights": LAYERS * WEIGHT,
+        "masters": LAYERS * 4 * ELEMENTS,
+        "optimizer": LAYERS * 8 * ELEMENTS,
+        "gradients": LAYERS * GRADIENT,
+        "stash": found.prediction.swaps.stash_out,
+    }
+    assert found.host_total_bytes == sum(found.host_bytes.values())
+
+
+def test_without_clipping_a_few_slabs_take_turns() -> None:
+    found = forecast(tight(clipping=False))
+    largest = max(found.plan.packs[index].gradient_bytes for index in found.plan.packing.backward)
+
+    assert found.host_bytes["gradients"] == min(3 * largest, LAYERS * GRADIENT)
+
+
+def test_host_memory_that_lacks_is_said() -> None:
+    small = replace(tight(), host_budget_bytes=10)
+    found = forecast(small)
+
+    assert found.host_missing_bytes == found.host_total_bytes - 10
+    assert forecast(tight()).host_missing_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "bottleneck", "helps"),
+    [
+        ({"update_elements_per_ms": 1e12}, "compute", "a device that computes twice as fast"),
+        ({"update_elements_per_ms": ELEMENTS / 100}, "update", "host memory twice as fast"),
+        (
+            {
+                "update_elements_per_ms": 1e12,
+                "swap_in_bytes_per_ms": WEIGHT / 64,
+                "swap_out_bytes_per_ms": WEIGHT / 2,
+                "link_bytes_per_ms": WEIGHT,
+            },
+            "swap_in",
+            "a link twice as fast",
+        ),
+    ],
+)
+def test_the_bottleneck_is_named_and_relieving_it_helps(machine: dict[str, Any], bottleneck: str, helps: str) -> None:
+    asked = tight(**machine)
+    found = forecast(asked)
+    rates = [change for change in changes(asked, found) if "fast" in change.what]
+
+    assert found.bottleneck == bottleneck
+    assert rates[0].what == helps
+    assert rates[0].items_per_s > 1.3 * found.items_per_s
+
+
+def test_where_swaps_limit_a_longer_step_helps() -> None:
+    asked = tight(micro_batches=1, swap_in_bytes_per_ms=WEIGHT / 64, link_bytes_per_ms=WEIGHT)
+    found = forecast(asked)
+    longer = next(change for change in changes(asked, found) if "micro-batches" in change.what)
+
+    assert longer.items_per_s > 1.3 * found.items_per_s
+
+
+def test_more_memory_never_hurts_and_is_left_out_where_there_is_no_limit() -> None:
+    asked = tight()
+    found: Forecast = forecast(asked)
+    by_name = {change.what: change.items_per_s for change in changes(asked, found)}
+    unlimited = situation(None)
+
+    assert by_name["twice the device memory"] >= found.items_per_s * 0.999
+    assert "twice the device memory" not in {change.what for change in changes(unlimited, forecast(unlimited))}
+
+
+def test_traffic_is_compared_with_the_bound_and_with_zero3() -> None:
+    found = forecast(tight())
+    swaps = found.prediction.swaps
+
+    assert swaps.weights_in + swaps.gradients_out == found.lower_bound_bytes
+    assert found.zero3_offload_bytes == LAYERS * ELEMENTS * (4 * (2 + 2 + 2 + 2) + 4)

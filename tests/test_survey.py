@@ -1,0 +1,282 @@
+"""What is said of a model without running it, against what the engine measures."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds.assembly import Assembly, assemble
+from harmony_ds.cli.models import BatchShape, load_subject
+from harmony_ds.config import Config, load_config
+from harmony_ds.device.meta import MetaDevice
+from harmony_ds.errors import ModelError, ProfileError
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.hardware import hardware_of
+from harmony_ds.profiler.profile import Profile
+from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.runtime.measure import Measurement
+from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
+from tests.engine.drive import engine_for, sgd
+from tests.families import FAMILIES, Family
+
+HARDWARE = hardware_of("rtx4090")
+MODELS = Path(__file__).parents[1] / "benchmarks" / "estimate" / "models"
+EXACT = ("gpt2", "llama", "qwen3", "mistral", "phi3", "gpt_neox", "bert", "t5", "vit", "clip", "mamba")
+ANCHOR_BYTES = 64
+"""Every cut of the autograd graph has an anchor of 4 bytes, which is host memory where the device is none."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def config_of(**more: Any) -> Config:
+    device = {"harmony": {"device": "cpu"}}
+    return load_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **device, **more})
+
+
+def family(name: str) -> Family:
+    return next(f for f in FAMILIES if f.name == name)
+
+
+def on_meta_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+
+
+def built_on_meta(one: Family, dropout: float) -> nn.Module:
+    """A copy of the model; `.to("meta")` would untie tied weights."""
+    model = one.build(dropout)
+    memo: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def estimated(one: Family, dropout: float, config: Config) -> Survey:
+    return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE, Kernels.CPU)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", EXACT)
+def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout: float) -> None:
+    config = config_of()
+    known = measure(family(name).build(dropout), family(name).batch(0), config).costs
+    found = estimated(family(name), dropout, config).costs
+
+    assert found.calls == known.calls
+    for ours, theirs in zip(found.costs, known.costs, strict=True):
+        assert ours.stash_bytes == theirs.stash_bytes
+        assert ours.shared_bytes == theirs.shared_bytes
+        assert ours.needs_backward == theirs.needs_backward
+        for peak in ("alive_bytes", "forward_bytes", "graph_bytes", "backward_bytes"):
+            assert abs(getattr(ours, peak) - getattr(theirs, peak)) <= ANCHOR_BYTES, peak
+    assert abs(found.tail_bytes - known.tail_bytes) <= ANCHOR_BYTES
+    assert abs(found.held_bytes - known.held_bytes) <= ANCHOR_BYTES
+
+
+def test_weights_are_those_of_the_model() -> None:
+    found = estimated(family("gpt2"), 0.0, config_of())
+    model = family("gpt2").build(0.0)
+
+    assert {spec.name: spec.shape for spec in found.graph.parameters} == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
+
+
+def test_equal_layers_are_propagated_through_once_with_the_same_result() -> None:
+    assert table_on(MetaDevice) == table_on(ApartDevice)
+
+
+class ApartDevice(MetaDevice):
+    """Every call is propagated through, as on a device whose tensors have contents."""
+
+    has_values = True
+
+
+def table_on(device: type[MetaDevice]) -> CostTable:
+    one = family("llama")
+    model = built_on_meta(one, 0.1)
+    inputs = on_meta_device(one.batch(0))
+    with on_meta(HARDWARE.kernels()) as clock:
+        made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
+        parts = made.parts
+        measurement = Measurement(
+            parts.device, made.layers, parts.residency, parts.lending, parts.layer_calls, parts.random
+        )
+        try:
+            return measurement.run(lambda: model(**inputs), loss_of, 0, ())
+        finally:
+            made.destroy()
+
+
+def llama(name: str, rows: int, sequence: int) -> tuple[nn.Module, dict[str, Any]]:
+    subject = load_subject(str(MODELS / f"{name}.json"), BatchShape(rows, sequence), "meta")
+    return subject.model, subject.inputs
+
+
+def test_flops_are_those_of_the_closed_formula() -> None:
+    rows, sequence = 2, 1024
+    model, inputs = llama("llama-2-7b", rows, sequence)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - 32000 * 4096  # looked up, not multiplied
+    with on_meta(HARDWARE.kernels()) as clock:
+        loss = model.to(torch.bfloat16)(**inputs).loss
+        forward = clock.flops
+        loss.backward()
+
+    tokens = rows * sequence
+    attention = 32 * 4 * tokens * sequence * 4096 // 2  # causal: half of all scores
+    assert forward == pytest.approx(2 * matrices * tokens + attention, rel=1e-4)
+    # Fused attention recomputes its scores in backward: five products for two.
+    assert clock.flops - forward == pytest.approx(4 * matrices * tokens + 2.5 * attention, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "calls"),
+    [
+        ("llama-2-7b", 6_738_415_616, 35),
+        ("llama-2-13b", 13_015_864_320, 43),
+        ("llama-2-70b", 68_976_648_192, 83),
+    ],
+)
+def test_a_model_of_any_size_takes_seconds_and_no_memory(name: str, parameters: int, calls: int) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    model, inputs = llama(name, 1, 2048)
+    found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE)
+
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert sum(spec.numel for spec in found.graph.parameters) == parameters
+    assert len(found.graph.calls) == calls
+    assert time.perf_counter() - began < 60
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 512 * 1024
+
+
+def test_times_are_the_rooflines() -> None:
+    """Matrix products at 0.8 of the peak are most of a large layer; the rest cannot make it twice as long."""
+    rows, sequence = 2, 2048
+    model, inputs = llama("llama-2-7b", rows, sequence)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE).costs
+
+    products = 2 * layer * rows * sequence / (165.2e9 * 0.8)
+    assert found.costs[1].forward_ms == pytest.approx(1.4 * products, rel=0.3)
+    assert found.costs[1].backward_ms == pytest.approx(3 * found.costs[1].forward_ms, rel=0.25)
+    assert found.costs[2] == found.costs[32]
+
+
+def test_a_mixture_of_experts_can_be_estimated_in_bf16() -> None:
+    found = estimated(family("mixtral"), 0.0, config_of(bf16={"enabled": True}))
+
+    assert found.costs.costs[1].forward_ms > 0
+
+
+def test_parameters_used_between_layers_join_the_resident_set() -> None:
+    model = OutsideNet().to("meta")
+    inputs = {"words": torch.zeros(2, 4, dtype=torch.long, device="meta")}
+
+    assert estimate(model, inputs, config_of(), HARDWARE).graph.resident == ("embed.weight",)
+
+
+class OutsideNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (hidden @ self.embed.weight.T).mean()
+
+
+class AskingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: int(inputs.sum().item())]:
+            inputs = block(inputs)
+        return inputs.mean()
+
+
+def test_a_model_that_looks_at_numbers_is_told_to_be_profiled() -> None:
+    with pytest.raises(ModelError, match="profile it with data"):
+        estimate(AskingNet().to("meta"), {"inputs": torch.zeros(2, 8, device="meta")}, config_of(), HARDWARE)
+
+
+def test_the_model_is_left_without_interception() -> None:
+    model, inputs = llama("llama-2-7b", 1, 128)
+    estimate(model, inputs, config_of(), HARDWARE)
+
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
+    model, inputs = llama("llama-2-7b", 1, 128)
+    small = config_of(harmony={"device_memory_gib": 3})
+
+    assert estimate(model, inputs, config_of(), HARDWARE).request.budget_bytes == int(24 * 2**30 * 0.9)
+    assert estimate(model, inputs, small, HARDWARE).request.budget_bytes == 3 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [("AdamW", 2), ("Lion", 1), ("Adagrad", 1), ("SGD", 0), ("SomethingElse", 2), (None, 2)],
+)
+def test_what_an_optimizer_keeps(optimizer: str | None, states: int) -> None:
+    block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {}}}
+
+    assert update_cost(config_of(**block)).states == states
+
+
+def test_sgd_with_momentum_keeps_it() -> None:
+    assert update_cost(config_of(optimizer={"type": "SGD", "params": {"momentum": 0.9}})).states == 1
+
+
+# ---- a profile that was saved
+
+
+def test_a_saved_profile_stands_in_for_measuring() -> None:
+    one = family("gpt2")
+    measured = measure(one.build(0.0), one.batch(0), config_of())
+    saved = Profile.from_json(measured.profile.to_json())
+    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config_of(), saved)
+
+    assert found.graph == measured.graph
+    assert found.costs == measured.costs
+    assert found.profile.machine == measured.profile.machine
+    assert found.element == measured.element
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    one, other = family("gpt2"), family("bert")
+    saved = measure(one.build(0.0), one.batch(0), config_of()).profile
+
+    with pytest.raises(ProfileError, match="something else"):
+        with_profile(built_on_meta(other, 0.0), on_meta_device(other.batch(0)), config_of(), saved)
+
+
+def test_the_engine_takes_a_profile_that_a_survey_saved(tmp_path: Path) -> None:
+    one, file = family("gpt2"), tmp_path / "profile.json"
+    text = measure(one.build(0.0), one.batch(0), config_of()).profile.to_json()
+    file.write_text(text, encoding="utf-8")
+    raw = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "harmony": {"device": "cpu", "profile": str(file)},
+    }
+    with engine_for(one.build(0.0), sgd, raw) as engine:
+        engine.train_batch(iter([one.batch(0)]))
+
+    assert file.read_text(encoding="utf-8") == text
