@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,14 @@ from harmony_ds.device.base import Device, Stream
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
-_SCRATCH_ELEMENTS = 2**21
+_SCRATCH_ELEMENTS = 2**20
 _REPEATS = 5
 _MATRIX = 256
-_BESIDE_SECONDS = 0.15
+_BESIDE_SECONDS = 0.1
+
+
+_known: dict[tuple[str, ...], Machine] = {}
+"""Machines that this process has measured already; they do not change while it lives."""
 
 
 def measure_rates(
@@ -35,37 +40,44 @@ def measure_rates(
         weight_dtype: of the weights; masters are cast to it after an update.
         swaps: bytes and milliseconds of swap-ins that were timed.
     """
+    kind = "none" if optimizer is None else type(optimizer.optimizer).__name__
+    key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()))
+    if key not in _known:
+        _known[key] = _measured(device, optimizer, weight_dtype)
     swap_ms, swap_in = _line(swaps)
+    machine = replace(_known[key], swap_ms=swap_ms, swap_in_bytes_per_ms=swap_in, device_bytes=device.budget_bytes)
+    if not machine.copies_overlap:
+        machine = replace(machine, link_bytes_per_ms=swap_in + machine.swap_out_bytes_per_ms)
+    return machine
+
+
+def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Machine:
+    """Everything but what swap-ins take."""
     host = device.host_empty(_SCRATCH_ELEMENTS, torch.float32).zero_()
     on_device = device.upload(host)
     swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
     update = _Update(optimizer, weight_dtype)
-    update_ms = _typical_ms(None, update.run)
-    host_bytes = _host_bytes_per_ms()
-    elements = _SCRATCH_ELEMENTS / update_ms
-    link = swap_in + swap_out
-    device_elements = elements
+    elements = _SCRATCH_ELEMENTS / _typical_ms(None, update.run)
+    norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
+    device.host_free(host)
+    link, device_elements = 0.0, elements
     if device.copies_overlap:
         link = _both_ways(device, on_device)
         back = torch.empty_like(on_device)
         copied = _typical_ms(device, lambda: back.copy_(on_device))
         # An elementwise optimizer on the device is as fast as the device's memory.
-        device_elements = 2 * host.nbytes / copied / UPDATE_BYTES_PER_ELEMENT
-    norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
-    device.host_free(host)
+        device_elements = 2 * on_device.nbytes / copied / UPDATE_BYTES_PER_ELEMENT
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         copies_overlap=device.copies_overlap,
-        swap_in_bytes_per_ms=swap_in,
+        swap_in_bytes_per_ms=0.0,
         swap_out_bytes_per_ms=swap_out,
         link_bytes_per_ms=link,
-        swap_ms=swap_ms,
         update_elements_per_ms=elements,
         norm_elements_per_ms=_SCRATCH_ELEMENTS / norm_ms,
-        host_bytes_per_ms=host_bytes,
+        host_bytes_per_ms=_host_bytes_per_ms(),
         device_update_elements_per_ms=device_elements,
         beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
-        device_bytes=device.budget_bytes,
     )
 
 
