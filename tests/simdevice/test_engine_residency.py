@@ -139,7 +139,7 @@ def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: int) -> N
     [
         ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}),
         ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}),
-        ("Adagrad", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
+        ("Adagrad", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}),
         ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
     ],
 )
