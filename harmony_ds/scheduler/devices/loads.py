@@ -122,7 +122,8 @@ class Loads:
         """At least this long takes a step with each of the forward passes."""
         turned = np.stack([np.roll(backward.busy_ms, turn, axis=1) for turn in range(self._rows)])
         busy_ms = forward.busy_ms + turned[forward.tasks % self._rows]
-        return np.maximum(busy_ms.max(axis=(1, 2)), forward.first_ms + backward.first_ms)
+        bounds_ms: Array = np.maximum(busy_ms.max(axis=(1, 2)), forward.first_ms + backward.first_ms)
+        return bounds_ms
 
     def bound_ms(self, backward: PassLoad) -> float:
         """At least this long takes a step whose one pack is fused."""
