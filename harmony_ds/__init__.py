@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         ParameterOutsideLayerError,
         ProfileError,
     )
-    from harmony_ds.reports import MemoryReport, SwapReport
+    from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 
@@ -31,6 +31,7 @@ _HOMES = {
     "HarmonyEngine": "engine",
     "MemoryReport": "reports",
     "Plan": "scheduler.plan",
+    "PlanReport": "reports",
     "SwapReport": "reports",
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
@@ -53,6 +54,7 @@ __all__ = [
     "OptimizerError",
     "ParameterOutsideLayerError",
     "Plan",
+    "PlanReport",
     "ProfileError",
     "SwapReport",
     "Task",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import nn
 
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import find_layers
+from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ConfigError, ModelError, OptimizerError
+from harmony_ds.offload.device_optimizer import DeviceOptimizer
+from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
@@ -27,6 +31,7 @@ from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,15 @@ class Assembly:
     optimizer: torch.optim.Optimizer | None
     host_optimizer: HostOptimizer | None
 
-    def finish_updates(self) -> None:
+    def wait_for_updates(self) -> None:
         """Waits for what the background thread still has to do."""
         if self.parts.updater is not None:
             self.parts.updater.wait_all()
+
+    def finish_updates(self) -> None:
+        """Makes every weight, master and optimizer state on the host true."""
+        self.wait_for_updates()
+        self.parts.device_store.show()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -62,6 +72,9 @@ class Assembly:
         if self.parts.updater is not None:
             self.parts.updater.stop()
         self.runner.executor.abandon()
+        self.parts.device_store.drop()
+        if self.host_optimizer is not None:
+            self.host_optimizer.unwatch()
         self.interception.remove()
         self.parts.lending.remove()
         if self.parts.gradients is not None:
@@ -90,14 +103,21 @@ def assemble(
     ledger = Ledger()
     host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
     gradients, updater = _host_side(config, device, ledger, store, host_optimizer)
-    wait = updater.wait_all if updater is not None else lambda: None
-    lending = Lending(model, decomposition.canonical, device, ledger, wait)
+    residency = Residency(device, store, ledger, config.accumulation_dtype)
+    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
+    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
+    looks = Looks(updater, device_store)
+    if host_optimizer is not None:
+        host_optimizer.watch(looks.at_state)
+    lending = Lending(model, decomposition.canonical, device, ledger, looks.at_weights)
     stash = Stash(device, ledger)
     parts = Parts(
         device=device,
-        residency=Residency(device, store, ledger, config.accumulation_dtype),
+        residency=residency,
+        device_store=device_store,
         stash=stash,
         gradients=gradients,
+        optimizer=host_optimizer,
         updater=updater,
         lending=lending,
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
@@ -106,15 +126,87 @@ def assemble(
     plan_settings = PlanSettings(
         group_size=config.gradient_accumulation_steps,
         pack_layers=settings.pack_layers,
+        plan=_saved_plan(settings.plan),
+        profile=None if settings.profile is None else Path(settings.profile),
         stash=settings.stash,
         prefetch=settings.prefetch,
         deferred_update=config.deferred_update,
         element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
+        residency=_residency(config, device, device_optimizer),
     )
     graph = layer_graph(decomposition, store.parameters)
+    if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
+        graph = with_update_bytes(graph, store, device_optimizer)
     runner = Runner(parts, decomposition, graph, plan_settings)
     interception = Interception(decomposition.layers)
     return Assembly(device, store, ledger, parts, runner, interception, optimizer, host_optimizer)
+
+
+def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:
+    """What the search may do with spare device memory: "auto", "off", or so many packs."""
+    settings = config.harmony
+    if settings.residency != "auto":
+        return settings.residency
+    # Packs that were given are run as they are; a device without a budget has no memory that could be spare.
+    given = settings.pack_layers is not None or settings.plan is not None
+    unable = device.budget_bytes is None or optimizer is None or optimizer.refusal is not None
+    return "off" if given or unable else "auto"
+
+
+def _saved_plan(path: str | None) -> Plan | None:
+    if path is None:
+        return None
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"harmony.plan cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
+
+
+class Looks:
+    """Makes true what somebody is about to look at."""
+
+    def __init__(self, updater: Updater | None, device_store: DeviceStore) -> None:
+        self._updater = updater
+        self._device_store = device_store
+
+    def at_weights(self, names: tuple[str, ...]) -> None:
+        """The weights `names`, through a module."""
+        if self._updater is not None:
+            self._updater.wait_all()
+        self._device_store.show_weights(names)
+
+    def at_state(self, name: str | None) -> None:
+        """The optimizer's state of `name` (None: of all), through the optimizer."""
+        if self._updater is not None:
+            self._updater.wait_all()
+        if name is None:
+            self._device_store.show()
+        else:
+            self._device_store.show_state(name)
+
+
+def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:
+    """The graph with what each parameter takes on the device when it is updated there.
+
+    Raises:
+        OptimizerError: it cannot be updated there.
+    """
+    if optimizer is None:
+        return graph
+    if optimizer.refusal is not None:
+        raise OptimizerError(f'harmony.residency needs updates on the device: {optimizer.refusal}. Set it to "off".')
+    specs = []
+    for spec in graph.parameters:
+        if spec.trainable and optimizer.trains(spec.name):
+            footprint = optimizer.footprint(spec.name, store.masters[spec.name].shape)
+            master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
+            spec = replace(  # noqa: PLW2901
+                spec, state_bytes=master + footprint.state_bytes, update_bytes=footprint.working_bytes
+            )
+        specs.append(spec)
+    return replace(graph, parameters=tuple(specs))
 
 
 def _host_side(

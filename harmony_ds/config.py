@@ -57,7 +57,8 @@ _ZERO = frozenset(
     "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
 )
 _HARMONY = frozenset(
-    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs".split()
+    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile "
+    "residency".split()
 )
 _DTYPES = {
     "fp32": torch.float32,
@@ -96,13 +97,17 @@ class HarmonySettings:
     Attributes:
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         device_memory_gib: device memory budget in GiB (None: on CUDA nine tenths of what is free, on the CPU
-        unlimited). pack_layers: layer calls in a pack (None: as many as fit).
+            unlimited).
+        pack_layers: layer calls in a pack (None: what the search finds fastest).
         layers: shell patterns over module names that override the repeated blocks found otherwise.
         stash: where stashed inputs wait: "auto" (on the device if they fit), "device" or "host".
         prefetch: swap the next pack in while this one computes.
         pin_memory: page-lock host memory (CUDA).
         seed: of the micro-batches' random numbers (None: torch.initial_seed() at initialize).
         gradient_slabs: host buffers for gradients on their way to an update that is not deferred.
+        plan: a file with a plan to run, in the place of a search.
+        profile: a file that times and rates are kept in, and taken from where it was measured on the same.
+        residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
     """
 
     device: str = "auto"
@@ -114,6 +119,9 @@ class HarmonySettings:
     pin_memory: bool = True
     seed: int | None = None
     gradient_slabs: int = 3
+    plan: str | None = None
+    profile: str | None = None
+    residency: str | int = "auto"
 
     @property
     def budget_bytes(self) -> int | None:
@@ -378,6 +386,10 @@ def _harmony(block: object) -> HarmonySettings:
 def _check_harmony(settings: HarmonySettings) -> None:
     if settings.stash not in ("auto", "device", "host"):
         raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
+    resident = settings.residency
+    counted = isinstance(resident, int) and not isinstance(resident, bool) and resident >= 0
+    if resident not in ("auto", "off") and not counted:
+        raise ConfigError(f'harmony.residency is {resident!r}: it must be "auto", "off" or a number of packs.')
     for key in ("pack_layers", "gradient_slabs"):
         value = getattr(settings, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -387,9 +399,19 @@ def _check_harmony(settings: HarmonySettings) -> None:
         raise ConfigError(f"harmony.device_memory_gib must be a number above 0, not {gib!r}.")
     if not isinstance(settings.device, str):
         raise ConfigError(f'harmony.device must be a name such as "cpu" or "cuda:0", not {settings.device!r}.')
+    _check_files(settings)
     seed = settings.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ConfigError(f"harmony.seed must be a whole number, not {seed!r}.")
     for key in ("prefetch", "pin_memory"):
         if not isinstance(getattr(settings, key), bool):
             raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
+
+
+def _check_files(settings: HarmonySettings) -> None:
+    for key in ("plan", "profile"):
+        value = getattr(settings, key)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"harmony.{key} must be the path of a JSON file, not {value!r}.")
+    if settings.plan is not None and settings.pack_layers is not None:
+        raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,10 +22,10 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device import Device
 from harmony_ds.errors import BatchError, ConfigError, OptimizerError
 from harmony_ds.loss_scaling import LossScaler
-from harmony_ds.offload.ledger import Traffic
+from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.offload.updater import Clipping, GradientNorm
-from harmony_ds.reports import MemoryReport, SwapReport
+from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
@@ -33,6 +35,7 @@ from harmony_ds.schedules import build_scheduler
 _logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any], Tensor]
+_STEPS_KEPT = 32
 
 
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -123,6 +126,8 @@ class HarmonyEngine(nn.Module):
         self._traffic: Traffic | None = None
         self._traffic_micro_batches = 0
         self._peak_bytes = 0
+        self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
         self._looked_early = False
         self._scaler = LossScaler(config.loss_scale)
         seed = config.harmony.seed
@@ -232,7 +237,7 @@ class HarmonyEngine(nn.Module):
         batches = self._take(data_iter)
         training = self.module.training
         self.module.eval()
-        self.finish_updates()
+        self._assembly.wait_for_updates()
         try:
             losses = self._group.evaluate([(*_arguments(batch), loss_fn) for batch in batches])
         finally:
@@ -262,14 +267,24 @@ class HarmonyEngine(nn.Module):
             clipping = Clipping(
                 self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None
             )
+        begin = time.perf_counter()
         try:
             ran = group.run(assembly.host_optimizer.hyper(), clipping)
         finally:
             self._group = self._new_group()
+        self._note_time((time.perf_counter() - begin) * 1e3, full=count == self.gradient_accumulation_steps())
         self._peak_bytes = assembly.device.peak_bytes()
         self._traffic = assembly.ledger.close()
         self._traffic_micro_batches = count
         self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
+
+    def _note_time(self, step_ms: float, full: bool) -> None:
+        """Keeps the times of full steps of the present plan; the first of a plan touches memory for the first time."""
+        if self._timed_plan is not self._runner.plan:
+            self._timed_plan = self._runner.plan
+            self._step_ms.clear()
+        elif full:
+            self._step_ms.append(step_ms)
 
     def _boundary_passed(self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any]) -> None:
         self._norm = norm
@@ -380,7 +395,9 @@ class HarmonyEngine(nn.Module):
     # ---- state and reports
 
     def finish_updates(self) -> None:
-        """Waits for updates that are still under way. Reading weights through the model does so by itself."""
+        """Waits for updates that are still under way, and brings what lives on the device to the host. Reading weights
+        through the model, or the optimizer's state, does so by itself.
+        """
         self._assembly.finish_updates()
 
     @property
@@ -418,9 +435,24 @@ class HarmonyEngine(nn.Module):
             count,
         )
 
+    def plan_report(self) -> PlanReport:
+        """Predicted against measured step time, device peak and bytes, and the plans that were not chosen.
+
+        Raises:
+            RuntimeError: there has been no step.
+        """
+        if self._traffic is None or self._runner.plan is None:
+            raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
+        swapped = sum(
+            side[kind]
+            for side in (self._traffic.host_to_device, self._traffic.device_to_host)
+            for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
+        )
+        return PlanReport(self._runner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""
-        self.finish_updates()
+        self._assembly.wait_for_updates()
         plan = self._runner.plan
         device = self._assembly.device
         return MemoryReport(

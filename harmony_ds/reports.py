@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from harmony_ds.offload.ledger import Kind, Traffic
+from harmony_ds.scheduler.search import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +88,59 @@ class MemoryReport:
             f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
             f"budget {budget}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What was predicted of the plan that runs, against what was measured.
+
+    Attributes:
+        choices: the plan that runs, and the next best that the search found, each with its prediction.
+        measured_step_ms: of each full step since the plan was made, but the first; without what the caller does
+            between steps.
+        device_peak_bytes: the most in use during the last step.
+        swapped_bytes: weights, gradients and stash in the last step, both ways.
+    """
+
+    choices: tuple[Choice, ...]
+    measured_step_ms: tuple[float, ...]
+    device_peak_bytes: int
+    swapped_bytes: int
+
+    @property
+    def predicted_step_ms(self) -> float:
+        return self.choices[0].prediction.step_ms
+
+    @property
+    def typical_step_ms(self) -> float | None:
+        """The median of the measured steps; None before the second."""
+        return statistics.median(self.measured_step_ms) if self.measured_step_ms else None
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted over measured step time, less 1."""
+        typical = self.typical_step_ms
+        return None if typical is None else self.predicted_step_ms / typical - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Planned over measured device peak, less 1; never below 0."""
+        return self.choices[0].plan.peak_bytes / self.device_peak_bytes - 1 if self.device_peak_bytes else 0.0
+
+    def __str__(self) -> str:
+        best, prediction = self.choices[0].plan, self.choices[0].prediction
+        typical, error = self.typical_step_ms, self.time_error
+        measured = "not measured yet" if typical is None else f"{typical:,.1f} ms measured ({error:+.1%})"
+        lines = [
+            f"plan: {self.choices[0].reason}",
+            f"  step          {prediction.step_ms:,.1f} ms predicted, {measured}; {prediction.bottleneck} works most, "
+            f"the device computes {1 - prediction.idle_share:.0%} of the time",
+            f"  device peak   {best.peak_bytes:,} bytes planned, {self.device_peak_bytes:,} measured "
+            f"({self.peak_error:+.1%})",
+            f"  swapped       {prediction.swaps.total:,} bytes planned, {self.swapped_bytes:,} counted",
+        ]
+        lines += [
+            f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"
+            for rank, choice in enumerate(self.choices[1:], start=2)
+        ]
+        return "\n".join(lines)

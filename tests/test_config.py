@@ -115,6 +115,7 @@ def test_the_harmony_block_is_read() -> None:
         "pin_memory": False,
         "seed": 0,
         "gradient_slabs": 1,
+        "residency": 3,
     }
     settings = load(harmony=block).harmony
 

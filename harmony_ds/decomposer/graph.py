@@ -8,11 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter, under the first name by which the model knows it (tied parameters have one spec)."""
+    """One parameter, under the first name by which the model knows it (tied parameters have one spec).
+
+    Attributes:
+        state_bytes: device bytes of its master and its optimizer state, where it is updated on the device.
+        update_bytes: device bytes that its update takes there beside them.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
+    state_bytes: int = 0
+    update_bytes: int = 0
 
     @property
     def numel(self) -> int:

@@ -47,6 +47,8 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     budget_bytes: int | None
+    copies_overlap: bool
+    """Whether copies run beside compute, or on the thread that computes."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:

@@ -21,6 +21,8 @@ from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
 class CudaDevice(Device):
     """One CUDA device under a hard budget (None: nine tenths of what is free now)."""
 
+    copies_overlap = True
+
     def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True) -> None:
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"

@@ -23,6 +23,8 @@ _PASSED = PassedEvent()
 class HostStreamDevice(Device):
     """Null streams and the host's generator; what the CPU device and test devices have in common."""
 
+    copies_overlap = False
+
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 

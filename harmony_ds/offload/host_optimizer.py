@@ -7,7 +7,10 @@ the masters; hyper-parameters are passed in as they were when the user called `s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.native import gil_free_op, is_native
+from harmony_ds.offload.watched_state import WatchedState, plain
 
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
@@ -40,6 +44,8 @@ class HostOptimizer:
             )
         self.optimizer = optimizer
         names = {id(master): name for name, master in masters.items()}
+        self._names = names
+        self._look: Callable[[str | None], None] | None = None
         self._masters = masters
         self._group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -50,14 +56,50 @@ class HostOptimizer:
                         "that is not one of the model's trainable parameters: build it from model.parameters()."
                     )
                 self._group_of[names[id(parameter)]] = index
-        self._native = is_native(optimizer)
-        self._part = _part_of(optimizer)
-        if self._native:
-            setattr(self._part, *gil_free_op(optimizer))
+        self.native = is_native(optimizer)
+        self.lock = threading.Lock()  # held while DeepSpeed's compiled object, which has a memory of its own, steps
+        self.part = part_of(optimizer)
+        if self.native:
+            setattr(self.part, *gil_free_op(optimizer))
 
     def trains(self, name: str) -> bool:
         """Whether the optimizer has the parameter `name`."""
         return name in self._group_of
+
+    def group_of(self, name: str) -> int:
+        """The parameter group of `name`."""
+        return self._group_of[name]
+
+    def watch(self, look: Callable[[str | None], None]) -> None:
+        """Lets the user's optimizer call `look` with a parameter's name (None: all) before its state is read."""
+        self._look = look
+        self.optimizer.state = WatchedState(plain(self.optimizer.state), self._looked)  # type: ignore[assignment]
+
+    def unwatch(self) -> None:
+        """Gives the user's optimizer its plain state back."""
+        self._look = None
+        self.optimizer.state = plain(self.optimizer.state)  # type: ignore[assignment]
+
+    def was_replaced(self) -> bool:
+        """Whether the user's optimizer has got another state (load_state_dict), which is watched from now on."""
+        if self._look is None or isinstance(self.optimizer.state, WatchedState):
+            return False
+        self.watch(self._look)
+        return True
+
+    def _looked(self, key: object) -> None:
+        name = self._names.get(id(key))
+        if self._look is not None and (key is None or name is not None):
+            self._look(name)
+
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        """The optimizer's state of `name`; None before its first step. Does not look on the device."""
+        known: dict[str, Any] | None = plain(self.optimizer.state).get(self._masters[name])
+        return known
+
+    def put_state(self, name: str, state: dict[str, Any]) -> None:
+        """Replaces the optimizer's state of `name`."""
+        plain(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
         """The hyper-parameters as they are now."""
@@ -74,30 +116,42 @@ class HostOptimizer:
             if group is None:
                 continue
             master = self._masters[name]
-            if self._native:
+            if self.native:
                 # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
                 assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
             master.grad = gradient
             parameters[group].append(master)
-        self._part.state = self.optimizer.state  # load_state_dict puts another one there
-        self._part.param_groups = [
+        # load_state_dict puts another one there
+        self.part.state = plain(self.optimizer.state)  # type: ignore[assignment]
+        self.part.param_groups = [
             {**values, "params": chosen} for values, chosen in zip(hyper, parameters, strict=True) if chosen
         ]
         try:
-            type(self._part).step(self._part)
+            with self.lock if self.native else nullcontext():
+                type(self.part).step(self.part)
         finally:
-            self._part.param_groups = []
+            self.part.param_groups = []
             for chosen in parameters:
                 for master in chosen:
                     master.grad = None
 
+    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
+        scratch = part_of(self.optimizer)
+        if self.native:
+            setattr(scratch, *gil_free_op(self.optimizer))
+        scratch.state = defaultdict(dict)
+        scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
+        return scratch
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors."""
-        tensors: Iterable[Any] = (value for state in list(self.optimizer.state.values()) for value in state.values())
+        states = list(plain(self.optimizer.state).values())
+        tensors: Iterable[Any] = (value for state in states for value in state.values())
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def _part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class that shares `optimizer`'s state but has parameter groups of its own.
 
     Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.

@@ -9,12 +9,15 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a copy carries."""
+    """What a copy carries. RESIDENT: whatever of packs that live on the device, when they come there, when somebody looks
+    at them on the host, and their gradients' norms.
+    """
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     DATA = "data"
+    RESIDENT = "resident"
 
 
 @dataclass(frozen=True, slots=True)

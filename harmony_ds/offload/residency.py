@@ -51,12 +51,17 @@ class Residency:
         self._accumulation_dtype = accumulation_dtype
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._store.dtype
+
+    @property
     def accumulates_in_place(self) -> bool:
         """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
         return self._accumulation_dtype == self._store.dtype
 
-    def swap_in(self, names: Iterable[str]) -> DeviceCopy:
-        """Issues the copies of `names` on the swap-in stream; nothing waits for them yet."""
+    def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS) -> DeviceCopy:
+        """Issues the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet."""
         pieces = self._store.pieces(names)
         total = sum(piece.memory.numel() for piece in pieces)
         with torch.no_grad(), self._device.on(Stream.SWAP_IN):
@@ -66,7 +71,7 @@ class Residency:
             for piece in pieces:
                 target = buffer[offset : offset + piece.memory.numel()]
                 target.copy_(piece.memory, non_blocking=True)
-                self._ledger.book_in(Kind.WEIGHTS, piece.memory.numel() * piece.memory.element_size())
+                self._ledger.book_in(kind, piece.memory.numel() * piece.memory.element_size())
                 for name, start, place in piece.parameters:
                     views[name] = target[start : start + place.numel].view(place.shape)
                 offset += piece.memory.numel()
@@ -95,6 +100,18 @@ class Residency:
         if not self.accumulates_in_place:
             return copy.gradients
         return {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
+
+    def gradient(self, copy: DeviceCopy, name: str) -> Tensor | None:
+        """The sum of `name` alone."""
+        if name not in copy.leaves:
+            return None
+        return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
+
+    def forget_gradient(self, copy: DeviceCopy, name: str) -> None:
+        """Drops the sum of `name`, and what autograd left of the running micro-batch."""
+        copy.gradients.pop(name, None)
+        if name in copy.leaves:
+            copy.leaves[name].grad = None
 
     def evict(self, copy: DeviceCopy) -> None:
         """Frees the weights once the compute stream is done with them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -91,6 +91,10 @@ class Updater:
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last delivery has been received."""
         self._put(_FIRST, lambda: self._measure(names))
+
+    def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Queues the norms of gradients that are not delivered, because they are used where they are."""
+        self._put(_FIRST, lambda: self._norms.update(read()))
 
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queues the global norm of everything measured."""

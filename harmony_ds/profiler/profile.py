@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 from harmony_ds.errors import ProfileError
 from harmony_ds.profiler.costs import CallCost, CostTable
 
+UPDATE_BYTES_PER_ELEMENT = 28.0
+"""Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
+
 _FORMAT = 1
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 
@@ -53,7 +56,7 @@ class Machine:
     device_update_elements_per_ms: float
     swap_ms: float = 0.0
     update_ms: float = 0.0
-    update_bytes_per_element: float = 28.0
+    update_bytes_per_element: float = UPDATE_BYTES_PER_ELEMENT
     task_ms: float = 0.0
     beside_update: float = 1.0
     device_bytes: int | None = None

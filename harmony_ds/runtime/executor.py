@@ -5,6 +5,7 @@ EVICT          residency.evict                FUSED      lane -> layer_calls.att
 SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
 FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
 UPDATE         updater.update                 NORM       updater.norm
+UPDATE_ON_DEVICE                              device_store.update
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import Delivery, HostGradients
-from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
@@ -45,6 +47,7 @@ class Work:
         activation_bytes: per task, what it holds beside weights; charged where no allocator counts it.
         order: the call order that positions refer to.
         micro_batches: by index.
+        resident: packs that are on the device before the first task and behind the last.
     """
 
     packs: tuple[Pack, ...]
@@ -52,6 +55,7 @@ class Work:
     activation_bytes: tuple[int, ...]
     order: tuple[int, ...]
     micro_batches: Mapping[int, MicroBatch]
+    resident: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,10 @@ class Parts:
 
     device: Device
     residency: Residency
+    device_store: DeviceStore
     stash: Stash
     gradients: HostGradients | None
+    optimizer: HostOptimizer | None
     updater: Updater | None
     lending: Lending
     layer_calls: LayerCalls
@@ -96,6 +102,7 @@ class Executor:
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
             TaskKind.NORM: self._norm,
+            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
         }
 
     def run(self, work: Work, hyper: Hyper = (), clipping: Clipping | None = None) -> None:
@@ -115,6 +122,7 @@ class Executor:
         self.overflow = False
         self.norm = None
         self._bring_resident()
+        self._hold_packs(work)
         parts.random.open()
         try:
             with parts.lending.lent(self._resident.leaves if self._resident else {}):
@@ -129,9 +137,14 @@ class Executor:
                         self.on_progress(done + 1, total, str(task))
         finally:
             parts.random.close()
+            for index in work.resident:
+                del self._copies[index]
 
     def abandon(self) -> None:
-        """After a failure: frees everything on the device. Gradients on the host are dropped by the updater."""
+        """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
+        updater.
+        """
+        self._parts.device_store.forget_gradients()
         for copy in self._copies.values():
             self._parts.residency.evict(copy)
         if self._resident is not None:
@@ -163,6 +176,13 @@ class Executor:
         self._resident = None
 
     # ---- weights
+
+    def _hold_packs(self, work: Work) -> None:
+        """Resident packs: what the host still has to update of them comes to the device once."""
+        names = [work.packs[index].parameters for index in work.resident]
+        if self._parts.updater is not None and not self._parts.device_store.holds(names):
+            self._parts.updater.wait_all()
+        self._copies.update(zip(work.resident, self._parts.device_store.hold(names), strict=True))
 
     def _swap_in(self, work: Work, task: Task) -> None:
         pack = work.packs[task.pack]
@@ -285,10 +305,15 @@ class Executor:
     def _norm(self, work: Work, task: Task) -> None:
         assert self._parts.updater is not None and self._clipping is not None
         self.release_resident(wanted=True)
-        self.norm = self._parts.updater.norm(self._clipping)
+        store, updater = self._parts.device_store, self._parts.updater
+        for index in work.resident:
+            store.measure(work.packs[index].owned)
+        updater.add_norms(store.take_norms())
+        self.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.norm.result().overflow:
             self.overflow = True
-            self._parts.updater.discard()
+            updater.discard()
+            store.forget_gradients()
 
     def _update(self, work: Work, task: Task) -> None:
         assert self._parts.updater is not None
@@ -297,6 +322,14 @@ class Executor:
         self.updates_issued += 1
         self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.norm)
 
+    def _update_on_device(self, work: Work, task: Task) -> None:
+        if self.overflow:
+            return
+        self.updates_issued += 1
+        coefficient = None if self.norm is None else self.norm.result().coefficient
+        owned = work.packs[task.pack].owned
+        self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
+
     def finish_step(self) -> None:
         """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""
         self.release_resident(wanted=True)
@@ -304,6 +337,7 @@ class Executor:
             self.updates_issued += 1
             self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
         if self.norm is None and self._parts.updater is not None:
+            self._parts.updater.add_norms(self._parts.device_store.take_norms())
             self.norm = self._parts.updater.norm_of_updates()
 
 

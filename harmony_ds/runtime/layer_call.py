@@ -172,7 +172,7 @@ class LayerCalls:
                 f"layer {name} changes its input in place, which was not seen when the model was measured."
             )
         if not any(call.slots):
-            self._forget(call)
+            self.forget(call)
             return outputs, None
         return outputs, call
 
@@ -184,7 +184,7 @@ class LayerCalls:
         """
         gradients = [slot.take() if slot is not None else None for slot in call.slots]
         if all(gradient is None for gradient in gradients):
-            self._forget(call)
+            self.forget(call)
             return False
         replay(call.state)
         tensors = [self._tensor(call, kept) for kept in call.tensors]
@@ -206,7 +206,7 @@ class LayerCalls:
             ]
             del outcome, outputs
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        self._forget(call)
+        self.forget(call)
         return True
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
@@ -226,7 +226,8 @@ class LayerCalls:
             )
         return kept.tensor
 
-    def _forget(self, call: RecordedCall) -> None:
+    def forget(self, call: RecordedCall) -> None:
+        """Gives up what is kept of `call`: nobody will propagate through it."""
         for entry in call.entries:
             self._stash.release(entry)
         call.tensors = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ParameterOutsideLayerError
 from harmony_ds.offload.ledger import Kind, Ledger
+
+Waiting = Callable[[tuple[str, ...]], None]
 
 
 class PhantomParameter(torch.Tensor):
@@ -61,7 +64,10 @@ class PhantomParameter(torch.Tensor):
 
 
 class WatchedParameters(dict[str, Any]):
-    """A module's host parameters; looking at one waits until its pending update is done. Copies are plain dicts."""
+    """A module's host parameters; looking at one waits until its pending update is done and has come here.
+
+    Copies are plain dicts.
+    """
 
     __slots__ = ("_wait",)
 
@@ -98,8 +104,9 @@ class Lending:
     """Exchanges what the modules of one model hold."""
 
     def __init__(
-        self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger, wait: Callable[[], None]
+        self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger, wait: Waiting
     ) -> None:
+        """`wait` is called with names before the host parameters of those names are shown."""
         self._device = device
         self._ledger = ledger
         self._owners: list[tuple[nn.Module, dict[str, str]]] = []
@@ -108,7 +115,7 @@ class Lending:
             names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
             if names:
                 self._owners.append((module, names))
-                module.__dict__["_parameters"] = WatchedParameters(held, wait)
+                module.__dict__["_parameters"] = WatchedParameters(held, partial(wait, tuple(names.values())))
         self._resting = {module: module.__dict__["_parameters"] for module, _ in self._owners}
         self._names = dict(self._owners)
         self._phantoms: dict[nn.Module, dict[str, Any]] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,21 +17,31 @@ from harmony_ds.errors import DoesNotFitError, EngineFailedError, ParameterOutsi
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
+from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
+from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.timing import Timing
 from harmony_ds.runtime.trees import tensors_in
-from harmony_ds.scheduler.choose import Request, choose_plan
+from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, TaskKind
+from harmony_ds.scheduler.resident import why_not_resident
+from harmony_ds.scheduler.saved import adopt
+from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.validate import validate
+
+_logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 _MEASURE_ATTEMPTS = 16
+_TOP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,9 @@ class PlanSettings:
 
     Attributes:
         group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, prefetch: see `harmony_ds.config.HarmonySettings`.
+        pack_layers, stash, prefetch, residency: see `harmony_ds.config.HarmonySettings`.
+        plan: to run in the place of a search.
+        profile: the file in which times and rates are kept.
         deferred_update: whether updates wait for the norm of all gradients.
         element: bytes per element of weights and gradients on the link.
     """
@@ -49,6 +63,9 @@ class PlanSettings:
     prefetch: bool
     deferred_update: bool
     element: ElementBytes
+    plan: Plan | None = None
+    profile: Path | None = None
+    residency: str | int = "off"
 
 
 class Runner:
@@ -60,11 +77,15 @@ class Runner:
         self._graph = graph
         self._settings = settings
         self._costs: CostTable | None = None
+        self._machine: Machine | None = None
         self._measured: list[Shapes] = []
+        self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
         self.executor = Executor(parts, graph.resident)
-        self._streamer = Streamer(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls)
+        self._streamer = Streamer(
+            parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
+        )
         self.failed: str | None = None
 
     # ---- measuring and planning
@@ -73,6 +94,11 @@ class Runner:
     def plan(self) -> Plan | None:
         """The plan for a full group; None before the first micro-batch has been seen."""
         return self._plan
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The plan and the next best ones, with what was predicted of them."""
+        return self._choices
 
     @property
     def graph(self) -> LayerGraph:
@@ -99,13 +125,15 @@ class Runner:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
-        table = self._measure_until_known(forward, objective, seed)
+        self._parts.device_store.drop()
+        table = self._timed(self._measure_until_known(forward, objective, seed), inputs, forward, objective, seed)
         if self._costs is not None:
             table = self._costs.worst(table)
         moved = positions_of(self._graph.calls, table.calls)
         graph = replace(self._graph, calls=table.calls)
-        plan = self._choose(graph, table, self._settings.group_size)
-        self._costs, self._graph, self._plan = table, graph, plan
+        choices = self._choose(graph, table, self._settings.group_size)
+        plan = choices[0].plan
+        self._costs, self._graph, self._plan, self._choices = table, graph, plan, choices
         if self._parts.gradients is not None:
             self._parts.gradients.held = held_deliveries(plan.packing)
         self._measured.append(_shapes(inputs))
@@ -132,8 +160,31 @@ class Runner:
                 pass  # it is remembered; the next run keeps a copy
         raise AssertionError("the model shows something new each time it is measured")
 
-    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> Plan:
+    def _timed(
+        self, table: CostTable, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int
+    ) -> CostTable:
+        """`table` with times: measured, with the machine's rates if they are not known yet, or kept from earlier."""
+        parts, path = self._parts, self._settings.profile
+        key = profile_key(self._graph, table.calls, _shapes(inputs), self._dtypes(), parts.device)
+        known = None if path is None else load_profile(path, key)
+        if known is not None:
+            self._machine = known.machine
+            return with_times(table, known.tables[0][1])
+        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+        table = timing.run(table, forward, objective, seed, self._graph.resident)
+        if self._machine is None:
+            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
+        if path is not None:
+            save_profile(path, self._machine, _rows(inputs), table, key)
+        return table
+
+    def _dtypes(self) -> str:
+        element = self._settings.element
+        return f"{self._parts.residency.dtype}, gradients of {element.gradient} bytes"
+
+    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
         settings = self._settings
+        assert self._machine is not None
         request = Request(
             micro_batches=group_size,
             budget_bytes=self._parts.device.budget_bytes,
@@ -141,20 +192,36 @@ class Runner:
             pack_layers=settings.pack_layers,
             stash=settings.stash,
             policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+            residency=settings.residency,
+            resident_set=self._resident_set(graph),
         )
-        return choose_plan(graph, costs, settings.element, request)
+        if settings.plan is not None:
+            return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
+        choices = search(graph, costs, self._machine, settings.element, request, top=_TOP)
+        if isinstance(settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
+                _logger.warning("%s", reason)
+        return choices
 
-    def _resident_bytes(self, graph: LayerGraph) -> int:
+    def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element
         specs = [graph.parameter(name) for name in graph.resident]
-        weights = sum(slab_bytes(spec.numel, element.weight) for spec in specs)
-        gradients = sum(slab_bytes(spec.numel, element.gradient) for spec in specs if spec.trainable)
-        return weights + gradients + self._parts.lending.buffer_bytes
+        trained = [spec for spec in specs if spec.trainable]
+        return ResidentSet(
+            sum(slab_bytes(spec.numel, element.weight) for spec in specs),
+            sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
+            sum(spec.numel for spec in trained),
+        )
+
+    def _resident_bytes(self, graph: LayerGraph) -> int:
+        resident = self._resident_set(graph)
+        return resident.weight_bytes + resident.gradient_bytes + self._parts.lending.buffer_bytes
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
         assert self._plan is not None and self._costs is not None
         if len(micro_batches) > self._plan.micro_batches:
-            self._plan = self._choose(self._graph, self._costs, len(micro_batches))
+            self._choices = self._choose(self._graph, self._costs, len(micro_batches))
+            self._plan = self._choices[0].plan
             self._tasks.clear()
         plan = self._plan
         group = Group(
@@ -171,7 +238,7 @@ class Runner:
     def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
         assert self._plan is not None and self._costs is not None
         walked = walk_memory(self._plan.packs, tasks, self._costs)
-        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {})
+        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy.resident)
 
     # ---- running
 
@@ -216,7 +283,7 @@ class Runner:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         assert self._plan is not None and self._costs is not None
-        packs = self._plan.packs
+        packs, resident = self._plan.packs, self._plan.policy.resident
         tasks = [
             task
             for index in self._plan.packing.backward
@@ -225,12 +292,12 @@ class Runner:
                 *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
                 Task(TaskKind.EVICT, index),
             )
+            if task.kind is TaskKind.FORWARD or index not in resident
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
         walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
-        work = Work(
-            packs, tuple(tasks), walked.activation_bytes, self._graph.calls, {m.index: m for m in micro_batches}
-        )
+        by_index = {m.index: m for m in micro_batches}
+        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, by_index, resident)
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)
@@ -296,6 +363,10 @@ def layer_graph(decomposition: Decomposition, parameters: dict[str, torch.nn.Par
 
 def _shapes(inputs: Any) -> Shapes:
     return tuple(tuple(t.shape) for t in tensors_in(inputs))
+
+
+def _rows(inputs: Any) -> int:
+    return next((t.shape[0] for t in tensors_in(inputs) if t.dim()), 1)
 
 
 def _dominates(known: Shapes, shapes: Shapes) -> bool:

@@ -1,6 +1,7 @@
 """Forward passes without gradients, one at a time: evaluation and `generate`.
 
-Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it.
+Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it. What
+is on the device already is used there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
+from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import LayerCalls
@@ -28,6 +30,7 @@ class Streamer:
         device: Device,
         layers: tuple[Layer, ...],
         residency: Residency,
+        device_store: DeviceStore,
         lending: Lending,
         layer_calls: LayerCalls,
     ) -> None:
@@ -35,6 +38,7 @@ class Streamer:
         self._device = device
         self._layers = layers
         self._residency = residency
+        self._device_store = device_store
         self._lending = lending
         self._calls = layer_calls
         self._resident: frozenset[str] = frozenset()
@@ -51,6 +55,7 @@ class Streamer:
         self._open = True
         self._resident = frozenset(resident)
         self._next = dict(pairwise(order))
+        self._device_store.refresh()
         copy = self._residency.swap_in(resident)
         copy.wait(self._device)
         try:
@@ -85,4 +90,7 @@ class Streamer:
 
     def _swap_in(self, layer: int) -> DeviceCopy:
         names = self._layers[layer].parameters
-        return self._residency.swap_in(tuple(name for name in names if name not in self._resident))
+        held = self._device_store.leaves(names)
+        copy = self._residency.swap_in(tuple(n for n in names if n not in self._resident and n not in held))
+        copy.leaves.update(held)
+        return copy

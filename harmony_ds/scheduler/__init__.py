@@ -1,14 +1,17 @@
 """From measured costs to a `Plan`: packs, tasks, memory, validation. Never imports torch."""
 
-from harmony_ds.scheduler.choose import Request, choose_plan, make_plan
+from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, Packer, pack_uniformly, uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.simulate import Prediction
 from harmony_ds.scheduler.validate import PlanError, validate
 
 __all__ = [
     "ALL_PACKS",
+    "Choice",
     "ElementBytes",
     "Group",
     "MemoryProfile",
@@ -18,10 +21,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Policy",
+    "Prediction",
     "Request",
     "Task",
     "TaskKind",
-    "choose_plan",
     "compose_forward",
     "compose_step",
     "make_plan",

@@ -7,15 +7,19 @@ from harmony_ds.scheduler.plan import Plan
 
 
 def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient_bytes: int) -> int:
-    """Weights in once per pack and pass (the fused last pack and the resident set once), gradients out once per pack.
+    """Weights in once per pack and pass (the fused last pack, kept packs and the resident set once), gradients out once
+    per pack; nothing of resident packs.
 
     Args:
         weight_bytes, gradient_bytes: per element on the link.
     """
     packing = plan.packing
-    forward = sum(plan.packs[index].weight_bytes for index in packing.forward) + packing.fused.weight_bytes
-    backward = [plan.packs[index] for index in packing.backward if plan.packs[index].needs_backward]
-    again = sum(pack.weight_bytes for pack in backward if pack is not packing.fused)
+    policy = plan.policy
+    once = dict.fromkeys((*packing.forward, packing.backward[-1]))
+    forward = sum(plan.packs[index].weight_bytes for index in once if index not in policy.resident)
+    backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
+    kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
+    again = sum(pack.weight_bytes for pack in backward if pack.index not in kept)
     gradients = sum(pack.gradient_bytes for pack in backward)
     resident = [graph.parameter(name) for name in graph.resident]
     forward += sum(slab_bytes(spec.numel, weight_bytes) for spec in resident)

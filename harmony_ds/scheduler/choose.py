@@ -1,19 +1,13 @@
-"""Chooses a plan: as many layers in a pack as fit, the stash on the device if it fits.
-
-Fewer, larger packs swap less (the last one is swapped in once instead of twice); a stash on the device swaps nothing.
-"""
+"""What a plan is wanted for, the plan over given packs, and what to say when nothing fits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.packing import ElementBytes, pack_uniformly
-from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet
 from harmony_ds.scheduler.validate import validate
 
 
@@ -25,9 +19,11 @@ class Request:
         micro_batches: the size of the group.
         budget_bytes: device memory (None: unlimited).
         resident_bytes: what stays on the device besides packs.
-        pack_layers: calls in a pack (None: as many as fit).
+        pack_layers: calls in a pack (None: as the search finds best).
         stash: "auto", "device" or "host".
-        policy: where tasks are placed; its `stash_on_host` is decided here.
+        policy: where tasks are placed; stash, kept and resident packs are decided by the search.
+        residency: which packs stay on the device while memory is to spare: "auto", "off", or so many from the end.
+        resident_set: the part of `resident_bytes` that is swapped.
     """
 
     micro_batches: int
@@ -36,50 +32,47 @@ class Request:
     pack_layers: int | None
     stash: str
     policy: Policy
+    residency: str | int = "off"
+    resident_set: ResidentSet = field(default_factory=ResidentSet)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether packs are given and not searched for."""
+        return self.pack_layers is not None
 
 
-def choose_plan(graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request) -> Plan:
-    """The plan with the stash on the device if possible, and the largest packs that fit then.
-
-    Raises:
-        DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
-    """
-    places = {"auto": (False, True), "device": (False,), "host": (True,)}[request.stash]
-    sizes = [request.pack_layers] if request.pack_layers else range(len(graph.calls), 0, -1)
-    smallest: Plan | None = None
-    for on_host in places:
-        for pack_layers in sizes:
-            packing = Packing.reused(pack_uniformly(graph, costs, element, pack_layers))
-            plan = make_plan(packing, costs, request, on_host)
-            if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
-                return plan
-            if smallest is None or plan.peak_bytes < smallest.peak_bytes:
-                smallest = plan
-    assert smallest is not None
-    raise DoesNotFitError(_explain(smallest, request))
+def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
+    """Everything that stays on the device: the resident set, and weights and optimizer state of resident packs."""
+    return request.resident_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
 
 
-def make_plan(packing: Packing, costs: CostTable, request: Request, stash_on_host: bool) -> Plan:
+def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    policy = replace(request.policy, stash_on_host=ALL_PACKS if stash_on_host else 0)
-    group = Group(tuple(range(request.micro_batches)))
-    tasks = compose_step(packing, group, policy)
-    validate(packing, tasks, group, policy.resident)
-    peak = request.resident_bytes + walk_memory(packing.packs, tasks, costs).peak_bytes
-    return Plan(packing, policy, tasks, request.micro_batches, request.resident_bytes, peak)
+    plan = draft_plan(packing, request, policy, 0)
+    validate(packing, plan.tasks, Group(tuple(range(request.micro_batches))), policy.resident)
+    peak = plan.resident_bytes + walk_memory(packing.packs, plan.tasks, costs).peak_bytes
+    return replace(plan, peak_bytes=peak)
 
 
-def _explain(plan: Plan, request: Request) -> str:
+def draft_plan(packing: Packing, request: Request, policy: Policy, peak_bytes: int) -> Plan:
+    """The plan over given packs, its peak known from elsewhere, to be compared with others."""
+    tasks = compose_step(packing, Group(tuple(range(request.micro_batches))), policy)
+    stays = resident_bytes(packing, policy, request)
+    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.resident_set)
+
+
+def explain(plan: Plan, request: Request) -> str:
+    """Why nothing fits, with the smallest plan that was found, and what to do about it."""
     assert request.budget_bytes is not None
     weights = max(pack.weight_bytes for pack in plan.packs)
     gradients = max(pack.gradient_bytes for pack in plan.packs)
-    rest = plan.peak_bytes - request.resident_bytes - min(2, len(plan.packs)) * weights - gradients
+    rest = plan.peak_bytes - plan.resident_bytes - min(2, len(plan.packs)) * weights - gradients
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
         f"{request.budget_bytes:,}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
-        f"gradients, {request.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
+        f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
         f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.pack_layers or 'chosen'}); "
-        "(4) name smaller layers in harmony.layers."
+        "(4) name smaller layers in harmony.layers" + ("; (5) lower harmony.residency." if request.residency else ".")
     )

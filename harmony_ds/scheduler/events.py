@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+_Demands = tuple[tuple[str, float], ...]
+
 
 class DeadlockError(ValueError):
     """Jobs wait for each other in a circle."""
@@ -31,7 +33,7 @@ class Job:
     streams: tuple[str, ...]
     duration_ms: float
     after: tuple[int, ...] = ()
-    demands: tuple[tuple[str, float], ...] = ()
+    demands: _Demands = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], capacities: Ma
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     left: dict[int, float] = {}  # running jobs, and the ms at full speed that each still takes
     ready = _Ready(waits_for)
+    speeds = _Speeds(capacities)
     now = 0.0
     while True:
         for place in ready.take():
@@ -117,31 +120,46 @@ def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], capacities: Ma
         if not left:
             ready.check_finished()
             return Timeline(tuple(begin), tuple(end))
-        speed = _speeds(jobs, left, capacities)
-        step = min(ms / speed[place] for place, ms in left.items())
+        speed = speeds.of(tuple([jobs[place].demands for place in left]))
+        step = min([ms / v for ms, v in zip(left.values(), speed, strict=True)])
         now += step
-        for place in list(left):
-            left[place] -= step * speed[place]
+        for place, v in zip(list(left), speed, strict=True):
+            left[place] -= step * v
             if left[place] <= 1e-9 * jobs[place].duration_ms:
                 del left[place]
                 end[place] = now
                 ready.done(place)
 
 
-def _speeds(jobs: Sequence[Job], running: Mapping[int, float], capacities: Mapping[str, float]) -> dict[int, float]:
-    """Of each running job: capacity over demand at the resource where that is smallest, and at most 1."""
-    drawn: dict[str, float] = defaultdict(float)
-    for place in running:
-        for resource, demand in jobs[place].demands:
-            drawn[resource] += demand
-    speeds: dict[int, float] = {}
-    for place in running:
-        speed = 1.0
-        for resource, demand in jobs[place].demands:
-            if demand > 0 and drawn[resource] > capacities.get(resource, drawn[resource]):
-                speed = min(speed, capacities[resource] / drawn[resource])
-        speeds[place] = speed
-    return speeds
+class _Speeds:
+    """Of running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
+
+    def __init__(self, capacities: Mapping[str, float]) -> None:
+        self._capacities = capacities
+        self._known: dict[tuple[_Demands, ...], list[float]] = {}
+
+    def of(self, running: tuple[_Demands, ...]) -> list[float]:
+        speeds = self._known.get(running)
+        if speeds is None:
+            speeds = self._known[running] = self._share_out(running)
+        return speeds
+
+    def _share_out(self, running: tuple[_Demands, ...]) -> list[float]:
+        drawn: dict[str, float] = defaultdict(float)
+        for demands in running:
+            for resource, demand in demands:
+                drawn[resource] += demand
+        return [
+            min(
+                (
+                    self._capacities[resource] / drawn[resource]
+                    for resource, demand in demands
+                    if demand > 0 and drawn[resource] > self._capacities.get(resource, drawn[resource])
+                ),
+                default=1.0,
+            )
+            for demands in running
+        ]
 
 
 class _Ready:

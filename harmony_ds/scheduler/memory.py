@@ -44,6 +44,7 @@ class _Walk:
         self._waiting: dict[int, int] = {}  # micro-batch -> bytes it holds while others run
         self._stash: dict[tuple[int, int], int] = {}  # (position, micro-batch) -> bytes of it on the device
         self._leaving: list[tuple[int, int]] = []
+        self._updated: set[int] = set()  # packs, on the device
         self._held = costs.held_bytes + _LOSS_BYTES
 
     def step(self, task: Task) -> tuple[int, int]:
@@ -71,13 +72,26 @@ class _Walk:
                 self._let_go()
                 for position in pack.positions:
                     self._stash[position, task.micro_batch] = self._costs[position].stash_bytes
-            case TaskKind.FREE_GRADIENTS | TaskKind.UPDATE_ON_DEVICE:
+            case TaskKind.FREE_GRADIENTS:
                 self._gradients.pop(task.pack, None)
+            case TaskKind.UPDATE_ON_DEVICE:
+                assert pack is not None
+                working = pack.update_bytes
         weights = sum(self._weights.values())
         held = sum(self._gradients.values()) + sum(self._waiting.values()) + sum(self._stash.values())
+        self._leave(task)
+        return weights, held + working
+
+    def _leave(self, task: Task) -> None:
+        """What is gone once the task is done."""
         if task.kind is TaskKind.EVICT:
             self._weights.pop(task.pack, None)
-        return weights, held + working
+        if task.kind is TaskKind.UPDATE_ON_DEVICE:
+            # Gradients of a parameter that resident packs share are kept until its owner's update.
+            self._updated.add(task.pack)
+            done = {name for index in self._updated for name in self._packs[index].owned}
+            for index in [i for i in self._updated if done.issuperset(self._packs[i].parameters)]:
+                self._gradients.pop(index, None)
 
     def _let_go(self) -> None:
         """A stash that was copied to the host leaves the device when the next one moves."""

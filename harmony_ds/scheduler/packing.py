@@ -93,4 +93,18 @@ class Packer:
                 if self._specs[n].trainable and needs_backward
             ),
             needs_backward=needs_backward,
+            update_elements=sum(self._specs[n].numel for n in owned if self._specs[n].trainable),
+            resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
+            update_bytes=self._update_bytes(owned),
         )
+
+    def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
+        specs = [self._specs[name] for name in names]
+        weights = sum(slab_bytes(spec.numel, self._element.weight) for spec in specs)
+        return weights + (sum(spec.state_bytes for spec in specs) if trained else 0)
+
+    def _update_bytes(self, owned: tuple[str, ...]) -> int:
+        specs = [self._specs[name] for name in owned if self._specs[name].trainable]
+        # Gradients in less than fp32 are cast for all of a pack's parameters before the first is stepped.
+        cast = 0 if self._element.gradient == 4 else sum(4 * spec.numel for spec in specs)
+        return cast + max((spec.update_bytes for spec in specs), default=0)

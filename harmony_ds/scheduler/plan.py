@@ -10,7 +10,7 @@ the whole model is known; `D2` updates pack 2, which never leaves the device, th
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -58,6 +58,10 @@ class Pack:
         weight_bytes: bytes that one swap-in moves.
         gradient_bytes: bytes that one swap-out of all its gradients moves.
         needs_backward: whether any gradient flows through it.
+        update_elements: trainable elements of `owned`.
+        resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack
+            owns, and masters and optimizer state of `owned`.
+        update_bytes: the most that updating it on the device takes beside that and the gradients.
     """
 
     index: int
@@ -68,6 +72,9 @@ class Pack:
     weight_bytes: int
     gradient_bytes: int
     needs_backward: bool
+    update_elements: int = 0
+    resident_bytes: int = 0
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,7 @@ class Policy:
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
+        gradient_slabs: packs whose gradients may wait on the host for an update that is not deferred.
     """
 
     prefetch: bool = True
@@ -114,6 +122,22 @@ class Policy:
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
+    gradient_slabs: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSet:
+    """Parameters that no layer call covers: on the device from the first task of a step to the last.
+
+    Attributes:
+        weight_bytes: swapped in at the beginning.
+        gradient_bytes: swapped out at the end.
+        update_elements: trainable elements.
+    """
+
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    update_elements: int = 0
 
 
 ALL_PACKS = 2**31
@@ -129,8 +153,9 @@ class Plan:
         policy: where things wait.
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
-        resident_bytes: everything that stays on the device for the whole step.
+        resident_bytes: everything that stays on the device for the whole step, resident packs included.
         peak_bytes: predicted device peak.
+        resident_set: the part of `resident_bytes` that crosses the link in every step.
     """
 
     packing: Packing
@@ -139,6 +164,7 @@ class Plan:
     micro_batches: int
     resident_bytes: int
     peak_bytes: int
+    resident_set: ResidentSet = field(default_factory=ResidentSet)
 
     @property
     def packs(self) -> tuple[Pack, ...]:
@@ -177,12 +203,14 @@ class Plan:
         packing = data["packing"]
         packs = tuple(Pack(**_tuples(pack)) for pack in packing["packs"])
         tasks = tuple(Task(**{**task, "kind": TaskKind(task["kind"])}) for task in data["tasks"])
-        rest = {key: value for key, value in data.items() if key not in ("packing", "policy", "tasks")}
         return Plan(
             Packing(packs, tuple(packing["forward"]), tuple(packing["backward"])),
             Policy(**_tuples(data["policy"])),
             tasks,
-            **rest,
+            data["micro_batches"],
+            data["resident_bytes"],
+            data["peak_bytes"],
+            ResidentSet(**data["resident_set"]),
         )
 
 

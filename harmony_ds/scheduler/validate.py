@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from harmony_ds.scheduler.compose import Group
 from harmony_ds.scheduler.plan import Packing, Task, TaskKind
+from harmony_ds.scheduler.resident import sharing
 
 
 class PlanError(AssertionError):
@@ -16,9 +17,13 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, resident: 
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
     the pack's weights and its own stash on the device; every gradient is swapped out once, behind the last backward,
     freed once and updated once behind that (and behind the norm, if there is one); and nothing is left on the device
-    but the `resident` packs, which are never swapped.
+    but the `resident` packs, which are never swapped and share no parameter with others.
     """
     _check_cover(packing)
+    for index in resident:
+        shared = sharing(packing, index, resident)
+        if shared is not None:
+            raise PlanError(f"pack {index} is resident and shares {shared[0]} with pack {shared[1]}, which is not")
     walk = _Walk(packing, group, resident, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
         wrong = walk.pass_over(task)

@@ -44,7 +44,7 @@ class Lent:
         self.waits = 0
         self.lending = Lending(self.model, self.decomposition.canonical, self.device, self.ledger, self.wait)
 
-    def wait(self) -> None:
+    def wait(self, names: tuple[str, ...]) -> None:
         self.waits += 1
 
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import ElementBytes, Pack, Task
+
+GPU = Machine(
+    name="a GPU of numbers that add up",
+    copies_overlap=True,
+    swap_in_bytes_per_ms=1_000.0,
+    swap_out_bytes_per_ms=1_000.0,
+    link_bytes_per_ms=1_600.0,
+    update_elements_per_ms=200.0,
+    norm_elements_per_ms=2_000.0,
+    host_bytes_per_ms=10_000.0,
+    device_update_elements_per_ms=10_000.0,
+    swap_ms=0.01,
+)
+CPU = replace(GPU, name="a CPU", copies_overlap=False, device_update_elements_per_ms=200.0)
 
 FP32 = ElementBytes(weight=4, gradient=4)
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds import Plan, Task, TaskKind
-from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Policy, Request, choose_plan, compose_step
-from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of
+from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Policy, Request, compose_step
+from harmony_ds.scheduler.search import search
+from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of
 
 
 def plan_of(micro_batches: int = 2, stash_on_host: int = 0) -> Plan:
@@ -62,7 +63,7 @@ def test_a_plan_saves_as_json_and_comes_back_equal() -> None:
 def test_any_chosen_plan_survives_json(numels: list[int], micro_batches: int, pack_layers: int, defer: bool) -> None:
     graph = graph_of(numels)
     request = Request(micro_batches, None, 7, pack_layers, "auto", Policy(deferred_update=defer))
-    plan = choose_plan(graph, costs_of(graph.calls), FP32, request)
+    plan = search(graph, costs_of(graph.calls), GPU, FP32, request)[0].plan
 
     assert Plan.from_json(plan.to_json()) == plan
 

@@ -1,0 +1,213 @@
+"""How good are the predictions? Trains small models under several plans and compares.
+
+    python benchmarks/prediction/run.py            predicted against measured step time, four models, three plans each
+    python benchmarks/prediction/run.py --top      the search's first choice against its own ten best, as measured
+
+Every number is a ratio of two times taken side by side: the model is profiled and trained by turns, so that a slow
+minute of the machine slows both. Prints a line per plan and writes JSON to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import harmony_ds
+
+RESULTS = Path(__file__).parent.parent / "results"
+GIB = 2**30
+VOCABULARY = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its steps; `budgets` in multiples of the bytes of its weights."""
+
+    name: str
+    layers: int
+    hidden: int
+    tokens: int
+    micro_batch: int
+    accumulation: int
+    budgets: tuple[float, ...]
+    family: str = "gpt2"
+
+
+SHAPES = (
+    Shape("gpt2, narrow and deep", 16, 256, 128, 2, 4, (0.5, 0.8, 1.5)),
+    Shape("gpt2, wide and flat", 4, 768, 64, 2, 4, (0.9, 1.2, 2.0)),
+    Shape("gpt2, long sequences", 6, 256, 512, 1, 3, (1.5, 2.5, 4.0)),
+    Shape("llama", 8, 384, 128, 2, 4, (0.6, 1.0, 2.0), "llama"),
+)
+
+
+def build(shape: Shape) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if shape.family == "llama":
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=shape.hidden,
+                intermediate_size=3 * shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                vocab_size=VOCABULARY,
+                max_position_embeddings=shape.tokens,
+                use_cache=False,
+            )
+        ).train()
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=4,
+            vocab_size=VOCABULARY,
+            n_positions=shape.tokens,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    ).train()
+
+
+def batches(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        ids = torch.randint(0, VOCABULARY, (shape.micro_batch, shape.tokens), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def engine_for(shape: Shape, **harmony: Any) -> Any:
+    engine, *_ = harmony_ds.initialize(
+        model=build(shape),
+        config={
+            "train_micro_batch_size_per_gpu": shape.micro_batch,
+            "gradient_accumulation_steps": shape.accumulation,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "harmony": {"device": "cpu", **harmony},
+        },
+    )
+    return engine
+
+
+def weight_bytes(shape: Shape) -> int:
+    return sum(p.numel() * p.element_size() for p in build(shape).parameters())
+
+
+def measure(shape: Shape, steps: int, harmony: dict[str, Any]) -> Any:
+    """Trains `steps` steps in a fresh engine; its plan report."""
+    engine = engine_for(shape, **harmony)
+    data = batches(shape)
+    for _ in range(steps + 2):
+        engine.train_batch(data)
+    report = engine.plan_report()
+    engine.destroy()
+    return report
+
+
+def accuracy(rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Predicted over measured step time, the median over rounds, each with a profile and an engine of its own."""
+    rows = []
+    for shape in SHAPES:
+        weights = weight_bytes(shape)
+        for share in shape.budgets:
+            reports = [measure(shape, steps, {"device_memory_gib": share * weights / GIB}) for _ in range(rounds)]
+            ratios = [report.predicted_step_ms / report.typical_step_ms for report in reports]
+            row = {
+                "shape": asdict(shape),
+                "budget_bytes": int(share * weights),
+                "plan": reports[-1].choices[0].reason,
+                "predicted_ms": [r.predicted_step_ms for r in reports],
+                "measured_ms": [r.typical_step_ms for r in reports],
+                "ratio": statistics.median(ratios),
+                "planned_peak": reports[-1].choices[0].plan.peak_bytes,
+                "measured_peak": reports[-1].device_peak_bytes,
+            }
+            rows.append(row)
+            print(
+                f"{shape.name:<24} {share:>4} x weights  predicted {statistics.median(row['predicted_ms']):8.1f} ms  "
+                f"measured {statistics.median(row['measured_ms']):8.1f} ms  ratio {row['ratio']:.3f} "
+                f"[{min(ratios):.3f}, {max(ratios):.3f}]  {row['plan']}",
+                flush=True,
+            )
+    return rows
+
+
+def top(rounds: int, steps: int) -> list[dict[str, Any]]:
+    """The first choice's measured time over the best measured time among the ten best by prediction."""
+    rows = []
+    for shape in SHAPES:
+        budget = shape.budgets[1] * weight_bytes(shape) / GIB
+        first = measure(shape, 1, {"device_memory_gib": budget})
+        times: list[list[float]] = [[] for _ in first.choices]
+        for _ in range(rounds):
+            for place, choice in enumerate(first.choices):
+                path = RESULTS / ".plan.json"
+                path.write_text(choice.plan.to_json(), encoding="utf-8")
+                report = measure(shape, steps, {"device_memory_gib": budget, "plan": str(path)})
+                times[place].append(report.typical_step_ms)
+                path.unlink()
+        typical = [statistics.median(samples) for samples in times]
+        row = {
+            "shape": asdict(shape),
+            "plans": [choice.reason for choice in first.choices],
+            "predicted_ms": [choice.prediction.step_ms for choice in first.choices],
+            "measured_ms": typical,
+            "first_over_best": typical[0] / min(typical),
+        }
+        rows.append(row)
+        print(
+            f"{shape.name:<24} first choice {typical[0]:.1f} ms, best of {len(typical)} {min(typical):.1f} ms: "
+            f"{row['first_over_best']:.3f}",
+            flush=True,
+        )
+        for reason, predicted, measured in zip(row["plans"], row["predicted_ms"], typical, strict=True):
+            print(f"    predicted {predicted:8.1f}  measured {measured:8.1f}  {reason}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--top", action="store_true", help="measure the ten best plans of each search")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    begin = time.time()
+    rows = (top if arguments.top else accuracy)(arguments.rounds, arguments.steps)
+    name = "prediction-top" if arguments.top else "prediction"
+    environment = {
+        "command": " ".join(["python", "benchmarks/prediction/run.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "seconds": round(time.time() - begin),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

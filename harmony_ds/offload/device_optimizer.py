@@ -1,0 +1,262 @@
+"""Steps parameters that live on the device, with optimizer state that lives there too.
+
+On the CPU device the user's own optimizer steps them: the same code on the same kind of memory gives the same bits. On
+an accelerator an optimizer of torch's does so through its own kernels; DeepSpeed's compiled ones, which know host memory
+only, are replaced by torch's of the same formula. Parameters and states are this room's own: they share nothing with
+the host's. Knows no packs.
+
+    configured             on the CPU device      on an accelerator
+    torch.optim            itself                 itself, fused or parameter by parameter
+    DeepSpeedCPUAdam       itself                 torch.optim.AdamW or Adam
+    DeepSpeedCPUAdagrad    itself                 torch.optim.Adagrad
+    DeepSpeedCPULion       itself                 Lion, below
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.device.live_bytes import LiveBytes
+from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
+
+_FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.SGD)  # AdamW is an Adam
+_GRAIN = 512
+"""Allocators give memory in pieces of at least this many bytes."""
+_STEPS = 8
+"""RAdam takes more memory from its sixth step on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Device bytes of one parameter's update: its state between steps, and what a step takes beside that."""
+
+    state_bytes: int
+    working_bytes: int
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675), with the state of DeepSpeed's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                momentum = state["exp_avg"]
+                direction = (momentum * beta1).add_(parameter.grad, alpha=1 - beta1)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                # As DeepSpeed's: where the direction is zero, its sign still moves the parameter.
+                parameter.sub_(torch.full_like(direction, group["lr"]).copysign_(direction))
+                momentum.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
+
+
+class DeviceOptimizer:
+    """Steps subsets of the device's parameters with the hyper-parameters of the host's."""
+
+    def __init__(self, host: HostOptimizer, device: torch.device) -> None:
+        self._host = host
+        self._on_host = device.type == "cpu"
+        stand_in = _stand_in(host.optimizer) if host.native else None
+        self._fused = device.type == "cuda" and isinstance(stand_in or host.optimizer, _FUSED_ON_CUDA)
+        # Memory is asked of the stand-in in any case: compiled code cannot step tensors that have no memory.
+        self._asked = part_of(stand_in or host.optimizer)
+        self._replaced = stand_in is not None and not self._on_host
+        self._part = part_of(stand_in if stand_in is not None and self._replaced else host.part)
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._part.state = self.state
+        self._known: dict[tuple[torch.Size, int], Footprint] = {}
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this optimizer cannot step anything on the device, if so."""
+        if self._replaced and not all(
+            group.get("bias_correction", True) for group in self._host.optimizer.param_groups
+        ):
+            return "bias_correction is off, which torch's Adam does not know"
+        return None
+
+    def trains(self, name: str) -> bool:
+        """Whether the optimizer has the parameter `name`."""
+        return self._host.trains(name)
+
+    # ---- stepping
+
+    def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Steps `parameters` (fp32, on the device) that have a gradient (the same) once."""
+        chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+            chosen[self._host.group_of(name)].append(parameters[name])
+        self._part.param_groups = [
+            {**self._values(values), "params": group} for values, group in zip(hyper, chosen, strict=True) if group
+        ]
+        try:
+            with self._alone():
+                type(self._part).step(self._part)
+        finally:
+            self._part.param_groups = []
+            for name in gradients:
+                parameters[name].grad = None
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """DeepSpeed's compiled object keeps the hyper-parameters of a call in itself: one thread at a time."""
+        return self._host.lock if self._host.native and not self._replaced else nullcontext()
+
+    def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyper-parameters as the optimizer on the device takes them."""
+        if self._on_host:
+            return dict(values)
+        if self._replaced:
+            defaults = self._part.defaults
+            values = {**defaults, **{key: value for key, value in values.items() if key in defaults}}
+        # Kernels for lists of tensors take memory for all of them at once, unless they are fused.
+        flags: dict[str, Any] = {"foreach": False, "fused": self._fused}
+        return {**values, **{key: flag for key, flag in flags.items() if key in values}}
+
+    # ---- state, between host and device
+
+    def was_replaced(self) -> bool:
+        """Whether the host's state is another one than before."""
+        return self._host.was_replaced()
+
+    def take(self, name: str, parameter: nn.Parameter) -> int:
+        """Copies the host's state of `name`, if there is any, beside `parameter`; returns the bytes moved."""
+        known = self._host.state_of(name)
+        self.state.pop(parameter, None)
+        if not known:
+            if self._replaced and isinstance(self._part, torch.optim.Adagrad):  # torch's makes it when constructed
+                self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+            return 0
+        if isinstance(self._part, Lion):  # DeepSpeed's makes a second moment that nothing reads
+            known = {key: value for key, value in known.items() if key != "exp_avg_sq"}
+        self.state[parameter] = {self._there(key): self._arrived(key, value, parameter) for key, value in known.items()}
+        return sum(_bytes(value) for value in known.values())
+
+    def give(self, name: str, parameter: nn.Parameter) -> int:
+        """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
+        state = self.state.get(parameter)
+        if not state:
+            return 0
+        known = self._host.state_of(name) or {}
+        returned = {key if not self._replaced else _BACK.get(key, key): value for key, value in state.items()}
+        here = {key: self._returned(key, value, known.get(key)) for key, value in returned.items()}
+        self._host.put_state(name, {**known, **here} if self._replaced else here)
+        return sum(_bytes(value) for value in state.values())
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Drops the state beside `parameter`."""
+        self.state.pop(parameter, None)
+
+    def _there(self, key: str) -> str:
+        return _THERE.get(key, key) if self._replaced and isinstance(self._part, torch.optim.Adagrad) else key
+
+    def _arrived(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+        if self._replaced and key == "step" and not isinstance(self._part, Lion):
+            value = torch.tensor(float(value))
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 and not self._fused:
+            return value.clone()  # counters stay where the optimizer reads them
+        return torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
+
+    def _returned(self, key: str, value: Any, known: Any) -> Any:
+        if self._replaced and key == "step":
+            return int(value)
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(known, Tensor) or known.shape != value.shape or known.dtype != value.dtype:
+            known = torch.empty_like(value, device="cpu")
+        return known.copy_(value, non_blocking=True)
+
+    # ---- memory
+
+    def footprint(self, name: str, shape: torch.Size) -> Footprint:
+        """Bytes of the update of a parameter of `shape`, found by stepping one that has no memory.
+
+        Raises:
+            OptimizerError: the optimizer cannot be asked.
+        """
+        key = (shape, self._host.group_of(name))
+        if key not in self._known:
+            failure: Exception | None = None
+            for place in ("meta", "cpu"):  # an optimizer that looks at values needs some
+                try:
+                    self._known[key] = self._footprint(name, shape, place)
+                    break
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+                    failure = error
+            else:
+                raise OptimizerError(
+                    f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
+                    f"{failure!r}"
+                )
+        return self._known[key]
+
+    def _footprint(self, name: str, shape: torch.Size, place: str) -> Footprint:
+        parameter = nn.Parameter(torch.zeros(shape, device=place))
+        parameter.grad = torch.ones(shape, device=place)
+        part = part_of(self._asked)
+        part.state = defaultdict(dict)
+        if not self._host.native:
+            part.state[parameter] = {
+                key: torch.empty_like(value, device=place).copy_(value)
+                if isinstance(value, Tensor) and value.dim()
+                else deepcopy(value)
+                for key, value in (self._host.state_of(name) or {}).items()
+            }
+        elif isinstance(part, torch.optim.Adagrad):
+            part.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros(shape, device=place)}
+        values = self._host.hyper()[self._host.group_of(name)]
+        known = {**part.defaults, **{k: v for k, v in values.items() if not self._host.native or k in part.defaults}}
+        flags: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in known}
+        part.param_groups = [{**known, **flags, "params": [parameter]}]
+        working = 0
+        with LiveBytes(place) as probe:
+            for _ in range(_STEPS):
+                probe.reset()
+                type(part).step(part)
+                working = max(working, probe.peak_bytes() - probe.live_bytes())
+        state = [value for value in part.state[parameter].values() if isinstance(value, Tensor)]
+        # A scalar is on the device only where a fused kernel reads it there.
+        return Footprint(sum(_rounded(value) for value in state), 0 if self._fused else working)
+
+
+_THERE = {"exp_avg_sq": "sum"}
+"""DeepSpeed's name of Adagrad's sum of squares, and torch's."""
+_BACK = {"sum": "exp_avg_sq"}
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of torch's with the formula of DeepSpeed's `optimizer`."""
+    name = next(base.__name__ for base in type(optimizer).__mro__ if base.__name__.startswith("DeepSpeedCPU"))
+    dummy = [nn.Parameter(torch.empty(0))]
+    if name == "DeepSpeedCPUAdagrad":
+        return torch.optim.Adagrad(dummy)
+    if name == "DeepSpeedCPULion":
+        return Lion(dummy)
+    return torch.optim.AdamW(dummy) if getattr(optimizer, "adam_w_mode", True) else torch.optim.Adam(dummy)
+
+
+def _bytes(value: object) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) and value.dim() else 0
+
+
+def _rounded(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _GRAIN) * _GRAIN

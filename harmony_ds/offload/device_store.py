@@ -1,0 +1,342 @@
+"""Packs that stay on the device from step to step: their weights, masters and optimizer state, and their updates there.
+
+What enters are the names of each pack's parameters; what leaves are device copies that a pack is run with, as a swap-in
+would give them, and true values on the host whenever somebody asks for them. The host's tensors are the same objects as
+ever; between two looks they lag behind.
+
+    first use        weights, masters, optimizer state    host -> device
+    a step           nothing
+    a look           what changed since the last look     device -> host, and it waits
+    after a look     what was looked at                   host -> device at the next use: who looks may have written
+    let go           what changed                         device -> host; the memory is free
+
+A parameter that several resident packs share lies on the device once; each pack gathers gradients of its own for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.device.base import Device, Stream
+from harmony_ds.offload.device_optimizer import DeviceOptimizer
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.residency import DeviceCopy, Residency
+
+Names = tuple[str, ...]
+
+
+class _Twin:
+    """One tensor on both sides. At most one of them is ahead of the other."""
+
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        self.host = host
+        self.device = device
+        self.ahead = False  # the device's is newer
+        self.shown = False  # somebody may have written into the host's
+        self._version = host._version
+
+    def to_host(self) -> int:
+        """Issues the copy to the host, if that lags behind; returns the bytes it moves."""
+        self.shown = True
+        if not self.ahead:
+            return 0
+        self.ahead = False
+        self.host.data.copy_(self.device, non_blocking=True)
+        self._version = self.host._version
+        return self.host.numel() * self.host.element_size()
+
+    def to_device(self) -> int:
+        """Issues the copy to the device, if the host's may have changed; returns the bytes it moves."""
+        if not self.shown and self.host._version == self._version:
+            return 0
+        self.shown = self.ahead = False
+        self._version = self.host._version
+        self.device.copy_(self.host, non_blocking=True)
+        return self.host.numel() * self.host.element_size()
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One parameter on the device.
+
+    Attributes:
+        weight: what layers compute with.
+        master: beside it, if the weight is not its own master and the parameter is trained.
+        stepped: what the optimizer steps: the master, or the weight; None if it is not trained.
+        state_bytes: what its optimizer state takes.
+        state_ahead, state_shown: as those of a twin.
+    """
+
+    weight: _Twin
+    master: _Twin | None = None
+    stepped: nn.Parameter | None = None
+    state_bytes: int = 0
+    state_ahead: bool = False
+    state_shown: bool = False
+
+
+class DeviceStore:
+    """Holds resident packs. Every method is the engine thread's."""
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        ledger: Ledger,
+        residency: Residency,
+        optimizer: DeviceOptimizer | None,
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._ledger = ledger
+        self._residency = residency
+        self._optimizer = optimizer
+        self._names: tuple[Names, ...] = ()
+        self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
+        self._held: dict[str, _Held] = {}
+        self._masters: list[Tensor] = []
+        self._norms: dict[str, Tensor] = {}
+
+    # ---- being there
+
+    def holds(self, packs: Sequence[Names]) -> bool:
+        """Whether exactly these packs are here."""
+        return tuple(packs) == self._names
+
+    def hold(self, packs: Sequence[Names]) -> list[DeviceCopy]:
+        """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
+
+        Raises:
+            DeviceOutOfMemoryError: they do not fit; none is held then.
+        """
+        if not self.holds(packs):
+            self.drop()
+            try:
+                for names in packs:
+                    self._settle(names)
+                self._names = tuple(packs)
+            except BaseException:
+                self.drop()
+                raise
+        self.refresh()
+        return list(self._packs)
+
+    def _settle(self, names: Names) -> None:
+        fresh = tuple(name for name in names if name not in self._held)
+        copy = self._residency.swap_in(fresh, Kind.RESIDENT)
+        self._packs.append(copy)
+        copy.wait(self._device)
+        for name in fresh:
+            self._held[name] = _Held(_Twin(self._store.parameters[name], copy.leaves[name].detach()))
+        for name in names:
+            if name not in copy.leaves:
+                shared = self._held[name].weight
+                copy.leaves[name] = nn.Parameter(shared.device, requires_grad=shared.host.requires_grad)
+        if self._optimizer is not None:
+            self._settle_training(tuple(name for name in fresh if self._optimizer.trains(name)))
+
+    def _settle_training(self, names: Names) -> None:
+        """Masters and optimizer state of `names`, whose weights are there."""
+        assert self._optimizer is not None
+        apart = [name for name in names if self._store.upload_copy(name) is not None]
+        masters = self._bring_masters(apart)
+        for name in names:
+            held = self._held[name]
+            held.stepped = nn.Parameter(masters.get(name, held.weight.device))
+            if name in masters:
+                held.master = _Twin(self._store.masters[name], held.stepped.detach())
+            state_bytes = self._optimizer.footprint(name, held.stepped.shape).state_bytes
+            self._device.charge(state_bytes, f"the optimizer state of {name}")
+            held.state_bytes, held.state_shown = state_bytes, True
+
+    def _bring_masters(self, names: Iterable[str]) -> dict[str, Tensor]:
+        masters = {name: self._store.masters[name] for name in names}
+        counts = {name: slab_bytes(m.numel(), m.element_size()) // m.element_size() for name, m in masters.items()}
+        views: dict[str, Tensor] = {}
+        if not masters:
+            return views
+        with torch.no_grad():
+            buffer = self._device.empty(sum(counts.values()), torch.float32)
+            self._masters.append(buffer)
+            offset = 0
+            for name, master in masters.items():
+                views[name] = buffer[offset : offset + master.numel()].view(master.shape)
+                views[name].copy_(master, non_blocking=True)
+                offset += counts[name]
+                self._ledger.book_in(Kind.RESIDENT, master.numel() * master.element_size())
+        return views
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Brings to the device what may have changed on the host."""
+        self._notice_replaced_state()
+        moved = 0
+        for name, held in self._held.items():
+            moved += held.weight.to_device()
+            if held.master is not None:
+                moved += held.master.to_device()
+            if held.state_shown and held.stepped is not None and self._optimizer is not None:
+                moved += self._optimizer.take(name, held.stepped)
+                held.state_shown = held.state_ahead = False
+        self._ledger.book_in(Kind.RESIDENT, moved)
+
+    def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
+        """Those of `names` that are here, to compute with."""
+        found: dict[str, nn.Parameter] = {}
+        for name in names:
+            if name in self._held:
+                found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
+        return found
+
+    def drop(self) -> None:
+        """Copies what changed to the host, and frees everything on the device."""
+        self.show()
+        self.forget_gradients()
+        for copy in self._packs:
+            self._residency.evict(copy)
+        for buffer in self._masters:
+            self._device.free(buffer)
+        for held in self._held.values():
+            if held.stepped is not None and self._optimizer is not None:
+                self._optimizer.forget(held.stepped)
+            self._device.discharge(held.state_bytes)
+        self._names = ()
+        self._packs.clear()
+        self._masters.clear()
+        self._held.clear()
+
+    # ---- looks from the host
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Makes everything on the host true: weights, masters, optimizer state."""
+        self._notice_replaced_state()
+        moved = 0
+        for name, held in self._held.items():
+            moved += held.weight.to_host()
+            if held.master is not None:
+                moved += held.master.to_host()
+            moved += self._give_state(name, held)
+        self._arrive(moved)
+
+    @torch.no_grad()
+    def show_weights(self, names: Iterable[str]) -> None:
+        """Makes the host's weights `names` true."""
+        self._arrive(sum(self._held[name].weight.to_host() for name in names if name in self._held))
+
+    @torch.no_grad()
+    def show_state(self, name: str) -> None:
+        """Makes the host's optimizer state of `name` true."""
+        self._notice_replaced_state()
+        if name in self._held:
+            self._arrive(self._give_state(name, self._held[name]))
+
+    def _notice_replaced_state(self) -> None:
+        """When the host's optimizer has been given another state, what is here of the old one is out of date."""
+        if self._optimizer is not None and self._optimizer.was_replaced():
+            for held in self._held.values():
+                held.state_ahead, held.state_shown = False, True
+
+    def _give_state(self, name: str, held: _Held) -> int:
+        moved = 0
+        if held.state_ahead and held.stepped is not None and self._optimizer is not None:
+            moved = self._optimizer.give(name, held.stepped)
+        held.state_ahead, held.state_shown = False, True
+        return moved
+
+    def _arrive(self, nbytes: int) -> None:
+        if nbytes:
+            self._ledger.book_out(Kind.RESIDENT, nbytes)
+            self._device.record(Stream.COMPUTE).synchronize()
+
+    # ---- gradients and updates
+
+    @torch.no_grad()
+    def measure(self, names: Iterable[str]) -> None:
+        """Takes the norms of the gradients of `names`, whose backward passes are finished."""
+        for name in names:
+            total = self._sum(name)
+            if total is not None and self._held[name].stepped is not None:
+                self._norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+
+    def take_norms(self) -> Callable[[], Mapping[str, Tensor]]:
+        """All norms taken so far, in one transfer; the result waits for it, and may be called on any thread."""
+        device, names = self._device, tuple(self._norms)
+        if not names:
+            return dict
+        host = device.host_empty(len(names), torch.float32)
+        host.copy_(torch.stack(list(self._norms.values())), non_blocking=True)
+        self._ledger.book_out(Kind.RESIDENT, host.numel() * host.element_size())
+        arrived = device.record(Stream.COMPUTE)
+        self._norms.clear()
+
+        def read() -> Mapping[str, Tensor]:
+            arrived.synchronize()
+            norms = dict(zip(names, host.clone().unbind(), strict=True))
+            device.host_free(host)
+            return norms
+
+        return read
+
+    @torch.no_grad()
+    def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
+        """Updates `names` from their gradients, which go.
+
+        Args:
+            coefficient: what gradients are multiplied with (on the host, 0-dim).
+            measured: whether their norms are known; if not, they are taken.
+        """
+        assert self._optimizer is not None
+        parameters: dict[str, nn.Parameter] = {}
+        gradients: dict[str, Tensor] = {}
+        for name in names:
+            total, stepped = self._sum(name), self._held[name].stepped
+            if total is None or stepped is None:
+                continue
+            gradient = total.to(stepped.dtype)
+            if not measured:
+                self._norms[name] = torch.linalg.vector_norm(gradient, 2)
+            parameters[name] = stepped
+            gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
+        for name in gradients:
+            held = self._held[name]
+            held.weight.ahead = held.state_ahead = True
+            held.weight.shown = held.state_shown = False
+        self._optimizer.step(parameters, gradients, hyper)
+        for name in gradients:
+            held = self._held[name]
+            if held.master is not None:
+                held.master.ahead, held.master.shown = True, False
+                held.weight.device.copy_(held.master.device)
+        self.forget_gradients(names)
+
+    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+        """Drops the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
+        if names is None:
+            self._norms.clear()
+        chosen = list(self._held if names is None else names)
+        for copy in self._packs:
+            for name in chosen:
+                self._residency.forget_gradient(copy, name)
+
+    def _sum(self, name: str) -> Tensor | None:
+        """The gradient of `name`: its packs' sums, added up in the order of the backward pass, in the first of them."""
+        parts = [
+            (copy, gradient)
+            for copy in reversed(self._packs)
+            if (gradient := self._residency.gradient(copy, name)) is not None
+        ]
+        if not parts:
+            return None
+        total = parts[0][1]
+        for copy, gradient in parts[1:]:
+            total.add_(gradient)
+            self._residency.forget_gradient(copy, name)
+        return total

@@ -1,0 +1,76 @@
+"""Keeps a profile in a file: times that were measured once are used again for the same model on the same machine.
+
+Bytes are measured anew by every engine, in one pass; what is kept are the times and the machine's rates, which take
+longer to measure and decide the plan. A file that was measured on something else is noticed, named, and replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device.base import Device
+from harmony_ds.errors import ProfileError
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine, Profile
+
+_logger = logging.getLogger(__name__)
+
+
+def profile_key(
+    graph: LayerGraph, calls: tuple[int, ...], shapes: object, dtypes: str, device: Device
+) -> dict[str, str]:
+    """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
+    structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
+    return {
+        "model": hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16],
+        "shapes": repr(shapes),
+        "dtypes": dtypes,
+        "torch": torch.__version__,
+        "device": _device_name(device),
+        "host": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def load_profile(path: Path, key: Mapping[str, str]) -> Profile | None:
+    """The profile in `path` if it was measured on what `key` says; None, with a warning, if on something else."""
+    if not path.is_file():
+        return None
+    try:
+        profile = Profile.from_json(path.read_text(encoding="utf-8"))
+        profile.check(key)
+    except ProfileError as error:
+        _logger.warning("%s is not used, and will be replaced: %s", path, error)
+        return None
+    return profile
+
+
+def save_profile(path: Path, machine: Machine, rows: int, table: CostTable, key: Mapping[str, str]) -> None:
+    """Writes beside `path` and renames, so that a reader never sees half a file."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(Profile(machine, ((rows, table),), dict(key)).to_json(), encoding="utf-8")
+    beside.replace(path)
+
+
+def with_times(table: CostTable, timed: CostTable) -> CostTable:
+    """`table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
+    costs = tuple(
+        replace(cost, forward_ms=known.forward_ms, backward_ms=known.backward_ms, fused_ms=known.fused_ms)
+        for cost, known in zip(table.costs, timed.costs, strict=True)
+    )
+    return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)
+
+
+def _device_name(device: Device) -> str:
+    if device.torch_device.type == "cuda":
+        return torch.cuda.get_device_name(device.torch_device)
+    return device.name

@@ -1,0 +1,179 @@
+"""Measures the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
+
+Everything is measured the way the engine does it, on memory of its own; the model and the optimizer's state are not
+touched. Takes well under a second.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.device.base import Device, Stream
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
+
+_SCRATCH_ELEMENTS = 2**21
+_REPEATS = 5
+_MATRIX = 256
+_BESIDE_SECONDS = 0.15
+
+
+def measure_rates(
+    device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, swaps: Sequence[tuple[int, float]]
+) -> Machine:
+    """The machine as it is now.
+
+    Args:
+        optimizer: of the engine (None: nothing is ever updated).
+        weight_dtype: of the weights; masters are cast to it after an update.
+        swaps: bytes and milliseconds of swap-ins that were timed.
+    """
+    swap_ms, swap_in = _line(swaps)
+    host = device.host_empty(_SCRATCH_ELEMENTS, torch.float32).zero_()
+    on_device = device.upload(host)
+    swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
+    update = _Update(optimizer, weight_dtype)
+    update_ms = _typical_ms(None, update.run)
+    host_bytes = _host_bytes_per_ms()
+    elements = _SCRATCH_ELEMENTS / update_ms
+    link = swap_in + swap_out
+    device_elements = elements
+    if device.copies_overlap:
+        link = _both_ways(device, on_device)
+        back = torch.empty_like(on_device)
+        copied = _typical_ms(device, lambda: back.copy_(on_device))
+        # An elementwise optimizer on the device is as fast as the device's memory.
+        device_elements = 2 * host.nbytes / copied / UPDATE_BYTES_PER_ELEMENT
+    norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
+    device.host_free(host)
+    return Machine(
+        name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        copies_overlap=device.copies_overlap,
+        swap_in_bytes_per_ms=swap_in,
+        swap_out_bytes_per_ms=swap_out,
+        link_bytes_per_ms=link,
+        swap_ms=swap_ms,
+        update_elements_per_ms=elements,
+        norm_elements_per_ms=_SCRATCH_ELEMENTS / norm_ms,
+        host_bytes_per_ms=host_bytes,
+        device_update_elements_per_ms=device_elements,
+        beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
+        device_bytes=device.budget_bytes,
+    )
+
+
+class _Update:
+    """What the update thread does for one parameter, on memory of its own."""
+
+    def __init__(self, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> None:
+        self._master = nn.Parameter(torch.zeros(_SCRATCH_ELEMENTS))
+        self._gradient = torch.full((_SCRATCH_ELEMENTS,), 1e-3)
+        self._coefficient = torch.ones(())
+        self._weight = None if weight_dtype == torch.float32 else torch.zeros(_SCRATCH_ELEMENTS, dtype=weight_dtype)
+        self._scratch = None if optimizer is None else optimizer.for_scratch(self._master)
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self._gradient.mul_(self._coefficient)
+            if self._scratch is not None:
+                self._master.grad = self._gradient
+                self._scratch.step()
+            if self._weight is not None:
+                self._weight.copy_(self._master.detach())
+
+
+def _typical_ms(device: Device | None, work: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(_REPEATS):
+        _settle(device)
+        begin = time.perf_counter()
+        work()
+        _settle(device)
+        samples.append((time.perf_counter() - begin) * 1e3)
+    return max(statistics.median(samples[1:]), 1e-6)
+
+
+def _settle(device: Device | None) -> None:
+    if device is not None:
+        for stream in Stream:
+            device.record(stream).synchronize()
+
+
+def _copy(device: Device, stream: Stream, target: Tensor, source: Tensor) -> None:
+    with device.on(stream):
+        target.copy_(source, non_blocking=True)
+
+
+def _both_ways(device: Device, on_device: Tensor) -> float:
+    """Bytes per ms while both directions are busy, with page-locked memory."""
+    numel = on_device.numel()
+    there, back = device.host_empty(numel, on_device.dtype), device.host_empty(numel, on_device.dtype)
+    target = torch.empty_like(on_device)
+
+    def both() -> None:
+        _copy(device, Stream.SWAP_IN, target, there)
+        _copy(device, Stream.SWAP_OUT, back, on_device)
+
+    took = _typical_ms(device, both)
+    device.host_free(there)
+    device.host_free(back)
+    return 2 * on_device.nbytes / took
+
+
+def _host_bytes_per_ms() -> float:
+    """STREAM's triad: two arrays read, one written."""
+    a, b = torch.zeros(4 * _SCRATCH_ELEMENTS), torch.zeros(4 * _SCRATCH_ELEMENTS)
+    c = torch.zeros_like(a)
+    return 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
+
+
+def _beside(update: _Update) -> float:
+    """The speed of matrix products, and of updates, while both run, over their speeds alone (the mean of both)."""
+    a = torch.zeros(_MATRIX, _MATRIX)
+
+    def multiply() -> None:
+        for _ in range(8):
+            torch.mm(a, a)
+
+    alone = _typical_ms(None, multiply), _typical_ms(None, update.run)
+    counts = [0, 0]
+    end = time.perf_counter() + _BESIDE_SECONDS
+
+    def repeat(work: Callable[[], None], which: int) -> None:
+        while time.perf_counter() < end:
+            work()
+            counts[which] += 1
+
+    thread = threading.Thread(target=repeat, args=(update.run, 1))
+    begin = time.perf_counter()
+    thread.start()
+    repeat(multiply, 0)
+    thread.join()
+    took = (time.perf_counter() - begin) * 1e3
+    speeds = [count * ms / took for count, ms in zip(counts, alone, strict=True)]
+    return min(1.0, sum(speeds) / 2)
+
+
+def _line(swaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fixed milliseconds, and bytes per millisecond, that fit `swaps` best (least squares over the relative error)."""
+    known = [(nbytes, ms) for nbytes, ms in swaps if nbytes > 0 and ms > 0]
+    if not known:
+        return 0.0, 1e9
+    weights = [1 / ms**2 for _, ms in known]
+    total = sum(weights)
+    mean_bytes = sum(w * nbytes for w, (nbytes, _) in zip(weights, known, strict=True)) / total
+    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, known, strict=True)) / total
+    spread = sum(w * (nbytes - mean_bytes) ** 2 for w, (nbytes, _) in zip(weights, known, strict=True))
+    common = sum(w * (nbytes - mean_bytes) * (ms - mean_ms) for w, (nbytes, ms) in zip(weights, known, strict=True))
+    slope = common / spread if spread else 0.0
+    fixed = mean_ms - slope * mean_bytes
+    if slope <= 0 or fixed < 0:
+        return 0.0, sum(nbytes for nbytes, _ in known) / sum(ms for _, ms in known)
+    return fixed, 1 / slope

@@ -1,0 +1,151 @@
+"""What the search looks at: ways to cut both passes into packs, and ways to use spare memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.packing import ElementBytes, Packer, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of
+from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.resident import resident_packs
+from harmony_ds.scheduler.time_bounds import TimeBounds
+
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_FORWARD_MULTIPLES = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Packs and a policy, not yet composed.
+
+    Attributes:
+        bound_ms: no step with it is shorter.
+        swap_bytes: weights and gradients that it moves.
+        reason: how it was cut, and what its spare memory is used for.
+    """
+
+    packing: Packing
+    policy: Policy
+    bound_ms: float
+    swap_bytes: int
+    reason: str
+
+
+def candidates(
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request, bounds: TimeBounds
+) -> Iterator[Candidate]:
+    """Everything to be compared; the same whatever the budget."""
+    for packing, cut in packings(graph, costs, element, request):
+        for policy, use in policies(packing, bounds.copies_overlap, request):
+            bound_ms, swap_bytes = bounds.of(packing, policy)
+            yield Candidate(packing, policy, bound_ms, swap_bytes, f"{cut}; {use}")
+
+
+# ---- where to cut
+
+
+def packings(
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request
+) -> Iterator[tuple[Packing, str]]:
+    """Every way to cut both passes, each once, and its name."""
+    packer = Packer(graph, costs, element)
+    seen: set[tuple[Bounds, Bounds | None]] = set()
+    for backward, name in _cuts(graph, costs, packer, request):
+        whole = packer.packing(backward)
+        if (backward, None) not in seen:
+            seen.add((backward, None))
+            yield whole, f"{len(whole.backward)} packs {name}"
+        if request.pack_layers is not None:
+            continue
+        for multiple in _FORWARD_MULTIPLES:
+            # Forward packs hold no gradients and no graph: several backward packs fit in one.
+            before = backward[:-1]
+            forward = tuple(sorted({0, *before[len(before) - 1 :: -multiple]}))
+            if len(forward) < len(before) and len(forward) > 1 and (backward, forward) not in seen:
+                seen.add((backward, forward))
+                yield (
+                    packer.packing(backward, forward),
+                    (f"{len(whole.backward)} packs {name}, {len(forward) - 1} in the forward pass"),
+                )
+
+
+def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request) -> Iterator[tuple[Bounds, str]]:
+    count = len(graph.calls)
+    if request.pack_layers is not None:
+        yield uniform_bounds(count, request.pack_layers), f"of {request.pack_layers} calls, as configured"
+        return
+    for size in range(count, 0, -1):
+        yield uniform_bounds(count, size), f"of {size} calls"
+    singles = packer.packs(tuple(range(count + 1)))
+    times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
+    weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
+    for values, name in ((times, "of balanced time"), (weights, "of balanced memory")):
+        cuts = BestCuts(count, sum_of(values), Combine.MAX, count)
+        for parts in _ladder(count):
+            bounds = cuts.bounds(parts)
+            if bounds is not None:
+                yield bounds, name
+
+
+def _ladder(count: int) -> list[int]:
+    """1, 2, 3, ... with growing steps, up to `count`."""
+    rungs, rung = [], 1
+    while rung <= count:
+        rungs.append(rung)
+        rung += max(1, rung // 8)
+    return rungs
+
+
+# ---- what to do with spare memory
+
+
+def policies(packing: Packing, copies_overlap: bool, request: Request) -> Iterator[tuple[Policy, str]]:
+    """Every policy for these packs, each once, and its name."""
+    seen: set[Policy] = set()
+    base = request.policy
+    ahead: tuple[bool, ...] = (base.prefetch,)
+    if base.prefetch and not request.is_manual:
+        # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
+        ahead = (True, False) if copies_overlap else (False,)
+    for stash_on_host, stash_name in _stashes(packing, request):
+        for kept, resident, name in _stays(packing, request):
+            for prefetch in ahead:
+                policy = replace(base, prefetch=prefetch, stash_on_host=stash_on_host, kept=kept, resident=resident)
+                if policy not in seen:
+                    seen.add(policy)
+                    yield policy, f"{stash_name}{name}{', prefetch' if prefetch else ''}"
+
+
+def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
+    count = len(packing.forward)
+    if request.stash == "device" or not count:
+        return [(0, "stash on the device")]
+    if request.stash == "host":
+        return [(count, "stash on the host")]
+    counts = sorted({round(share * count) for share in (0.0, *_SHARES)})
+    return [(n, f"stash of {n} of {count} packs on the host" if n else "stash on the device") for n in counts]
+
+
+def _stays(packing: Packing, request: Request) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Kept packs, resident packs and a name: none, kept ones, resident ones, both."""
+    if isinstance(request.residency, int):
+        chosen = resident_packs(packing, request.residency)
+        yield (), chosen, f", {len(chosen)} packs resident" if chosen else ""
+        return
+    yield (), (), ""
+    if request.residency == "off" or request.budget_bytes is None:
+        return
+    both = [i for i in reversed(packing.forward) if i in packing.backward and packing.packs[i].needs_backward]
+    for kept_share in (0.0, *_SHARES):
+        kept = both[: round(kept_share * len(both))]
+        if kept:
+            yield tuple(sorted(kept)), (), f", {len(kept)} packs kept"
+        for share in _SHARES if kept_share in (0.0, 1.0) else ():
+            resident = resident_packs(packing, round(share * len(packing.backward)))
+            rest = tuple(sorted(i for i in kept if i not in resident))
+            if resident:
+                yield rest, resident, f", {len(resident)} packs resident" + (f", {len(rest)} kept" if rest else "")

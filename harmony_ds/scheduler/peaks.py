@@ -1,0 +1,84 @@
+"""The device peak of a plan without composing all of it.
+
+What is alive while a task runs grows by the same bytes with every further micro-batch, and within a pack the first
+two or the last two micro-batches have the most alive (every count changes evenly from one to the next). So two short
+groups are walked, and what each of those tasks holds is continued to the group that is wanted.
+"""
+
+from __future__ import annotations
+
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.choose import Request, resident_bytes
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Packing, Policy
+
+_SHORT = 4
+Place = tuple[object, int, int, int]
+
+
+class Peaks:
+    """Peaks of plans for one request."""
+
+    def __init__(self, costs: CostTable, request: Request) -> None:
+        self._costs = costs
+        self._request = request
+        self._stash = [0]
+        for cost in costs.costs:
+            self._stash.append(self._stash[-1] + cost.stash_bytes)
+        self._known: dict[tuple[Packing, Policy], int] = {}
+
+    def of(self, packing: Packing, policy: Policy) -> int:
+        """The peak in bytes."""
+        known = self._known.get((packing, policy))
+        if known is None:
+            known = self._known[packing, policy] = self._peak(packing, policy)
+        return known
+
+    def at_least(self, packing: Packing, policy: Policy) -> int:
+        """Bytes below which the peak cannot be: weights, gradients and stash while each pack runs back."""
+        packs, wanted = packing.packs, self._request.micro_batches
+        away = packing.forward[: policy.stash_on_host]
+        first = packs[away[-1]].positions[-1] + 1 if away else 0  # calls before it have their stash on the host
+        most, ahead = 0, 0  # ahead: the weights of the pack that runs back next, on their way while this one runs
+        for index in packing.backward:
+            pack = packs[index]
+            stays = index in policy.resident
+            weights = (0 if stays else pack.weight_bytes) + (ahead if policy.prefetch else 0)
+            ahead = 0 if stays or index in policy.kept or not pack.needs_backward else pack.weight_bytes
+            most = max(most, weights + pack.gradient_bytes + self._working(pack.positions))
+        kept = sum(packs[i].weight_bytes for i in policy.kept)
+        fused = packing.fused
+        end = fused.positions[0]
+        weights = 0 if fused.index in policy.resident else fused.weight_bytes
+        stash = wanted * max(0, self._stash[end] - self._stash[min(first, end)])
+        most = max(most, kept + weights + fused.gradient_bytes + stash + self._working(fused.positions))
+        return most + resident_bytes(packing, policy, self._request)
+
+    def _working(self, positions: tuple[int, ...]) -> int:
+        return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))
+
+    def _peak(self, packing: Packing, policy: Policy) -> int:
+        base = resident_bytes(packing, policy, self._request)
+        wanted = self._request.micro_batches
+        if wanted <= _SHORT + 1:
+            return base + max(self._held(packing, policy, wanted).values())
+        short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
+        further = wanted - _SHORT
+        return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
+
+    def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[Place, int]:
+        """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
+        tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
+        profile = walk_memory(packing.packs, tasks, self._costs)
+        held: dict[Place, int] = {}
+        times: dict[Place, int] = {}
+        for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
+            m = task.micro_batch
+            if m >= 0 and 2 <= m < micro_batches - 2:
+                continue
+            near = m if m < 2 else m - micro_batches  # -1 where there is none, the last is -1 too: kinds differ
+            key = (task.kind, task.pack, near, 0)
+            times[key] = times.get(key, 0) + 1
+            held[task.kind, task.pack, near, times[key]] = weights + rest
+        return held

@@ -1,0 +1,40 @@
+"""Which packs can stay on the device from step to step."""
+
+from __future__ import annotations
+
+from harmony_ds.scheduler.plan import Packing
+
+
+def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
+    """The last `count` packs of the backward pass (None: none), without those that cannot be resident.
+
+    A parameter has one place: a pack is not resident if it shares one with a pack that is not.
+    """
+    wanted = list(packing.backward[-count:]) if count else []
+    while True:
+        kept = [index for index in wanted if sharing(packing, index, wanted) is None]
+        if kept == wanted:
+            return tuple(wanted)
+        wanted = kept
+
+
+def why_not_resident(packing: Packing, count: int | None) -> list[str]:
+    """A line for each of the last `count` packs that `resident_packs` leaves out."""
+    resident = resident_packs(packing, count)
+    lines = []
+    for index in packing.backward[-count:] if count else ():
+        if index not in resident:
+            name, other = sharing(packing, index, resident) or ("a parameter", "another one")
+            lines.append(f"pack {index} is not resident: it shares {name} with pack {other}, which is not")
+    return lines
+
+
+def sharing(packing: Packing, index: int, resident: tuple[int, ...] | list[int]) -> tuple[str, int] | None:
+    """A parameter of pack `index`, and a pack outside `resident` that has it too; None if there is none."""
+    mine = packing.packs[index].parameters
+    for other in packing.packs:
+        if other.index != index and other.index not in resident:
+            shared = next((name for name in mine if name in other.parameters), None)
+            if shared is not None:
+                return shared, other.index
+    return None

@@ -1,0 +1,64 @@
+"""A saved plan, checked against the model and the settings it is to run with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.errors import ConfigError, DoesNotFitError
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.choose import Request, make_plan
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.plan import Packing, Plan
+from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.simulate import simulate
+
+
+def adopt(
+    plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: Request
+) -> Choice:
+    """The choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
+
+    Raises:
+        ConfigError: it was made for another model, other dtypes or another kind of update.
+        DoesNotFitError: with what was measured now, it does not fit.
+    """
+    packing = plan.packing
+    calls = packing.packs[packing.backward[-1]].positions[-1] + 1
+    if calls != len(graph.calls):
+        raise ConfigError(
+            f"harmony.plan was made for a model of {calls} layer calls; this one makes {len(graph.calls)}."
+        )
+    rebuilt = Packer(graph, costs, element).packing(
+        _bounds(packing, packing.backward), _bounds(packing, packing.forward)
+    )
+    for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
+        if pack != now:
+            raise ConfigError(
+                f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "
+                f"bytes of weights and {pack.gradient_bytes:,} of gradients there, {now.weight_bytes:,} and "
+                f"{now.gradient_bytes:,} here. Plan again."
+            )
+    if plan.policy.deferred_update != request.policy.deferred_update:
+        raise ConfigError(
+            "harmony.plan was made "
+            + ("with" if plan.policy.deferred_update else "without")
+            + " gradient clipping or loss scaling, and is to run "
+            + ("with" if request.policy.deferred_update else "without")
+            + ". Plan again."
+        )
+    adopted = make_plan(rebuilt, costs, request, plan.policy)
+    if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
+        raise DoesNotFitError(
+            f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "
+            f"{request.budget_bytes:,}: {adopted.peak_bytes - request.budget_bytes:,} too many. Raise "
+            "harmony.device_memory_gib, or plan again."
+        )
+    return Choice(adopted, simulate(adopted, costs, machine), "as saved")
+
+
+def _bounds(packing: Packing, numbers: Sequence[int]) -> tuple[int, ...]:
+    if not numbers:
+        return (0,)
+    return (0, *(packing.packs[index].positions[-1] + 1 for index in numbers))

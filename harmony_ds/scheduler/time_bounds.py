@@ -1,0 +1,208 @@
+"""How fast a plan can be at best: two bounds below the time of a step, without a list of tasks.
+
+The loose one is the largest of what each stream has to do in a step, and of the chain that nothing can shorten: the
+first pack's weights in, all compute, the last gradients out, their update. The tight one follows every pack through
+the streams of two steps; it leaves out only that jobs slow each other down.
+"""
+
+from __future__ import annotations
+
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.compose import stash_moves
+from harmony_ds.scheduler.plan import Pack, Packing, Policy
+
+
+class TimeBounds:
+    """Times below which no step of a candidate can be."""
+
+    def __init__(self, costs: CostTable, machine: Machine, request: Request) -> None:
+        self.copies_overlap = machine.copies_overlap
+        self._machine = machine
+        self._groups = request.micro_batches
+        self._deferred = request.policy.deferred_update
+        self._set = request.resident_set
+        self._costs = costs
+        self._forward = _running([cost.forward_ms for cost in costs.costs])
+        self._backward = _running([cost.backward_ms for cost in costs.costs])
+        self._fused = _running([cost.fused_ms for cost in costs.costs])
+        self._stash = _running([float(cost.stash_bytes) for cost in costs.costs])
+
+    def of(self, packing: Packing, policy: Policy) -> tuple[float, int]:
+        """The bound in ms, and the bytes of weights and gradients that are swapped."""
+        machine, packs = self._machine, packing.packs
+        stay = set(policy.resident)
+        backward = [packs[i] for i in packing.backward if packs[i].needs_backward or i == packing.backward[-1]]
+        there = [packs[i] for i in (*packing.forward, packing.backward[-1]) if i not in stay]
+        back = [p for p in backward[:-1] if p.index not in stay and p.index not in policy.kept]
+        out = [p for p in backward if p.needs_backward and p.index not in stay]
+        in_bytes = self._set.weight_bytes + sum(p.weight_bytes for p in there) + sum(p.weight_bytes for p in back)
+        out_bytes = self._set.gradient_bytes + sum(p.gradient_bytes for p in out)
+        stash = self._groups * self._stash_bytes(packing, policy)
+        swap_in = (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
+        swap_out = len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
+        compute = self._compute_ms(packing, backward)
+        on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
+        update = sum(self._update_ms(p) for p in out) + self._set.update_elements / machine.update_elements_per_ms
+        swap_bytes = in_bytes + out_bytes
+        # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
+        # next step's first swap-in waits for the update as well.
+        first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
+        begin = machine.swap_ms + first.weight_bytes / machine.swap_in_bytes_per_ms if first.index not in stay else 0.0
+        end = machine.swap_ms + last.gradient_bytes / machine.swap_out_bytes_per_ms if last in out else 0.0
+        turn = self._update_ms(last) if last in out and last is first else 0.0
+        if not machine.copies_overlap:
+            return max(compute + swap_in + swap_out + max(turn, on_device), update), swap_bytes
+        return max(begin + compute + end + turn, compute + on_device, swap_in, swap_out, update), swap_bytes
+
+    def tighter(self, packing: Packing, policy: Policy) -> float:
+        """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
+        walk = _Walk(self._machine, policy, packing, self._groups)
+        ends = []
+        for _ in range(2):
+            for index, backward in walk.order:
+                walk.swap_in(index, backward)
+                pack = packing.packs[index]
+                walk.run(index, backward, self._run_ms(packing, pack, backward), self._stash_of(pack))
+            ends.append(walk.finish())
+        return ends[1] - ends[0]
+
+    def _stash_of(self, pack: Pack) -> float:
+        """Of one micro-batch, in bytes."""
+        return self._stash[pack.positions[-1] + 1] - self._stash[pack.positions[0]]
+
+    def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
+        """All micro-batches through one pack."""
+        first, behind = pack.positions[0], pack.positions[-1] + 1
+        if pack is packing.fused:
+            ms = self._fused[behind] - self._fused[first] + self._costs.tail_ms
+        elif backward:
+            ms = self._backward[behind] - self._backward[first]
+        else:
+            ms = self._forward[behind] - self._forward[first]
+        head = self._costs.head_ms if first == 0 and (not backward or not packing.forward) else 0.0
+        return self._groups * (ms + head)
+
+    def _compute_ms(self, packing: Packing, backward: list[Pack]) -> float:
+        machine, groups = self._machine, self._groups
+        fused = packing.fused.positions
+        begin = fused[0]
+        runs = len(packing.forward) + len(backward)
+        ms = self._forward[begin] + self._fused[-1] - self._fused[begin] + self._costs.head_ms + self._costs.tail_ms
+        ms += sum(self._backward[p.positions[-1] + 1] - self._backward[p.positions[0]] for p in backward[:-1])
+        overhead = 0.0 if machine.copies_overlap else machine.task_ms * runs
+        return groups * (ms + overhead)
+
+    def _stash_bytes(self, packing: Packing, policy: Policy) -> int:
+        if not policy.stash_on_host or not packing.forward:
+            return 0
+        away = packing.forward[: policy.stash_on_host]
+        return int(self._stash[packing.packs[away[-1]].positions[-1] + 1])
+
+    def _update_ms(self, pack: Pack) -> float:
+        machine = self._machine
+        norm = pack.update_elements / machine.norm_elements_per_ms if self._deferred else 0.0
+        return norm + machine.update_ms + pack.update_elements / machine.update_elements_per_ms
+
+
+class _Walk:
+    """When each stream is done with what was queued on it so far, in ms."""
+
+    def __init__(self, machine: Machine, policy: Policy, packing: Packing, micro_batches: int) -> None:
+        packs = packing.packs
+        self._machine = machine
+        self._policy = policy
+        self._packing = packing
+        self._stay = set(policy.resident)
+        self._groups = micro_batches
+        self._leaving, self._returning = stash_moves(packing, policy)
+        there = [*packing.forward, packing.backward[-1]]
+        back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
+        self.order = [(i, False) for i in there[:-1]] + [(there[-1], True)] + [(i, True) for i in back]
+        self._back = frozenset(back)
+        owner = {name: i for i in packing.backward for name in packs[i].owned}
+        self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
+        self._updated: dict[int, float] = {}
+        self._computed = self._came = self._gone = self._host = 0.0
+        self._freed = self._freed_earlier = 0.0  # when the last pack's gradients were gone, and those of the one before
+        self._evicted = self._evicted_earlier = 0.0  # when the last eviction was safe, and that before the last run
+
+    def swap_in(self, index: int, backward: bool) -> None:
+        if index in self._stay or (backward and index in self._back and index in self._policy.kept):
+            return
+        machine = self._machine
+        ms = machine.swap_ms + self._packing.packs[index].weight_bytes / machine.swap_in_bytes_per_ms
+        updated = max((self._updated.get(i, 0.0) for i in self._owners[index]), default=0.0)
+        if not machine.copies_overlap:
+            self._computed = max(self._computed, updated) + ms
+            return
+        safe = self._evicted_earlier if self._policy.prefetch else self._evicted
+        self._came = max(self._came, safe, updated) + ms
+        self._computed = max(self._computed, self._came)
+
+    def run(self, index: int, backward: bool, run_ms: float, stash_bytes: float) -> None:
+        """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
+        begin = max(self._computed, self._freed_earlier)
+        self._computed = begin + run_ms
+        if (index in self._returning and backward) or (index in self._leaving and not backward):
+            self._move_stash(begin, run_ms / self._groups, backward, stash_bytes)
+        self._evicted_earlier, self._freed_earlier = self._evicted, self._freed
+        if index not in self._stay and (backward or index not in self._policy.kept):
+            self._evicted = self._computed
+        pack = self._packing.packs[index]
+        if backward and pack.needs_backward:
+            self._swap_out(pack)
+
+    def _move_stash(self, begin: float, one_ms: float, backward: bool, stash_bytes: float) -> None:
+        machine, groups = self._machine, self._groups
+        rate = machine.swap_in_bytes_per_ms if backward else machine.swap_out_bytes_per_ms
+        one_copy = machine.swap_ms + stash_bytes / rate
+        if not machine.copies_overlap:
+            self._computed += groups * one_copy
+        elif backward:
+            # The last micro-batch computes when its stash is back.
+            self._came = self._came + groups * one_copy
+            self._computed = max(self._computed, self._came + one_ms)
+        else:
+            # The first stash leaves when its micro-batch has computed.
+            self._gone = max(self._gone, begin + one_ms) + groups * one_copy
+
+    def _swap_out(self, pack: Pack) -> None:
+        machine, deferred = self._machine, self._policy.deferred_update
+        if pack.index not in self._stay:
+            ms = machine.swap_ms + pack.gradient_bytes / machine.swap_out_bytes_per_ms
+            self._gone = self._freed = max(self._gone, self._computed) + ms
+            if not machine.copies_overlap:
+                self._computed = self._gone
+            norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0
+            self._host = max(self._host, self._gone) + norm_ms
+        if not deferred:
+            self._update(pack)
+
+    def _update(self, pack: Pack) -> None:
+        machine = self._machine
+        if pack.index in self._stay:
+            self._computed += pack.update_elements / machine.device_update_elements_per_ms
+            return
+        self._host += machine.update_ms + pack.update_elements / machine.update_elements_per_ms
+        self._updated[pack.index] = self._host
+
+    def finish(self) -> float:
+        """The end of a step; deferred updates begin."""
+        if self._policy.deferred_update:
+            norm = self._host
+            if self._stay:
+                self._computed = max(self._computed, norm)
+            for index in self._packing.backward:
+                if self._packing.packs[index].needs_backward:
+                    self._update(self._packing.packs[index])
+        return max(self._computed, self._gone)
+
+
+def _running(values: list[float]) -> list[float]:
+    """Running sums: the sum of values[a:b] is the difference of two of them."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

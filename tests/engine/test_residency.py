@@ -1,0 +1,545 @@
+"""Packs that stay on the device: the same bits, the bytes of the formula, and a host that is true whenever it is read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine
+from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.offload.ledger import Kind
+from harmony_ds.runtime import runner
+from harmony_ds.scheduler import Plan
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    Groups,
+    adamw,
+    assert_trains_like_plain,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    optimizer_for,
+    plainly,
+    seed_of,
+    sgd,
+    train_groups,
+    weights_of,
+)
+from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
+from tests.engine.test_ledger import layer_bytes, rounded
+from tests.engine.test_precision import BF16, fp16, train_plainly_half
+from tests.families import Family
+from tests.oracle import assert_same, train_plainly, train_plainly_bf16
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 4, 3)
+EVERY = 100
+"""More packs than any family has."""
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": sgd,
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adamw": adamw,
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+def config_with(residency: Any, clip: float | None = None, accumulation: int = 3, **more: Any) -> dict[str, Any]:
+    return config_of(accumulation, clip, {"pack_layers": 1, "residency": residency}, **more)
+
+
+def resident_in(engine: HarmonyEngine) -> int:
+    assert engine.plan is not None
+    return len(engine.plan.policy.resident)
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("residency", [1, 3, EVERY])
+def test_results_are_those_of_plain_accumulation(residency: int, clip: float | None) -> None:
+    assert_trains_like_plain(LLAMA, 0.1, GROUPS, config_with(residency, clip), adamw)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_steps_on_the_device(name: str, clip: float | None) -> None:
+    assert_trains_like_plain(LLAMA, 0.0, GROUPS, config_with(3, clip), OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("one", [pytest.param(f, id=f.name) for f in EVERY_FAMILY])
+def test_every_family_with_all_packs_resident(one: Family) -> None:
+    groups = groups_of(one, 2, 3)
+    assert_trains_like_plain(one, 0.1, groups, config_with(EVERY, 0.5), optimizer_for(one))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "SharedDepthNet"])
+def test_shared_weights_are_added_up_as_on_the_host(name: str, clip: float | None) -> None:
+    one = family(name)
+    groups = groups_of(one, 3, 3)
+    models = []
+    for residency in ("off", EVERY):
+        models.append(one.build(0.0))
+        with engine_for(models[-1], sgd, config_with(residency, clip)) as engine:
+            train_groups(engine, groups)
+            assert resident_in(engine) == (0 if residency == "off" else len(engine.plan.packs))
+    assert_same(models[1], models[0], bitwise=True)
+
+
+def test_a_pack_that_shares_a_weight_with_one_that_is_not_resident_is_not_resident(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = family("gpt2")
+    with engine_for(one.build(0.0), sgd, config_with(2)) as engine:
+        train_groups(engine, groups_of(one, 1, 3))
+        last = engine.plan.packs[-1].index
+        assert engine.plan.policy.resident == (last - 1,)
+    assert f"pack {last} is not resident: it shares transformer.wte.weight with pack 0" in caplog.text
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    optimizer = torch.optim.AdamW(decayed(plain), lr=1e-2)
+    train_plainly(plain, GROUPS, optimizer, clip=clip, seed_of=seed_of, scheduler=schedule_of(optimizer))
+
+    def make(_: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(decayed(model), lr=1e-2)
+
+    with engine_for(model, make, config_with(3, clip), lr_scheduler=schedule_of) as engine:
+        train_groups(engine, GROUPS)
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("residency", [2, EVERY])
+def test_bf16_with_masters(residency: int, clip: float | None) -> None:
+    plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
+    expected = train_plainly_bf16(plain, GROUPS, adamw, clip=clip, seed_of=seed_of)
+    with engine_for(model, adamw, config_with(residency, clip, **BF16)) as engine:
+        assert train_groups(engine, GROUPS) == means_of(expected.losses)
+        engine.finish_updates()
+        masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        for master, wanted in zip(masters, expected.masters.values(), strict=True):
+            assert torch.equal(master, wanted)
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
+    models = []
+    for residency in ("off", 3):
+        models.append(LLAMA.build(0.0))
+        config = config_with(residency, clip, data_types={"grad_accum_dtype": "bf16"}, **BF16)
+        with engine_for(models[-1], adamw, config) as engine:
+            train_groups(engine, GROUPS)
+    assert_same(models[1], models[0], bitwise=True)
+
+
+@pytest.mark.parametrize("residency", [2, EVERY])
+def test_fp16_goes_on_exactly_after_an_overflow(residency: int) -> None:
+    model = LLAMA.build(0.0)
+    config = config_with(residency, 0.5, **fp16(initial_scale_power=24, hysteresis=1))
+    with engine_for(model, adamw, config) as engine:
+        before = weights_of(model)
+        while not engine.was_step_applied():
+            assert_same(weights_of(model), before, bitwise=True)
+            assert not engine.optimizer.state
+            scale = engine.loss_scale
+            engine.train_batch(iter(GROUPS[0]))
+        assert engine.skipped_steps > 0
+    plain = LLAMA.build(0.0)
+    train_plainly_half(plain, GROUPS[:1], torch.float16, adamw, clip=0.5, scale=scale)
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("type_", "params"),
+    [("AdamW", {"lr": 1e-3, "weight_decay": 0.1}), ("Adagrad", {"lr": 1e-2}), ("Lion", {"lr": 1e-3})],
+)
+def test_deepspeeds_optimizers_step_the_cpu_devices_memory_too(type_: str, params: Any, clip: float | None) -> None:
+    models = []
+    for residency in ("off", 3, EVERY):
+        models.append(LLAMA.build(0.0))
+        config = config_with(residency, clip, optimizer={"type": type_, "params": params})
+        with engine_for(models[-1], None, config) as engine:
+            train_groups(engine, GROUPS)
+    assert_same(models[1], models[0], bitwise=True)
+    assert_same(models[2], models[0], bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_norm_is_that_of_all_gradients(clip: float | None) -> None:
+    norms = []
+    for residency in ("off", 2, EVERY):
+        with engine_for(LLAMA.build(0.0), adamw, config_with(residency, clip)) as engine:
+            train_groups(engine, GROUPS[:2])
+            norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1] == norms[2]
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("residency", [0, 1, 2, 4, 6])
+def test_swapped_bytes_are_those_of_the_other_packs(residency: int, clip: float | None) -> None:
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(residency, clip)) as engine:
+        train_groups(engine, GROUPS[:1])
+        first = engine.swap_report()
+        train_groups(engine, GROUPS[1:2])
+        report = engine.swap_report()
+        assert resident_in(engine) == residency
+    sizes = layer_bytes(model, 4)
+    swapped = sizes[: 6 - residency]
+    fused = 0 if residency else sizes[-1]
+    assert report.host_to_device["weights"] == 2 * sum(swapped) - fused
+    assert report.device_to_host["gradients"] == sum(swapped)
+    assert report.ratio == 1.0
+    assert first.host_to_device["resident"] == sum(sizes[6 - residency :])
+    assert report.host_to_device["resident"] == 0
+    # A norm for each of their parameters.
+    assert report.device_to_host["resident"] == 4 * resident_tensors(engine)
+
+
+def resident_tensors(engine: HarmonyEngine) -> int:
+    assert engine.plan is not None
+    return sum(len(engine.plan.packs[index].parameters) for index in engine.plan.policy.resident)
+
+
+def test_with_every_pack_resident_no_weight_and_no_gradient_is_swapped() -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_with(EVERY, **BF16)) as engine:
+        train_groups(engine, GROUPS[:1])
+        for group in GROUPS[1:]:
+            engine.train_batch(iter(group))
+            assert engine.swap_report().swap_bytes == 0
+
+
+def test_the_plan_counts_what_lives_on_the_device() -> None:
+    model = LLAMA.build(0.0)
+    plans = {}
+    for residency in ("off", EVERY):
+        with engine_for(model if residency == EVERY else LLAMA.build(0.0), adamw, config_with(residency)) as engine:
+            train_groups(engine, GROUPS[:2])
+            plans[residency] = engine.plan
+            assert engine.memory_report().device_peak_bytes <= engine.plan.peak_bytes
+    tensors = [p.numel() * 4 for p in model.parameters()]
+    # Adam's moments and its counter, each in pieces of 512 bytes.
+    state = sum(2 * -(-nbytes // 512) * 512 + 512 for nbytes in tensors)
+    weights = sum(rounded(nbytes) for nbytes in tensors)
+    assert plans[EVERY].resident_bytes - plans["off"].resident_bytes == weights + state
+
+
+def test_the_device_is_free_when_the_engine_is_destroyed() -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_with(3, 0.5, **BF16)) as engine:
+        train_groups(engine, GROUPS[:2])
+        device = engine._assembly.device
+        assert device.allocated_bytes() > 0
+    buffers = sum(b.numel() * b.element_size() for b in engine.module.buffers())
+    assert device.allocated_bytes() == buffers
+
+
+def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = runner.choose_plan
+
+    def keeping(graph: Any, costs: Any, element: Any, request: Any) -> Plan:
+        policy = replace(request.policy, kept=(1, 3))
+        return choose(graph, costs, element, replace(request, policy=policy))
+
+    monkeypatch.setattr(runner, "choose_plan", keeping)
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_with("off", 0.5)) as engine:
+        assert train_groups(engine, GROUPS) == means_of(losses)
+        report, memory = engine.swap_report(), engine.memory_report()
+    assert_same(model, plain, bitwise=True)
+    sizes = layer_bytes(model, 4)
+    assert report.host_to_device["weights"] == 2 * sum(sizes) - sizes[5] - sizes[1] - sizes[3]
+    assert report.device_to_host["gradients"] == sum(sizes)
+    assert report.ratio == 1.0
+    assert memory.device_peak_bytes <= memory.planned_peak_bytes
+
+
+# ---- looks
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda engine: engine.module.state_dict(),
+        lambda engine: dict(engine.module.named_parameters()),
+        lambda engine: copy.deepcopy(engine.module).state_dict(),
+    ],
+)
+def test_weights_are_true_whenever_they_are_read(look: Callable[[HarmonyEngine], Any]) -> None:
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    optimizer = adamw(plain.parameters())
+    with engine_for(model, adamw, config_with(4, 0.5)) as engine:
+        for group in GROUPS:
+            train_plainly(plain, [group], optimizer, clip=0.5, seed_of=seed_of)
+            engine.train_batch(iter(group))
+            assert_same(dict(look(engine)), dict(plain.named_parameters()), bitwise=True)
+
+
+def test_a_look_moves_only_what_is_looked_at_and_only_once() -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_with(EVERY)) as engine:
+        train_groups(engine, GROUPS[:2])
+        ledger = engine._assembly.ledger
+        ledger.close()
+        head = engine.module.lm_head.weight
+        nbytes = head.numel() * 4
+        assert ledger.close().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
+        assert engine.module.lm_head.weight is head
+        assert sum(ledger.close().device_to_host.values()) == 0
+        engine.train_batch(iter(GROUPS[2]))
+        assert engine.swap_report().host_to_device["resident"] == nbytes  # who looks may have written
+
+
+def same_states(actual: Any, expected: Any) -> None:
+    assert actual["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert actual["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(actual["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "fused", "adagrad"])
+def test_the_optimizers_state_is_true_whenever_it_is_read(name: str) -> None:
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    with engine_for(model, OPTIMIZERS[name], config_with(4, 0.5)) as engine:
+        for group in GROUPS:
+            train_plainly(plain, [group], optimizer, clip=0.5, seed_of=seed_of)
+            engine.train_batch(iter(group))
+            same_states(engine.optimizer.state_dict(), optimizer.state_dict())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            for key, value in optimizer.state[theirs].items():
+                assert torch.equal(engine.optimizer.state[mine][key], value)
+        assert len(pickle.loads(pickle.dumps(engine.optimizer.state))) == len(list(model.parameters()))
+    assert type(engine.optimizer.state).__name__ == "defaultdict"
+
+
+def trained_plainly(change: Callable[[nn.Module, torch.optim.Optimizer], None]) -> nn.Module:
+    """Two steps, a change by the user, two steps more."""
+    plain = LLAMA.build(0.0)
+    optimizer = adamw(plain.parameters())
+    train_plainly(plain, GROUPS[:2], optimizer, clip=0.5, seed_of=seed_of)
+    change(plain, optimizer)
+    for step, group in enumerate(GROUPS[2:], start=2):
+        train_plainly(plain, [group], optimizer, clip=0.5, seed_of=lambda _, i, step=step: seed_of(step, i))
+    return plain
+
+
+def halve(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def halve_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def load_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict(LLAMA.build(0.0).state_dict())
+
+
+def forget_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"].zero_()
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg_sq"] *= 2
+    optimizer.load_state_dict(saved)
+
+
+def drop_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("residency", ["off", 3, EVERY])
+@pytest.mark.parametrize("change", [halve, halve_data, load_weights, forget_moments, load_optimizer, drop_state])
+def test_what_the_user_writes_on_the_host_counts(change: Any, residency: Any) -> None:
+    plain, model = trained_plainly(change), LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(residency, 0.5)) as engine:
+        train_groups(engine, GROUPS[:2])
+        change(engine.module, engine.optimizer)
+        train_groups(engine, GROUPS[2:])
+    assert_same(model, plain, bitwise=True)
+
+
+def test_writes_through_tensors_that_were_looked_up_before_training_count() -> None:
+    plain, model = trained_plainly(halve), LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(EVERY, 0.5)) as engine:
+        known = list(engine.module.parameters())
+        train_groups(engine, GROUPS[:2])
+        engine.finish_updates()
+        with torch.no_grad():
+            for parameter in known:
+                parameter.mul_(0.5)
+        train_groups(engine, GROUPS[2:])
+    assert_same(model, plain, bitwise=True)
+
+
+def test_a_loaded_optimizer_state_is_not_overwritten_by_the_devices() -> None:
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(EVERY, 0.5)) as engine:
+        train_groups(engine, GROUPS[:1])
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        train_groups(engine, GROUPS[1:2])
+        engine.optimizer.load_state_dict(saved)
+        engine.finish_updates()
+        same_states(engine.optimizer.state_dict(), saved)
+
+
+# ---- other passes
+
+
+@pytest.mark.parametrize("residency", [2, EVERY])
+def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:2], adamw)
+    expected = [plain.eval()(**batch).loss.item() for batch in GROUPS[2]]
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(residency)) as engine:
+        train_groups(engine, GROUPS[:2])
+        swapped = []
+        swap_in = engine._assembly.parts.residency.swap_in
+
+        def noting(names: Any, *more: Any) -> Any:
+            swapped.extend(names)
+            return swap_in(names, *more)
+
+        engine._assembly.parts.residency.swap_in = noting  # type: ignore[method-assign]
+        assert engine.eval_batch(iter(GROUPS[2])).item() == torch.tensor(expected).mean().item()
+        model.eval()
+        with torch.no_grad():
+            assert [engine(**batch).loss.item() for batch in GROUPS[2]] == expected
+        here = {n for index in engine.plan.policy.resident for n in engine.plan.packs[index].parameters}
+        assert here
+        assert here.isdisjoint(swapped)
+        assert {*here, *swapped} == dict(plain.named_parameters()).keys()
+        del engine._assembly.parts.residency.swap_in
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_losses_looked_at_early(clip: float | None) -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, clip)
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_with(3, clip)) as engine:
+        with pytest.warns(RuntimeWarning, match="looked at"):
+            loop(engine, GROUPS[:1], look=lambda i: i != 1)
+        loop(engine, GROUPS[1:], look=lambda i: i != 1)
+    assert_same(model, plain, bitwise=True)
+
+
+def test_larger_batches_are_planned_anew() -> None:
+    groups: Groups = [[LLAMA.batch(0)], [LLAMA.batch(1)], GROUPS[0][:1], [LLAMA.batch(3), LLAMA.batch(5)]]
+    plain, _ = plainly(LLAMA, 0.0, groups, adamw, 0.5)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_with(3, 0.5, accumulation=2)) as engine:
+        train_groups(engine, groups)
+    assert_same(model, plain, bitwise=True)
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("where", "at"), [("forward", 1), ("backward", 1)])
+def test_a_step_that_failed_before_any_update_is_as_if_it_had_not_been_tried(
+    where: str, at: int, clip: float | None
+) -> None:
+    """Without clipping the last packs have been updated when the trapped layer is propagated through."""
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, clip)
+    trap = Trap(at)
+    model = trapped_llama(trap, where)
+    with engine_for(model, adamw, config_with(4, clip)) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+        trap.left = None
+        if clip is None and where == "backward":
+            assert not engine.usable
+            return
+        assert engine.usable
+        train_groups(engine, GROUPS[1:])
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_failure_of_an_update_on_the_device_surfaces_and_ends_the_engine(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = Mishap("the device's optimizer broke")
+
+    def broken(self: DeviceStore, *arguments: Any, **more: Any) -> None:
+        raise failure
+
+    with engine_for(LLAMA.build(0.0), adamw, config_with(3, clip)) as engine:
+        train_groups(engine, GROUPS[:1])
+        monkeypatch.setattr(DeviceStore, "update", broken)
+        with pytest.raises(Mishap) as caught:
+            engine.train_batch(iter(GROUPS[1]))
+        assert caught.value is failure
+        assert not engine.usable
+        with pytest.raises(EngineFailedError, match="cannot go on"):
+            engine.train_batch(iter(GROUPS[1]))
+
+
+def test_a_budget_that_the_resident_packs_do_not_fit_into_says_so() -> None:
+    config = config_with(EVERY)
+    config["harmony"]["device_memory_gib"] = 150_000 / 2**30
+    with (
+        engine_for(LLAMA.build(0.0), adamw, config) as engine,
+        pytest.raises(DoesNotFitError, match=r"lower harmony\.residency"),
+    ):
+        engine.train_batch(iter(GROUPS[0]))
+
+
+@pytest.mark.parametrize("value", [True, -1, "all", 1.5, None])
+def test_other_settings_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"harmony\.residency is"):
+        engine_for(LLAMA.build(0.0), adamw, config_with(value)).__enter__()
+
+
+@pytest.mark.parametrize("value", ["off", "auto", 0])
+def test_without_residency_nothing_stays(value: Any) -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_with(value)) as engine:
+        train_groups(engine, GROUPS[:1])
+        assert engine.plan.policy.resident == engine.plan.policy.kept == ()
+        assert engine.swap_report().host_to_device["resident"] == 0

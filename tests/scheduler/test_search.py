@@ -1,0 +1,185 @@
+"""The fastest plan that fits; where nothing fits, an error with both numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harmony_ds import DoesNotFitError, Plan
+from harmony_ds.decomposer import LayerGraph
+from harmony_ds.profiler.costs import CallCost
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan, pack_uniformly
+from harmony_ds.scheduler.candidates import candidates
+from harmony_ds.scheduler.search import search, steps
+from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.time_bounds import TimeBounds
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
+
+
+def _with_state(graph: LayerGraph) -> LayerGraph:
+    """Adam's two moments, on the device for resident packs."""
+    specs = (replace(spec, state_bytes=8 * spec.numel, update_bytes=4 * spec.numel) for spec in graph.parameters)
+    return replace(graph, parameters=tuple(specs))
+
+
+GRAPH = _with_state(graph_of([256] * 8))  # 1 KiB of weights and of gradients each
+COSTS = costs_of(
+    GRAPH.calls,
+    CallCost(
+        alive_bytes=300,
+        stash_bytes=256,
+        shared_bytes=256,
+        forward_bytes=500,
+        graph_bytes=400,
+        backward_bytes=900,
+        needs_backward=True,
+        forward_ms=1.0,
+        backward_ms=3.0,
+        fused_ms=3.0,
+    ),
+)
+
+
+def request(budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None) -> Request:
+    return Request(4, budget_bytes, resident_bytes=128, pack_layers=pack_layers, stash=stash, policy=Policy())
+
+
+def choose(wanted: Request) -> Plan:
+    return search(GRAPH, COSTS, GPU, FP32, wanted)[0].plan
+
+
+def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
+    packing = Packing.reused(pack_uniformly(GRAPH, COSTS, FP32, pack_layers))
+    policy = Policy(stash_on_host=len(packing.forward) if stash_on_host else 0)
+    return make_plan(packing, COSTS, request(None), policy)
+
+
+def largest_pack(plan: Plan) -> int:
+    return max(len(pack.positions) for pack in plan.packs)
+
+
+SWEEP = range(4_000, 60_000, 4_500)
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("stash", ["auto", "device", "host"])
+@pytest.mark.parametrize("residency", ["off", "auto"])
+def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str, residency: str) -> None:
+    times: list[int] = []
+    for budget in SWEEP:
+        wanted = replace(request(budget, stash), residency=residency)
+        try:
+            choice = search(GRAPH, COSTS, machine, FP32, wanted)[0]
+        except DoesNotFitError:
+            assert not times, "a larger budget holds whatever a smaller one holds"
+            continue
+        assert choice.plan.peak_bytes <= budget
+        times.append(steps(choice.prediction.step_ms))
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) > 1
+
+
+def test_a_stash_setting_is_obeyed() -> None:
+    assert not choose(request(60_000, "device")).stash_on_host
+    plan = choose(request(20_000, "host"))
+    assert len(plan.packing.forward) >= 1
+    assert plan.policy.stash_on_host == len(plan.packing.forward)
+
+
+@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5), budget=st.integers(3_000, 30_000))
+@settings(max_examples=25, deadline=None)
+def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: list[int], budget: int) -> None:
+    graph = _with_state(graph_of(sizes))
+    costs = replace(COSTS, calls=graph.calls, costs=COSTS.costs[: len(sizes)])
+    wanted = replace(request(budget), residency="auto")
+    every = []
+    for candidate in candidates(graph, costs, FP32, wanted, TimeBounds(costs, GPU, wanted)):
+        plan = make_plan(candidate.packing, costs, wanted, candidate.policy)
+        predicted = simulate(plan, costs, GPU).step_ms
+        assert candidate.bound_ms <= predicted * (1 + 1e-9)
+        if plan.peak_bytes <= budget:
+            every.append(steps(predicted))
+    if every:
+        assert steps(search(graph, costs, GPU, FP32, wanted)[0].prediction.step_ms) == min(every)
+    else:
+        with pytest.raises(DoesNotFitError):
+            search(graph, costs, GPU, FP32, wanted)
+
+
+def test_the_list_is_ordered_and_holds_no_plan_twice() -> None:
+    found = search(GRAPH, COSTS, GPU, FP32, request(30_000), top=10)
+
+    assert len(found) > 1
+    assert [steps(c.prediction.step_ms) for c in found] == sorted(steps(c.prediction.step_ms) for c in found)
+    assert len({(c.plan.tasks, c.plan.packing) for c in found}) == len(found)
+    assert found[0] == search(GRAPH, COSTS, GPU, FP32, request(30_000))[0]
+
+
+def test_the_reason_names_the_cut_and_the_use_of_memory() -> None:
+    choice: Choice = search(GRAPH, COSTS, GPU, FP32, request(None, pack_layers=4, stash="device"))[0]
+
+    assert choice.reason == "2 packs of 4 calls, as configured; stash on the device, prefetch"
+
+
+def test_a_plan_whose_peak_is_the_budget_fits_and_one_byte_less_does_not() -> None:
+    smallest = plan_with(1, stash_on_host=True)
+
+    assert choose(request(smallest.peak_bytes, "host", 1)) == smallest
+    with pytest.raises(DoesNotFitError, match=": 1 too many"):
+        choose(request(smallest.peak_bytes - 1, "host", 1))
+
+
+def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recomputes_nothing() -> None:
+    slow = replace(COSTS, costs=tuple(replace(c, forward_ms=1e3, backward_ms=3e3, fused_ms=3e3) for c in COSTS.costs))
+    plan = search(GRAPH, slow, GPU, FP32, request(None))[0].plan
+
+    assert len(plan.packs) == 1
+    assert not plan.stash_on_host
+
+
+@pytest.mark.parametrize("pack_layers", [1, 3, 8])
+def test_a_pack_size_that_is_given_is_kept(pack_layers: int) -> None:
+    assert largest_pack(choose(request(None, pack_layers=pack_layers))) == pack_layers
+
+
+def test_a_pack_size_that_does_not_fit_is_an_error_even_if_a_smaller_one_would() -> None:
+    budget = choose(request(None, "host", 2)).peak_bytes
+    choose(request(budget, "host"))
+    with pytest.raises(DoesNotFitError, match=r"lower harmony.pack_layers \(now 3\)"):
+        choose(request(budget, "host", 3))
+
+
+def test_what_is_resident_adds_to_the_peak() -> None:
+    wanted = request(None, "device", 2)
+
+    more = choose(replace(wanted, resident_bytes=1128))
+    assert more.peak_bytes == choose(wanted).peak_bytes + 1000
+    assert more.resident_bytes == 1128
+
+
+def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(request(1_000))
+    message = str(caught.value)
+    smallest = int(re.findall(r"needs ([\d,]+) bytes", message)[0].replace(",", ""))
+
+    assert f"the budget is 1,000: {smallest - 1000:,} too many" in message
+    assert choose(request(smallest)).peak_bytes == smallest
+    with pytest.raises(DoesNotFitError, match=": 1 too many"):
+        choose(request(smallest - 1))
+    for key in ("harmony.device_memory_gib", "train_micro_batch_size_per_gpu", "harmony.pack_layers", "harmony.layers"):
+        assert key in message
+    assert re.search(r"1,024 bytes of weights .* 1,024 of gradients, 128 that are resident", message)
+    assert "4 micro-batches" in message
+
+
+def test_the_plan_says_what_it_was_made_for() -> None:
+    plan = choose(replace(request(None, "host"), micro_batches=7))
+
+    assert plan.micro_batches == 7
+    assert plan.stash_on_host

@@ -1,0 +1,201 @@
+"""Resident packs on a device that counts every byte and that is not the host."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from tests import simdevice
+from tests.families import FAMILIES, MODULES
+from tests.oracle import assert_same, train_plainly
+from tests.simdevice.device import SimDevice
+from tests.simdevice.test_engine_exactness import SEED, optimizer_for
+from tests.simdevice.test_engine_memory import _no_limit_left_behind, batches, build  # noqa: F401
+
+EVERY = 100
+BF16 = {"bf16": {"enabled": True}}
+
+
+def engine_with(make: Any, residency: Any, model: nn.Module | None = None, **more: Any) -> tuple[Any, SimDevice]:
+    device = SimDevice()
+    model = build() if model is None else model
+    harmony = {"seed": SEED, "residency": residency, **more.pop("harmony", {"pack_layers": 2})}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "harmony": harmony,
+        **more,
+    }
+    made = None if make is None else make(model.parameters())
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=made, config=config, device=device)
+    return engine, device
+
+
+def peaks(make: Any, residency: Any, clip: float, **more: Any) -> tuple[int, int]:
+    """The largest measured peak of three steps, and the planned one."""
+    engine, _ = engine_with(make, residency, gradient_clipping=clip, **more)
+    data, measured = batches(), 0
+    for _ in range(3):
+        engine.train_batch(data)
+        measured = max(measured, engine.memory_report().device_peak_bytes)
+    planned = engine.plan.peak_bytes
+    engine.destroy()
+    return measured, planned
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("residency", [1, 3, EVERY])
+def test_measured_peak_is_never_above_the_plan(residency: int, clip: float) -> None:
+    measured, planned = peaks(torch.optim.AdamW, residency, clip)
+    assert measured <= planned <= 1.25 * measured
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
+        torch.optim.RAdam,
+        torch.optim.Adafactor,
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    ],
+    ids=["fused", "foreach", "amsgrad", "radam", "adafactor", "sgd"],
+)
+def test_the_plan_knows_what_each_optimizer_takes(make: Any) -> None:
+    measured, planned = peaks(make, EVERY, 0.5)
+    assert measured <= planned <= 1.25 * measured
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("residency", [1, EVERY])
+def test_masters_are_planned_for(residency: int, clip: float) -> None:
+    """In bf16, what residency adds to the peak is planned: measured costs of layers are off by the same either way."""
+    measured, planned = peaks(torch.optim.AdamW, "off", clip, **BF16)
+    error = max(0, measured - planned)
+    measured, planned = peaks(torch.optim.AdamW, residency, clip, **BF16)
+    assert measured <= planned + error
+    assert planned <= 1.25 * measured
+
+
+def test_gradients_summed_in_bf16_are_cast_within_the_plan() -> None:
+    more = {"data_types": {"grad_accum_dtype": "bf16"}, **BF16}
+    measured, planned = peaks(torch.optim.AdamW, "off", 0.5, **more)
+    error = max(0, measured - planned)
+    measured, planned = peaks(torch.optim.AdamW, EVERY, 0.5, **more)
+    assert measured <= planned + error
+
+
+@pytest.mark.parametrize("name", [f.name for f in (*MODULES, *FAMILIES)])
+def test_every_family_trains_to_the_plain_bits(name: str) -> None:
+    one = next(f for f in (*MODULES, *FAMILIES) if f.name == name)
+    model, plain = one.build(0.1).train(), one.build(0.1).train()
+    if name in ("gpt2", "opt"):
+        plain.config.use_cache = False
+    groups = [[one.batch(step * 3 + i) for i in range(3)] for step in range(2)]
+    train_plainly(
+        plain,
+        groups,
+        optimizer_for(one, plain),
+        clip=0.5,
+        seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
+    )
+    engine, _ = engine_with(
+        lambda _: optimizer_for(one, model), EVERY, model, gradient_clipping=0.5, harmony={"pack_layers": 1}
+    )
+    for group in groups:
+        engine.train_batch(iter(group))
+    report = engine.memory_report()
+    engine.destroy()
+    assert_same(model, plain, one.bitwise)
+    assert report.device_peak_bytes <= report.planned_peak_bytes
+
+
+@pytest.mark.parametrize("residency", [3, EVERY])
+def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: int) -> None:
+    engine, _ = engine_with(torch.optim.AdamW, residency, gradient_clipping=0.5)
+    data = batches()
+    engine.train_batch(data)
+    before = simdevice.traffic()
+    engine.module.state_dict()  # a look between steps is reported with the next one
+    engine.train_batch(data)
+    after = simdevice.traffic()
+    report = engine.swap_report()
+    engine.destroy()
+    assert after[0] - before[0] == sum(report.host_to_device.values())
+    # The model asks each micro-batch's mask one question (one byte) by itself.
+    assert after[1] - before[1] - 3 == sum(report.device_to_host.values())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("type_", "params"),
+    [
+        ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}),
+        ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}),
+        ("Adagrad", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
+        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
+    ],
+)
+def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, params: Any, clip: float) -> None:
+    """Half of the steps here, half there: states go to and fro."""
+    models, states = [build(), build()], []
+    for model, residency in zip(models, ("off", 4), strict=True):
+        optimizer = {"type": type_, "params": params}
+        engine, _ = engine_with(None, residency, model, gradient_clipping=clip, optimizer=optimizer)
+        data = batches()
+        for step in range(6):
+            engine.train_batch(data)
+            if step == 2:
+                state = engine.optimizer.state_dict()
+                engine.optimizer.load_state_dict(state)
+        engine.finish_updates()
+        report = engine.memory_report()
+        assert report.device_peak_bytes <= report.planned_peak_bytes
+        states.append(engine.optimizer.state_dict()["state"])
+        engine.destroy()
+    if type_ == "Lion":  # a sign may flip where the direction is near zero
+        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert ((mine - theirs).abs() > 1e-5).float().mean() < 0.01
+    else:
+        assert_same(models[1], models[0], bitwise=False, relative=1e-4)
+    for mine, theirs in zip(states[1].values(), states[0].values(), strict=True):
+        assert mine.keys() | {"exp_avg_sq"} == theirs.keys()  # Lion's second moment, which nothing reads, stays away
+        assert mine["step"] == theirs["step"] == 6
+        assert all(type(value) is type(theirs[key]) for key, value in mine.items())
+
+
+def test_out_of_memory_in_a_step_leaves_resident_weights_as_they_were() -> None:
+    engine, _ = engine_with(torch.optim.AdamW, 3, gradient_clipping=0.5)
+    data = batches()
+    engine.train_batch(data)
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.train_batch(itertools.chain(data))
+    simdevice.set_limit(simdevice.allocated_bytes() + 20_000)
+    engine.finish_updates()
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_batch(data)
+    simdevice.set_limit(None)
+    assert engine.usable
+    assert all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
+    engine.train_batch(data)
+    engine.destroy()
+
+
+def test_generation_and_evaluation_use_the_weights_on_the_device() -> None:
+    engine, _ = engine_with(torch.optim.AdamW, 3)
+    data = batches()
+    engine.train_batch(data)
+    one = next(data)
+    with torch.no_grad():
+        streamed = engine(**one).loss.item()
+    evaluated = engine.eval_batch(itertools.repeat(one)).item()
+    engine.destroy()
+    assert streamed == evaluated == engine.module(**one).loss.item()
