@@ -29,7 +29,7 @@ class PassLoad:
     Attributes:
         busy_ms: by stream (computing and what it waits for, swaps in, swaps out, host) and by device, counted from the
             device of the pass's first task.
-        first_ms: one micro-batch's way through all tasks.
+        first_ms: the first micro-batch's way through all tasks.
         tasks: how many.
     """
 
@@ -61,7 +61,6 @@ class _Tasks:
     for, `chain` what keeps its device from the next task.
     """
 
-    compute: Array
     taken: Array
     chain: Array
     swapped_in: Array
@@ -101,14 +100,16 @@ class Loads:
         cuts = np.array(bounds)
         first, last = cuts[:-1], cuts[1:]
         tasks = self._forward_tasks(micro_batch, first, last, in_turn=True)
-        first_ms = float((tasks.compute + tasks.taken).sum()) * micro_batch / self._samples
+        size = min(micro_batch, self._samples)
+        first_ms = self._costs.forward_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
         return PassLoad(self._by_device(tasks), first_ms, len(first))
 
     def backward(self, micro_batch: int, bounds: Bounds) -> PassLoad:
         cuts = np.array(bounds[::-1])
         first, last = cuts[1:], cuts[:-1]
         tasks = self._backward_tasks(micro_batch, first, last, in_turn=True)
-        first_ms = float((tasks.compute + tasks.taken).sum()) * micro_batch / self._samples
+        size = min(micro_batch, self._samples)
+        first_ms = self._costs.backward_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
         return PassLoad(self._by_device(tasks), first_ms, len(first))
 
     def pack_ms(self, backward: bool, micro_batch: int) -> PartCost:
@@ -122,7 +123,8 @@ class Loads:
         """At least this long takes a step with each of the forward passes."""
         turned = np.stack([np.roll(backward.busy_ms, turn, axis=1) for turn in range(self._rows)])
         busy_ms = forward.busy_ms + turned[forward.tasks % self._rows]
-        return np.maximum(busy_ms.max(axis=(1, 2)), forward.first_ms + backward.first_ms)
+        bounds_ms: Array = np.maximum(busy_ms.max(axis=(1, 2)), forward.first_ms + backward.first_ms)
+        return bounds_ms
 
     def bound_ms(self, backward: PassLoad) -> float:
         """At least this long takes a step whose one pack is fused."""
@@ -141,7 +143,7 @@ class Loads:
         else:
             chain = compute + weights + taken + given + self._free_ms
         swapped_in = weights + np.where((first == 0) | local, taken, 0.0)
-        return _Tasks(compute, taken, chain, swapped_in, given, 0.0 * chain)
+        return _Tasks(taken, chain, swapped_in, given, 0.0 * chain)
 
     def _backward_tasks(self, micro_batch: int, first: Array, last: Array, in_turn: bool) -> _Tasks:
         running = self._running_ms(True, micro_batch)
@@ -163,7 +165,7 @@ class Loads:
         update = self._update_ms[last] - self._update_ms[first]
         if in_turn:  # behind the last task comes its own end, and its update beside the freeing
             chain[-1] += (end[-1] if self._overlap else 0.0) + max(0.0, update[-1] - self._free_ms)
-        return _Tasks(compute, gradient, chain, swapped_in, weights + given + stashed, update)
+        return _Tasks(gradient, chain, swapped_in, weights + given + stashed, update)
 
     def _before(self, end: Array, in_turn: bool) -> Array:
         """What the end of the task before on the same device takes; for a pack without a place, its own."""

@@ -106,24 +106,27 @@ class Pairs:
         return Pair(schedule, half.method, self._loads.bound_ms(half.load), 0)
 
     def _of_size(self, half: Half, size: int, below_ms: float, keep: int) -> list[Pair]:
+        packs = len(half.bounds) - 1
+        candidates = [(self._reused(half, size), 1), (self._forward(size, half.bounds[-2]), keep)]
         pairs = []
-        packs, layers, reused = len(half.bounds) - 1, half.bounds[-2], half.bounds[:-1]
-        family = self._forward(size, layers)
-        if family:
-            bounds_ms = self._loads.bounds_ms(family.loads, half.load)
+        for family, kept in candidates:
+            if family is None:
+                continue
             tasks = packs + family.loads.tasks
+            bounds_ms = self._loads.bounds_ms(family.loads, half.load)
             bounds_ms[(tasks < self._space.fewest_packs) | (tasks > self._space.most_packs)] = np.inf
-            for rank, place in enumerate(bounds_ms.argsort(kind="stable")[:keep].tolist()):
+            for rank, place in enumerate(bounds_ms.argsort(kind="stable")[:kept].tolist()):
                 if bounds_ms[place] < below_ms:
                     pairs.append(_pair(family.halves[place], half, float(bounds_ms[place]), rank))
-        all_packs = 2 * packs - 1
-        if self._space.fewest_packs <= all_packs <= self._space.most_packs:
-            if fits_all(reused, self._packings(False, size).fits):
-                again = Half(size, "reuse", reused, self._loads.forward(size, reused))
-                bound_ms = float(self._loads.bounds_ms(PassLoads.of([again.load]), half.load)[0])
-                if bound_ms < below_ms:
-                    pairs.append(_pair(again, half, bound_ms, 0))
         return pairs
+
+    def _reused(self, half: Half, size: int) -> _Family | None:
+        """The backward pass's own packs."""
+        bounds = half.bounds[:-1]
+        if not fits_all(bounds, self._packings(False, size).fits):
+            return None
+        again = Half(size, "reuse", bounds, self._loads.forward(size, bounds))
+        return _Family([again], PassLoads.of([again.load]))
 
     def _make_forward(self, size: int, layers: int) -> _Family | None:
         cuts = self._cuts(False, size, layers, self._space.most_packs)

@@ -20,7 +20,7 @@ from harmony_ds.scheduler.devices.machine import Machine
 from harmony_ds.scheduler.devices.pairs import Pair, Pairs, Space
 from harmony_ds.scheduler.devices.profile import PackCosts
 from harmony_ds.scheduler.devices.simulate import simulate
-from harmony_ds.scheduler.partition import Bounds, fits_all, within
+from harmony_ds.scheduler.partition import Bounds, Fits, fits_all, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Effort:
         forward: packings of the forward pass that may be simulated with each, of each micro-batch size.
         jobs: to be run in these simulations, about.
         polished: schedules whose bounds are moved, each the best of its micro-batch sizes.
-        polish_jobs: to be run for each of those, about.
+        polish_jobs: to be run for all of those, about.
     """
 
     backward: int = 16
     forward: int = 8
-    jobs: int = 300_000
+    jobs: int = 200_000
     polished: int = 3
-    polish_jobs: int = 80_000
+    polish_jobs: int = 180_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class _Search:
             self._look_through(space, Pairs(space, self._costs, loads))
         if not self._times_ms:
             return None
+        stop = self._jobs + self._effort.polish_jobs
         for schedule in self._best_of_each_size()[: self._effort.polished]:
-            self._polish(schedule)
+            self._polish(schedule, stop)
         best = min(self._times_ms, key=self._times_ms.__getitem__)
         return Answer(best, self._times_ms[best], self._methods[best], len(self._times_ms))
 
@@ -101,9 +102,13 @@ class _Search:
         """With the number of devices at work: all, or in a pipeline as many as there are tasks."""
         setup, question = self._question.setup, self._question
         sizes = [size for size in range(1, setup.share(0) + 1) if setup.share(0) % size == 0]
+        backward = [size for size in sizes if size <= question.largest_backward and self._fit(True, size, 0)]
+        if not backward:
+            return
+        least = self._least_forward(backward[0])
         everything = Space(
-            tuple(size for size in sizes if size <= question.largest_forward and self._layers_fit(False, size)),
-            tuple(size for size in sizes if size <= question.largest_backward and self._layers_fit(True, size)),
+            tuple(s for s in sizes if s <= question.largest_forward and self._fit(False, s, self._costs.count - least)),
+            tuple(backward),
             question.cap_bytes,
             fewest_packs=setup.devices if setup.mode is Mode.PIPELINE else 1,
             most_packs=2 * self._costs.count,
@@ -113,9 +118,18 @@ class _Search:
             for tasks in range(setup.devices - 1, 0, -1):
                 yield replace(everything, fewest_packs=tasks, most_packs=tasks), tasks
 
-    def _layers_fit(self, backward: bool, size: int) -> bool:
-        each = tuple(range(self._costs.count + 1))
-        return fits_all(each, within(self._costs.memory(backward, size), self._question.cap_bytes))
+    def _fits(self, backward: bool, size: int) -> Fits:
+        return within(self._costs.memory(backward, size), self._question.cap_bytes)
+
+    def _fit(self, backward: bool, size: int, without_last: int) -> bool:
+        """Whether each layer fits alone, but for some last ones."""
+        each = tuple(range(self._costs.count + 1 - without_last))
+        return fits_all(each, self._fits(backward, size))
+
+    def _least_forward(self, size: int) -> int:
+        """How many layers no fused pack can take: a forward pass has them at least."""
+        fits, count = self._fits(True, size), self._costs.count
+        return next(first for first in range(count) if fits(first, count))
 
     def _look_through(self, space: Space, pairs: Pairs) -> None:
         """First the best forward packing of each size with every backward packing, then the second best, and so on."""
@@ -140,10 +154,9 @@ class _Search:
             best.setdefault((schedule.forward_micro_batch, schedule.backward_micro_batch), schedule)
         return list(best.values())
 
-    def _polish(self, schedule: Schedule) -> None:
-        """Moves to the first neighbour that is faster, until there is none."""
-        stop, method = self._jobs + self._effort.polish_jobs, self._methods[schedule]
-        method = method if method.endswith("moved") else method + ", moved"
+    def _polish(self, schedule: Schedule, stop: int) -> None:
+        """Moves to the first neighbour that is faster, until there is none or `stop` jobs have been run."""
+        method = self._methods[schedule].removesuffix(", moved") + ", moved"
         improved = True
         while improved:
             improved = False
@@ -169,7 +182,7 @@ class _Search:
             (False, schedule.forward_micro_batch, schedule.forward),
             (True, schedule.backward_micro_batch, schedule.backward),
         ):
-            if not fits_all(bounds, within(self._costs.memory(backward, size), self._question.cap_bytes)):
+            if not fits_all(bounds, self._fits(backward, size)):
                 return
         yield schedule
 

@@ -1,0 +1,84 @@
+"""The published profiles and schedules of Harmony (VLDB'22), as this package's own nouns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from harmony_ds.scheduler.devices import Mode, PackCosts, Profile, Schedule, Setup, Volumes
+
+_DATA = Path(__file__).parent / "data"
+LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}
+"""By model: the largest micro-batches that the original profiled, forward and backward."""
+
+LAST_PROFILED = 40
+"""The largest micro-batch of the BERT profiles in `data`; those of GPT-2 are complete."""
+
+_VOLUMES = {
+    "W_in": "weights_in",
+    "data_in": "data_in",
+    "stash_in": "stash_in",
+    "stash_out": "stash_out",
+    "Y_in": "input_in",
+    "Y_out": "input_out",
+    "dY_in": "gradient_in",
+    "dX_out": "gradient_out",
+    "dW_out": "weight_gradients_out",
+    "p2p": "peer",
+    "allreduce": "all_reduced",
+    "swap_total": "swapped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A schedule that the original ships, with what its own scheduler says of it.
+
+    Attributes:
+        model, name: of the schedule.
+        setup, schedule: as the package writes them.
+        time_s: estimates without and with overlap.
+        volumes: (kind, GiB per step), the names as in the file.
+    """
+
+    model: str
+    name: str
+    setup: Setup
+    schedule: Schedule
+    time_s: tuple[float, float]
+    volumes: tuple[tuple[str, float], ...]
+
+    def cap_bytes(self, costs: PackCosts) -> int:
+        """The memory of its largest pack, by the original's capacity formula."""
+        forward = costs.memory(False, self.schedule.forward_micro_batch)
+        backward = costs.memory(True, self.schedule.backward_micro_batch)
+        packs = [forward(*pack) for pack in pairwise(self.schedule.forward)]
+        return int(max(packs + [backward(*pack) for pack in pairwise(self.schedule.backward)]))
+
+    def differences(self, volumes: Volumes) -> list[str]:
+        """Kinds whose bytes are not those of the original; compared as whole bytes."""
+        return [kind for kind, gib in self.volumes if getattr(volumes, _VOLUMES[kind]) != gib * 2**30]
+
+
+@cache
+def costs_of(model: str) -> PackCosts:
+    return PackCosts(Profile.from_json((_DATA / f"prof_{model}.json").read_text()))
+
+
+def shipped(model: str) -> Iterator[Shipped]:
+    layers = costs_of(model).count
+    for entry in json.loads((_DATA / f"sched_{model}.json").read_text()):
+        backward = (*(pack[0] for pack in entry["pack_bwd"]), layers)
+        forward = (*(pack[0] for pack in entry["pack_fwd"]), backward[-2])
+        yield Shipped(
+            model,
+            entry["name"],
+            Setup(Mode(entry["mode"]), entry["N"], entry["D"]),
+            Schedule(entry["u_fwd"], forward, entry["u_bwd"], backward),
+            (entry["est_s_noprefetch"], entry["est_s_prefetch"]),
+            tuple(entry["volumes_GiB"].items()),
+        )

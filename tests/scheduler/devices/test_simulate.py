@@ -1,0 +1,96 @@
+"""Small schedules by hand, and what holds for all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harmony_ds.scheduler.devices import HARMONY_VLDB22, Mode, Schedule, Setup, compose, lower, simulate
+from harmony_ds.scheduler.devices.loads import Loads, PassLoads
+from harmony_ds.scheduler.devices.lowering import taken_with
+from tests.scheduler.devices.examples import MACHINE, costs_of, schedules, setups
+
+COSTS = costs_of()
+
+
+def time_ms(setup: Setup, schedule: Schedule, overlap: bool) -> float:
+    return simulate(setup, schedule, COSTS, MACHINE, overlap).time_ms
+
+
+def test_one_pack_on_one_device_by_hand() -> None:
+    """2 samples one by one: 2100 bytes of weights in, 6 layers of 3 ms each, the gradients out, updates of 2 ms each.
+
+    weights 21, then twice data 0.1 and 18, gradients 21, updates 12
+    """
+    schedule = Schedule(1, (0,), 1, (0, 6))
+    setup = Setup(Mode.DATA_PARALLEL, 1, 2)
+
+    assert time_ms(setup, schedule, False) == pytest.approx(21 + 2 * (0.1 + 18) + 21 + 12)
+    assert time_ms(setup, schedule, True) == pytest.approx(0.1 + 21 + 2 * 18 + 21 + 12, abs=0.11)
+
+
+def test_two_devices_share_the_link_and_reduce() -> None:
+    schedule = Schedule(1, (0,), 1, (0, 6))
+    reduce_ms = 2 * 1 / 2 * 2100 / 50
+
+    assert time_ms(Setup(Mode.DATA_PARALLEL, 2, 2), schedule, False) == pytest.approx(
+        42 + 0.2 + 18 + reduce_ms + 42 + 12
+    )
+
+
+def test_one_pack_in_a_pipeline_leaves_the_other_devices_alone() -> None:
+    schedule = Schedule(1, (0,), 1, (0, 6))
+
+    assert time_ms(Setup(Mode.PIPELINE, 4, 2), schedule, False) == time_ms(Setup(Mode.PIPELINE, 1, 2), schedule, False)
+
+
+@given(st.integers(1, 9), schedules(), st.booleans())
+def test_a_pipeline_of_one_is_data_parallel_of_one(batch: int, schedule: Schedule, overlap: bool) -> None:
+    one, other = Setup(Mode.PIPELINE, 1, batch), Setup(Mode.DATA_PARALLEL, 1, batch)
+
+    assert time_ms(one, schedule, overlap) == time_ms(other, schedule, overlap)
+
+
+@given(setups(), schedules(), st.booleans())
+def test_jobs_wait_for_earlier_ones_only(setup: Setup, schedule: Schedule, overlap: bool) -> None:
+    """So none can wait in a circle."""
+    jobs = lower(compose(setup, schedule), COSTS, MACHINE, overlap)
+
+    assert all(0 <= before < place for place, job in enumerate(jobs) for before in job.after)
+    assert all(job.duration_ms >= 0 for job in jobs)
+
+
+@given(setups(), schedules())
+def test_the_first_replica_is_the_slowest(setup: Setup, schedule: Schedule) -> None:
+    """Composing it alone gives the same jobs."""
+    whole = lower(compose(setup, schedule), COSTS, MACHINE, True)
+    alone = lower(compose(setup, schedule, first_replica_only=True), COSTS, MACHINE, True)
+
+    assert whole == alone
+
+
+@given(setups(), schedules(), st.booleans())
+def test_no_step_takes_less_than_its_bound(setup: Setup, schedule: Schedule, overlap: bool) -> None:
+    at_work = compose(setup, schedule).devices_at_work
+    loads = Loads(setup, COSTS, MACHINE, overlap, at_work)
+    backward = loads.backward(schedule.backward_micro_batch, schedule.backward)
+    if len(schedule.forward) > 1:
+        forward = loads.forward(schedule.forward_micro_batch, schedule.forward)
+        bound_ms = float(loads.bounds_ms(PassLoads.of([forward]), backward)[0])
+    else:
+        bound_ms = loads.bound_ms(backward)
+
+    assert time_ms(setup, schedule, overlap) >= bound_ms - 1e-6
+
+
+def test_micro_batches_are_taken_when_their_last_sample_is_there() -> None:
+    assert taken_with((4, 4), (4, 4)) == [[4], [4]]
+    assert taken_with((6, 6), (4, 4, 4)) == [[4], [4, 4]]
+    assert taken_with((2, 2, 2), (4, 2)) == [[], [4], [2]]
+
+
+def test_the_machine_is_the_originals() -> None:
+    assert (HARMONY_VLDB22.swap * 1000, HARMONY_VLDB22.free_ms) == (12348030976.0, 40)
+    assert HARMONY_VLDB22.peer * 1000 == pytest.approx(8804682956.8)
+    assert HARMONY_VLDB22.message * 1000 == 17179869184

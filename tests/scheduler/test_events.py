@@ -1,0 +1,143 @@
+"""Streams are in order, a copy between devices holds both, and who shares a link slows the others down."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harmony_ds.scheduler.events import DeadlockError, Job, Timeline, run_jobs
+
+STREAMS = ("a", "b", "c")
+NO_LIMIT = {"link": 1e9}
+
+
+@st.composite
+def job_lists(draw: st.DrawFn, forward: bool = True) -> list[Job]:
+    """Jobs that wait for earlier ones only; or, not `forward`, a list that can run but is not in that order."""
+    count = draw(st.integers(1, 12))
+    jobs = []
+    for place in range(count):
+        streams = draw(st.lists(st.sampled_from(STREAMS), min_size=0, max_size=2, unique=True))
+        after = draw(st.lists(st.integers(0, place - 1), max_size=3, unique=True)) if place else []
+        duration_ms = float(draw(st.integers(0, 9)))
+        demands = (("link", float(draw(st.integers(0, 4)))),) if draw(st.booleans()) else ()
+        jobs.append(Job(tuple(streams), duration_ms, tuple(after), demands))
+    if forward:
+        return jobs
+    # Jobs without a stream may stand anywhere: put them in front.
+    order = sorted(range(count), key=lambda place: bool(jobs[place].streams))
+    at = {old: new for new, old in enumerate(order)}
+    return [
+        Job(jobs[old].streams, jobs[old].duration_ms, tuple(at[one] for one in jobs[old].after), jobs[old].demands)
+        for old in order
+    ]
+
+
+def check(jobs: list[Job], timeline: Timeline) -> None:
+    last_on: dict[str, float] = defaultdict(float)
+    for place, job in enumerate(jobs):
+        begin, end = timeline.begin_ms[place], timeline.end_ms[place]
+        assert end >= begin + job.duration_ms - 1e-6
+        for stream in job.streams:
+            assert begin >= last_on[stream] - 1e-6
+            last_on[stream] = end
+        assert all(begin >= timeline.end_ms[before] - 1e-6 for before in job.after)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert run_jobs([]).makespan_ms == 0
+    assert run_jobs([], {"link": 1}).makespan_ms == 0
+
+
+def test_a_stream_is_in_order_and_streams_go_on_together() -> None:
+    timeline = run_jobs([Job(("copy",), 3), Job(("compute",), 5, after=(0,)), Job(("copy",), 4), Job(("copy",), 1)])
+
+    assert timeline.begin_ms == (0, 3, 3, 7)
+    assert timeline.makespan_ms == 8
+
+
+def test_a_job_on_two_streams_begins_when_both_are_free() -> None:
+    timeline = run_jobs([Job(("send",), 2), Job(("receive",), 5), Job(("send", "receive"), 1), Job(("send",), 1)])
+
+    assert timeline.begin_ms == (0, 0, 5, 6)
+
+
+def test_a_job_may_wait_for_one_behind_it() -> None:
+    timeline = run_jobs([Job(("compute",), 1, after=(1,)), Job(("copy",), 4)])
+
+    assert timeline.begin_ms == (4, 0)
+
+
+@pytest.mark.parametrize("capacities", [None, {"link": 1.0}])
+def test_a_circle_is_a_deadlock(capacities: dict[str, float] | None) -> None:
+    """Each stream's first job waits for the other stream's second."""
+    jobs = [
+        Job(("a",), 1, after=(3,), demands=(("link", 1.0),)),
+        Job(("a",), 1),
+        Job(("b",), 1, after=(1,)),
+        Job(("b",), 1),
+    ]
+    with pytest.raises(DeadlockError, match=r"jobs \[0, 1, 2, 3\] wait for each other"):
+        run_jobs(jobs, capacities)
+
+
+def test_two_that_share_a_link_are_half_as_fast() -> None:
+    alone = run_jobs([Job(("in",), 4, demands=(("link", 10.0),))], {"link": 10.0})
+    both = run_jobs(
+        [Job(("in",), 4, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))], {"link": 10.0}
+    )
+
+    assert alone.makespan_ms == pytest.approx(4)
+    assert both.end_ms == pytest.approx((8, 8))
+
+
+def test_who_is_left_alone_is_fast_again() -> None:
+    timeline = run_jobs(
+        [Job(("in",), 2, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))], {"link": 10.0}
+    )
+
+    assert timeline.end_ms == pytest.approx((4, 6))
+
+
+def test_a_link_that_is_wide_enough_slows_nobody() -> None:
+    jobs = [Job(("in",), 4, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))]
+
+    assert run_jobs(jobs, {"link": 20.0}).makespan_ms == pytest.approx(4)
+
+
+@given(job_lists())
+def test_order_is_kept_and_no_stream_is_faster_than_its_jobs(jobs: list[Job]) -> None:
+    timeline = run_jobs(jobs)
+    check(jobs, timeline)
+    for stream in STREAMS:
+        assert timeline.makespan_ms >= sum(job.duration_ms for job in jobs if stream in job.streams)
+    for one, other in pairwise(place for place, job in enumerate(jobs) if "a" in job.streams):
+        assert timeline.begin_ms[other] >= timeline.end_ms[one]
+
+
+@given(job_lists(), st.floats(0.5, 8))
+def test_a_link_carries_no_more_than_it_can(jobs: list[Job], capacity: float) -> None:
+    timeline = run_jobs(jobs, {"link": capacity})
+    check(jobs, timeline)
+    drawn = sum(job.duration_ms * demand for job in jobs for _, demand in job.demands)
+    assert timeline.makespan_ms >= drawn / capacity - 1e-6
+
+
+@given(job_lists())
+def test_without_contention_both_ways_agree(jobs: list[Job]) -> None:
+    alone, together = run_jobs(jobs), run_jobs(jobs, NO_LIMIT)
+
+    assert together.begin_ms == pytest.approx(alone.begin_ms)
+    assert together.end_ms == pytest.approx(alone.end_ms)
+
+
+@given(job_lists(forward=False))
+def test_a_list_in_any_order_runs_as_with_contention_far_away(jobs: list[Job]) -> None:
+    alone, together = run_jobs(jobs), run_jobs(jobs, NO_LIMIT)
+
+    check(jobs, alone)
+    assert together.end_ms == pytest.approx(alone.end_ms)
