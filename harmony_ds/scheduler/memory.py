@@ -2,17 +2,20 @@
 
 `activation_bytes` of a task is everything that autograd and the code between the layers hold while it runs: waiting
 micro-batches, the stash, gradients, the working memory of the call. Weights come on top, from swap-in to evict.
+
+Totals are carried from task to task, and what a micro-batch adds in a pack is worked out once per pack: a plan may have
+ten thousand tasks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
-
-_LOSS_BYTES = 512
-"""A micro-batch's loss and its scaled copy, at the granularity of CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,99 +37,176 @@ def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTab
     return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
 
+class _Total:
+    """Bytes by key, and their sum."""
+
+    __slots__ = ("_held", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._held: dict[object, int] = {}
+
+    def put(self, key: object, nbytes: int) -> None:
+        """`key` now holds `nbytes`."""
+        self.total += nbytes - self._held.get(key, 0)
+        self._held[key] = nbytes
+
+    def take(self, key: object, default: int = 0) -> int:
+        """What `key` held; it holds nothing any more."""
+        nbytes = self._held.pop(key, None)
+        self.total -= nbytes or 0
+        return default if nbytes is None else nbytes
+
+
+class _PackCosts:
+    """What one micro-batch adds at most while it runs through a pack, in each of the three ways."""
+
+    def __init__(self, pack: Pack, costs: CostTable) -> None:
+        self._costs = costs
+        self.first, self.last = pack.positions[0], pack.positions[-1]
+        self._calls = costs.costs[self.first : self.last + 1]
+        padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
+        self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
+        self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
+        self.stash_bytes = sum(call.stash_bytes for call in self._calls)
+        self.borrowed_bytes = self._calls[0].borrowed_bytes
+        self.shared_bytes = self._calls[0].shared_bytes
+        self.forward_bytes = self._forward()
+        self.fused_bytes = self._fused()
+        self.backward_bytes = self._backward()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.last == len(self._costs.costs) - 1
+
+    def _forward(self) -> int:
+        """Beside the stash of earlier packs."""
+        stash, most = 0, 0
+        for call in self._calls:
+            most = max(most, stash + call.alive_bytes + call.forward_bytes)
+            stash += call.stash_bytes
+        if self._is_last:
+            call = self._calls[-1]
+            most = max(most, stash - call.stash_bytes + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
+        return most
+
+    def _fused(self) -> int:
+        """Everything that the micro-batch holds but the stash of earlier packs."""
+        before = self._calls[0].alive_bytes  # beside it, the graphs of the pack's calls so far
+        graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
+        most = graphs[-1] + self._costs.tail_bytes
+        gathered = 0
+        for place in reversed(range(len(self._calls))):
+            call = self._calls[place]
+            kept = graphs[-1] if self._calls[0].keeps_graph else graphs[place + 1]
+            back = max(call.settle_bytes, call.backward_bytes - min(call.graph_bytes, call.backward_bytes))
+            most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered)
+            gathered += call.leaf_bytes
+        return most
+
+    def _backward(self) -> int:
+        """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
+        stash, most, gathered = self.stash_bytes, 0, 0
+        for call in reversed(self._calls):
+            most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered)
+            stash -= call.stash_bytes
+            gathered += call.leaf_bytes
+        return max(most, gathered)
+
+
 class _Walk:
     def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
-        self._packs = packs
-        self._costs = costs.costs
-        self._tail_bytes = costs.tail_bytes
-        self._weights: dict[int, int] = {}
-        self._gradients: dict[int, int] = {}
-        self._waiting: dict[int, int] = {}  # micro-batch -> bytes it holds while others run
-        self._stash: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> bytes of it on the device
-        self._leaving: tuple[int, int] | None = None
-        self._held = costs.held_bytes + _LOSS_BYTES
+        self._costs = costs
+        self._packs = [_PackCosts(pack, costs) for pack in packs]
+        self._stash_before = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
+        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
+        self._backward_ends = min(needing, default=0)
+        self._loss = 2 * costs.scalar_bytes  # and its scaled copy
+        self._held = costs.held_bytes + self._loss
+        self._weights = _Total()
+        self._gradients = _Total()
+        self._waiting = _Total()  # by micro-batch: what it holds while others run
+        self._stash = _Total()  # by micro-batch: what of it is on the device
+        self._known: set[int] = set()  # micro-batches whose forward pass is among the tasks
+        self._arrived = _Total()  # by (pack, micro-batch): stash that came back from the host
+        self._leaving = _Total()  # stash on its way to the host
+        self._runs: dict[TaskKind, Callable[[_PackCosts, Task], int]] = {
+            TaskKind.FORWARD: self._forward,
+            TaskKind.FUSED: self._fused,
+            TaskKind.BACKWARD: self._backward,
+        }
 
     def step(self, task: Task) -> tuple[int, int]:
-        working = 0
-        pack = self._packs[task.pack] if task.kind is not TaskKind.NORM else None
+        """Weights, and everything else, while `task` runs."""
+        if task.kind in self._runs:
+            activations = self._runs[task.kind](self._packs[task.pack], task) + self._costs.margin_bytes
+            return self._weights.total, activations + self._gradients.total
         match task.kind:
             case TaskKind.SWAP_IN:
-                assert pack is not None
-                self._weights[task.pack] = pack.weight_bytes
-            case TaskKind.FORWARD:
-                assert pack is not None
-                working = self._forward(pack, task.micro_batch)
-            case TaskKind.FUSED:
-                assert pack is not None
-                working = self._fused(pack, task.micro_batch)
-            case TaskKind.BACKWARD:
-                assert pack is not None
-                working = self._backward(pack, task.micro_batch)
+                self._weights.put(task.pack, self._packs[task.pack].weight_bytes)
             case TaskKind.STASH_OUT:
-                self._let_go()
-                self._leaving = (task.pack, task.micro_batch)
+                self._stash_out(self._packs[task.pack], task)
             case TaskKind.STASH_IN:
-                assert pack is not None
-                self._let_go()
-                self._stash[task.pack, task.micro_batch] = self._stash_bytes(pack)
+                self._stash_in(self._packs[task.pack], task)
             case TaskKind.FREE_GRADIENTS:
-                self._gradients.pop(task.pack, None)
-        weights = sum(self._weights.values())
-        held = sum(self._gradients.values()) + sum(self._waiting.values()) + sum(self._stash.values())
+                self._gradients.take(task.pack)
+        weights = self._weights.total
         if task.kind is TaskKind.EVICT:
-            self._weights.pop(task.pack, None)
-        return weights, held + working
+            self._weights.take(task.pack)
+        return weights, self._gradients.total + self._between
 
-    def _let_go(self) -> None:
-        """A stash that was copied to the host leaves the device when the next one moves."""
-        if self._leaving is not None:
-            self._stash.pop(self._leaving, None)
-        self._leaving = None
+    @property
+    def _between(self) -> int:
+        """What all micro-batches hold while none runs."""
+        return self._waiting.total + self._stash.total + self._arrived.total + self._leaving.total
 
-    def _stash_bytes(self, pack: Pack) -> int:
-        return sum(self._costs[p].stash_bytes for p in pack.positions)
+    def _forward(self, pack: _PackCosts, task: Task) -> int:
+        self._known.add(task.micro_batch)
+        self._waiting.take(task.micro_batch)
+        most = self._between + pack.forward_bytes
+        following = pack.last + 1
+        ends = following == len(self._costs.costs)
+        self._waiting.put(task.micro_batch, self._held if ends else self._costs.costs[following].alive_bytes)
+        self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
+        return max(most, self._between)
 
-    def _after(self, pack: Pack) -> int:
-        """Bytes that a micro-batch holds once it has left `pack` forward."""
-        following = pack.positions[-1] + 1
-        return self._costs[following].alive_bytes if following < len(self._costs) else self._held
+    def _fused(self, pack: _PackCosts, task: Task) -> int:
+        self._known.add(task.micro_batch)
+        self._gradients.put(task.pack, pack.gradient_bytes)
+        self._waiting.take(task.micro_batch)
+        most = self._between + pack.fused_bytes
+        self._leave(pack, task)
+        return max(most, self._between)
 
-    def _forward(self, pack: Pack, micro_batch: int) -> int:
-        self._waiting.pop(micro_batch, None)
-        others = sum(self._waiting.values())
-        stash = 0
-        most = 0
-        for position in pack.positions:
-            cost = self._costs[position]
-            most = max(most, stash + cost.alive_bytes + cost.forward_bytes)
-            stash += cost.stash_bytes
-        self._waiting[micro_batch] = self._after(pack)
-        self._stash[pack.index, micro_batch] = stash
-        # What it holds afterwards is counted with the waiting ones; only the excess is working memory.
-        kept = others + self._waiting[micro_batch] + stash
-        return max(0, others + most - kept)
+    def _backward(self, pack: _PackCosts, task: Task) -> int:
+        self._gradients.put(task.pack, pack.gradient_bytes)
+        key = (task.pack, task.micro_batch)
+        borrowed = 0
+        if self._arrived.take(key):
+            borrowed = pack.borrowed_bytes
+        else:
+            # Of a micro-batch whose forward pass ran before the first task, all the stash is still there.
+            own = self._stash.take(task.micro_batch)
+            if task.micro_batch not in self._known:
+                own = self._stash_before[pack.last + 1]
+            self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
+        self._known.add(task.micro_batch)
+        self._waiting.take(task.micro_batch)
+        most = self._between + self._held + borrowed + pack.backward_bytes
+        self._leave(pack, task)
+        return max(most, self._between)
 
-    def _fused(self, pack: Pack, micro_batch: int) -> int:
-        self._gradients[pack.index] = pack.gradient_bytes
-        costs = [self._costs[p] for p in pack.positions]
-        before = self._waiting.pop(micro_batch, costs[0].alive_bytes)
-        graph = sum(c.graph_bytes for c in costs)
-        transient = max(max(c.forward_bytes, c.backward_bytes) - c.graph_bytes for c in costs)
-        glue = max(c.alive_bytes for c in costs)
-        self._waiting[micro_batch] = self._held + costs[0].shared_bytes
-        kept = self._waiting[micro_batch]
-        return max(0, max(before, glue) + graph + max(transient, self._tail_bytes, 0) - kept)
+    def _leave(self, pack: _PackCosts, task: Task) -> None:
+        done = pack.first <= self._backward_ends
+        self._waiting.put(task.micro_batch, self._loss if done else self._held + pack.shared_bytes)
 
-    def _backward(self, pack: Pack, micro_batch: int) -> int:
-        self._gradients[pack.index] = pack.gradient_bytes
-        following = pack.positions[-1] + 1
-        gradient = self._costs[following].shared_bytes if following < len(self._costs) else self._tail_bytes
-        self._stash.setdefault((pack.index, micro_batch), self._stash_bytes(pack))
-        most = 0
-        for position in reversed(pack.positions):
-            cost = self._costs[position]
-            most = max(most, gradient + cost.backward_bytes)
-            gradient = cost.shared_bytes
-        self._waiting[micro_batch] = self._held + self._costs[pack.positions[0]].shared_bytes
-        stash = self._stash.pop((pack.index, micro_batch))
-        return max(0, self._held + most + stash - self._waiting[micro_batch])
+    def _stash_out(self, pack: _PackCosts, task: Task) -> None:
+        """The copies to the host leave the device when the next ones move."""
+        self._leaving.take(None)
+        self._leaving.put(None, pack.stash_bytes)
+        self._stash.put(task.micro_batch, max(0, self._stash.take(task.micro_batch) - pack.stash_bytes))
+
+    def _stash_in(self, pack: _PackCosts, task: Task) -> None:
+        self._known.add(task.micro_batch)
+        self._leaving.take(None)
+        self._arrived.put((task.pack, task.micro_batch), pack.stash_bytes + pack.borrowed_bytes)
