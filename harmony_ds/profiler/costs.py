@@ -24,6 +24,7 @@ class CallCost:
             code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
         stash_bytes: inputs of this call that an earlier layer produced, but for those that the call before it took too.
         borrowed_bytes: those that the call before it took too: they are stashed once more where a pack begins here.
+        pinned_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
         shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
         forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
         graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
@@ -31,6 +32,7 @@ class CallCost:
         backward_bytes: the most that recomputing it and propagating back takes, its graph and the gradients of later
             calls included.
         leaf_bytes: gradients of its parameters that wait to be added to sums of another dtype.
+        gradient_bytes: sums of its parameters' gradients, where they are of the parameters' dtype.
         needs_backward: whether a gradient flows through this call at all.
         keeps_graph: whether a fused pack that begins here keeps all its graphs until its backward is done, because
             the code before it and the code in it share theirs.
@@ -39,12 +41,14 @@ class CallCost:
     alive_bytes: int = 0
     stash_bytes: int = 0
     borrowed_bytes: int = 0
+    pinned_bytes: int = 0
     shared_bytes: int = 0
     forward_bytes: int = 0
     graph_bytes: int = 0
     settle_bytes: int = 0
     backward_bytes: int = 0
     leaf_bytes: int = 0
+    gradient_bytes: int = 0
     needs_backward: bool = False
     keeps_graph: bool = False
 

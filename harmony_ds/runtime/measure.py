@@ -9,7 +9,7 @@ kept: no gradient, no random number, no change of a buffer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, MemoryProbe
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.offload.residency import DeviceCopy, Residency
@@ -57,7 +58,9 @@ class Measurement:
         self._resident: tuple[str, ...] = ()
         self._seen = Seen()
         self._glue = Glue()
-        self._kept: list[Kept] = []
+        self._kept: list[Kept | RecordedCall] = []  # until the forward pass is over, as in a step
+        self._resident_leaves: Mapping[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
         self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._probe: MemoryProbe | None = None
@@ -75,6 +78,7 @@ class Measurement:
         self._lending.touched.clear()
         copy = self._swap_in(resident)
         _gather_from_zero(copy)  # the plan counts the resident set's gradients from the first task on
+        self._resident_leaves = copy.leaves
         self._random.open()
         try:
             with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
@@ -106,6 +110,7 @@ class Measurement:
         seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
         del outputs, loss
         seen.tail.taken = [*self._take_gradients()]
+        seen.tail.resident = self._given_to_resident()
         self._inputs = []
         seen.held = max(0, probe.live_bytes() - self._base)
         self._settle(probe)
@@ -172,8 +177,9 @@ class Measurement:
             self._residency.evict(copy)
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
-        # In a step the recorded call would hold these until it is propagated through.
-        self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
+        # In a step these would be there until the call is propagated through.
+        self._kept += [recorded, *(kept for kept in recorded.tensors if isinstance(kept, Kept))]
+        pinned: dict[int, int] = {}
         borrowed = {t.data_ptr() for t in self._inputs if id(t) in self._borrowed}
         for entry in recorded.entries:
             assert entry.device_tensor is not None
@@ -183,6 +189,9 @@ class Measurement:
                 call.borrowed += entry.nbytes
             else:
                 call.stash += entry.nbytes
+                storage = entry.device_tensor.untyped_storage()
+                pinned[storage.data_ptr()] = pinned.get(storage.data_ptr(), storage.nbytes()) - entry.nbytes
+        call.pinned = sum(max(0, nbytes) for nbytes in pinned.values())
         call.needs_backward = True
         call.made = [slot for slot in recorded.slots if slot is not None]
         call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
@@ -197,6 +206,9 @@ class Measurement:
         """
         if self._residency.accumulates_in_place:
             _gather_from_zero(copy)
+            call.gradients = sum(
+                slab_bytes(leaf.numel(), leaf.element_size()) for leaf in copy.leaves.values() if leaf.requires_grad
+            )
         tensors = list(recorded.tensors)
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if routes else ():
             recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
@@ -224,6 +236,7 @@ class Measurement:
             call.backward = max(call.backward, stretch.peak())
         finally:
             self._random.switch(self)
+            call.resident |= self._given_to_resident()
             for sink in recorded.sinks:
                 gradient = sink.take() if sink is not None else None
                 if gradient is not None and isinstance(sink, GlueSink):
@@ -250,10 +263,20 @@ class Measurement:
             place = self._seen.tail if number < 0 else calls[number]
             place.settle = probe.peak_bytes() - before
             place.settled = self._take_gradients()
+            place.resident |= self._given_to_resident()
 
     def _take_gradients(self) -> list[Slot]:
         """The outputs whose gradients came into being since the last time; drops those."""
         return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
+
+    def _given_to_resident(self) -> dict[str, int]:
+        """Bytes of the resident parameters whose gradients have changed since the last time."""
+        given: dict[str, int] = {}
+        for name, leaf in self._resident_leaves.items():
+            if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
+                self._versions[name] = leaf.grad._version
+                given[name] = _nbytes(leaf.grad)
+        return given
 
     def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
         """For each tensor made between the calls: the first and the last call that takes it."""

@@ -23,7 +23,8 @@ class SeenCall:
         glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran through the code behind it, those that waited for that not counted.
-        leaf, stash, borrowed: see `CallCost`.
+        leaf, gradients, stash, borrowed, pinned: see `CallCost`.
+        resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that propagating through it hands on.
         settled: gradients that running them through the code behind it hands on.
@@ -40,6 +41,9 @@ class SeenCall:
     leaf: int = 0
     stash: int = 0
     borrowed: int = 0
+    pinned: int = 0
+    gradients: int = 0
+    resident: dict[str, int] = field(default_factory=dict)
     needs_backward: bool = False
     made: list[Slot] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Seen:
         behind = self._waiting(position + 1)
         passing, again = self._around(position)
         settle = behind + call.settle + self._largest_sum(call.settled, self._later(position + 1)) if call.settle else 0
-        backward = passing + self._nbytes(call.made) + call.backward + again
+        backward = passing + self._nbytes(call.made) + call.backward + again + self._resident_sums(position)
         waiting = self._waiting(position)
         if position == 0:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
@@ -90,12 +94,14 @@ class Seen:
             alive_bytes=call.alive,
             stash_bytes=call.stash,
             borrowed_bytes=call.borrowed,
+            pinned_bytes=call.pinned,
             shared_bytes=waiting,
             forward_bytes=forward,
             graph_bytes=call.graph + call.glue_kept,
             settle_bytes=settle,
             backward_bytes=backward if call.needs_backward or position == 0 else 0,
             leaf_bytes=call.leaf,
+            gradient_bytes=call.gradients,
             needs_backward=call.needs_backward,
             keeps_graph=any(first < position <= last for first, last in self.spans),
         )
@@ -114,6 +120,12 @@ class Seen:
         call = self.calls[position]
         others = [*self._later(position + 1), *call.settled]
         return self._nbytes(g for g in others if _due(g) < position), self._largest_sum(call.taken, others)
+
+    def _resident_sums(self, position: int) -> int:
+        """Gradients of resident parameters that wait until all of one graph's are added up: later ones for earlier ones."""
+        later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.resident.items()}
+        earlier = {name for call in self.calls[: position + 1] for name in call.resident}
+        return sum(nbytes for name, nbytes in later.items() if name in earlier)
 
     def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:
         """A gradient that is added to one that waits takes the place of that only when the sum is there."""

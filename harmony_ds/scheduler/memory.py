@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 
@@ -68,11 +68,12 @@ class _PackCosts:
         padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
         self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
         self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
-        self.stash_bytes = sum(call.stash_bytes for call in self._calls)
-        self.borrowed_bytes = self._calls[0].borrowed_bytes
+        self.stash_bytes = sum(map(_stash_bytes, self._calls))
+        self.returning_bytes = sum(call.stash_bytes for call in self._calls) + self._calls[0].borrowed_bytes
+        self.excess_bytes = self.returning_bytes - self.stash_bytes
         self.shared_bytes = self._calls[0].shared_bytes
         self.forward_bytes = self._forward()
-        self.fused_bytes = self._fused()
+        self.fused_bytes = self._fused(pack)
         self.backward_bytes = self._backward()
 
     @property
@@ -84,41 +85,54 @@ class _PackCosts:
         stash, most = 0, 0
         for call in self._calls:
             most = max(most, stash + call.alive_bytes + call.forward_bytes)
-            stash += call.stash_bytes
+            stash += _stash_bytes(call)
         if self._is_last:
             call = self._calls[-1]
-            most = max(most, stash - call.stash_bytes + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
+            most = max(most, stash - _stash_bytes(call) + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
         return most
 
-    def _fused(self) -> int:
+    def _fused(self, pack: Pack) -> int:
         """Everything that the micro-batch holds but the stash of earlier packs."""
         before = self._calls[0].alive_bytes  # beside it, the graphs of the pack's calls so far
         graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
         most = graphs[-1] + self._costs.tail_bytes
         gathered = 0
+        tied = self._tied_bytes(pack)
         for place in reversed(range(len(self._calls))):
             call = self._calls[place]
             kept = graphs[-1] if self._calls[0].keeps_graph else graphs[place + 1]
             back = max(call.settle_bytes, call.backward_bytes - min(call.graph_bytes, call.backward_bytes))
             most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered)
-            gathered += call.leaf_bytes
+            gathered = max(gathered, tied) + call.leaf_bytes
         return most
+
+    def _tied_bytes(self, pack: Pack) -> int:
+        """Gradients of parameters that several calls use: in one graph, they wait until all of them are added up."""
+        layers = self._costs.calls[self.first : self.last + 1]
+        by_layer = {layer: call.gradient_bytes for layer, call in zip(layers, self._calls, strict=True)}
+        repeated = sum(nbytes for layer, nbytes in by_layer.items() if layers.count(layer) > 1)
+        return repeated + max(0, sum(by_layer.values()) - pack.gradient_bytes)
 
     def _backward(self) -> int:
         """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
         stash, most, gathered = self.stash_bytes, 0, 0
         for call in reversed(self._calls):
             most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered)
-            stash -= call.stash_bytes
+            stash -= _stash_bytes(call)
             gathered += call.leaf_bytes
         return max(most, gathered)
+
+
+def _stash_bytes(call: CallCost) -> int:
+    """What stashing the inputs of `call` keeps on the device."""
+    return call.stash_bytes + call.pinned_bytes
 
 
 class _Walk:
     def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
         self._costs = costs
         self._packs = [_PackCosts(pack, costs) for pack in packs]
-        self._stash_before = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
+        self._stash_before = list(accumulate(map(_stash_bytes, costs.costs), initial=0))
         needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
         self._backward_ends = min(needing, default=0)
         self._loss = 2 * costs.scalar_bytes  # and its scaled copy
@@ -181,9 +195,9 @@ class _Walk:
     def _backward(self, pack: _PackCosts, task: Task) -> int:
         self._gradients.put(task.pack, pack.gradient_bytes)
         key = (task.pack, task.micro_batch)
-        borrowed = 0
+        excess = 0
         if self._arrived.take(key):
-            borrowed = pack.borrowed_bytes
+            excess = pack.excess_bytes
         else:
             # Of a micro-batch whose forward pass ran before the first task, all the stash is still there.
             own = self._stash.take(task.micro_batch)
@@ -192,7 +206,7 @@ class _Walk:
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        most = self._between + self._held + borrowed + pack.backward_bytes
+        most = self._between + self._held + excess + pack.backward_bytes
         self._leave(pack, task)
         return max(most, self._between)
 
@@ -209,4 +223,4 @@ class _Walk:
     def _stash_in(self, pack: _PackCosts, task: Task) -> None:
         self._known.add(task.micro_batch)
         self._leaving.take(None)
-        self._arrived.put((task.pack, task.micro_batch), pack.stash_bytes + pack.borrowed_bytes)
+        self._arrived.put((task.pack, task.micro_batch), pack.returning_bytes)
