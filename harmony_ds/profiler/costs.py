@@ -22,8 +22,11 @@ class CallCost:
     Attributes:
         alive_bytes: what a micro-batch holds while it waits before this call: this call's inputs, and whatever the
             code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
-        stash_bytes: inputs of this call that an earlier layer produced, but for those that the call before it took too.
-        borrowed_bytes: those that the call before it took too: they are stashed once more where a pack begins here.
+        lingering_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device when
+            the stash goes to the host.
+        stash_bytes: inputs of this call that an earlier layer produced and no earlier call took.
+        again_bytes: those that an earlier call took too: they go to the host and back with this call's pack once more.
+        borrowed_bytes: those that the call before it took too, which do so only where a pack begins here.
         pinned_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
         shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
         forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
@@ -39,7 +42,9 @@ class CallCost:
     """
 
     alive_bytes: int = 0
+    lingering_bytes: int = 0
     stash_bytes: int = 0
+    again_bytes: int = 0
     borrowed_bytes: int = 0
     pinned_bytes: int = 0
     shared_bytes: int = 0
@@ -67,6 +72,7 @@ class CostTable:
         tail_bytes: the most that the code after the last layer (the loss) adds, forward and backward.
         held_bytes: what a micro-batch keeps from the end of its forward pass to the end of its backward pass, beside
             the stash: arguments that layers share, and the graph of the code between them.
+        held_lingering_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
         margin_bytes: the most that a step has taken beyond its plan.
     """
@@ -77,6 +83,7 @@ class CostTable:
     held_bytes: int = 0
     scalar_bytes: int = 0
     margin_bytes: int = 0
+    held_lingering_bytes: int = 0
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""
@@ -92,4 +99,5 @@ class CostTable:
             max(self.held_bytes, other.held_bytes),
             max(self.scalar_bytes, other.scalar_bytes),
             max(self.margin_bytes, other.margin_bytes),
+            max(self.held_lingering_bytes, other.held_lingering_bytes),
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
@@ -58,7 +59,9 @@ class Measurement:
         self._resident: tuple[str, ...] = ()
         self._seen = Seen()
         self._glue = Glue()
-        self._kept: list[Kept | RecordedCall] = []  # until the forward pass is over, as in a step
+        self._kept: list[Kept] = []
+        self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
+        self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
@@ -112,7 +115,10 @@ class Measurement:
         seen.tail.taken = [*self._take_gradients()]
         seen.tail.resident = self._given_to_resident()
         self._inputs = []
-        seen.held = max(0, probe.live_bytes() - self._base)
+        held = max(0, probe.live_bytes() - self._base)
+        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        seen.held_lingering = self._drop_recorded()
+        seen.held = max(0, held - seen.held_lingering)
         self._settle(probe)
 
     def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
@@ -151,7 +157,8 @@ class Measurement:
         known = {id(tensor) for tensor in self._inputs}
         self._borrowed = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
         self._inputs = tensors_in((request.args, request.kwargs))
-        call = SeenCall(request.layer, probe.live_bytes() - self._base)
+        lingering = self._stashed_bytes()
+        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - lingering), lingering)
         seen.calls.append(call)
         return call
 
@@ -178,18 +185,21 @@ class Measurement:
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
-        self._kept += [recorded, *(kept for kept in recorded.tensors if isinstance(kept, Kept))]
-        pinned: dict[int, int] = {}
+        self._recorded.append(recorded)
+        self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
         borrowed = {t.data_ptr() for t in self._inputs if id(t) in self._borrowed}
+        earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
+        pinned: dict[int, int] = {}
         for entry in recorded.entries:
             assert entry.device_tensor is not None
-            if entry.users > 1:
-                continue
+            storage = entry.device_tensor.untyped_storage()
             if entry.device_tensor.data_ptr() in borrowed:
                 call.borrowed += entry.nbytes
+            elif StorageWeakRef(storage).cdata in earlier:
+                call.again += entry.nbytes
             else:
                 call.stash += entry.nbytes
-                storage = entry.device_tensor.untyped_storage()
+                self._stashed.append(_Stashed(StorageWeakRef(storage), storage.nbytes(), recorded.number))
                 pinned[storage.data_ptr()] = pinned.get(storage.data_ptr(), storage.nbytes()) - entry.nbytes
         call.pinned = sum(max(0, nbytes) for nbytes in pinned.values())
         call.needs_backward = True
@@ -265,6 +275,23 @@ class Measurement:
             place.settled = self._take_gradients()
             place.resident |= self._given_to_resident()
 
+    def _stashed_bytes(self) -> int:
+        """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
+        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+
+    def _drop_recorded(self) -> int:
+        """Lets go of the recorded calls, the last one first as a step does.
+
+        Returns:
+            The bytes that they alone held and that a step stashes, for no shorter than they hold them.
+        """
+        lingering = 0
+        while self._recorded:
+            number = self._recorded.pop().number
+            lingering += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
+            self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        return lingering
+
     def _take_gradients(self) -> list[Slot]:
         """The outputs whose gradients came into being since the last time; drops those."""
         return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
@@ -286,6 +313,15 @@ class Measurement:
                 if isinstance(sink, GlueSink):
                     places[sink] = (places.get(sink, (position, position))[0], position)
         return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Stashed:
+    """Memory of a stashed input, and the number of the call that stashed it first."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    number: int
 
 
 class _Stretch:

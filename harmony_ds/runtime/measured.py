@@ -17,13 +17,13 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        alive: before it, beyond what was alive before the first call.
+        alive, lingering: before it, beyond what was alive before the first call; see `CallCost`.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
         glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran through the code behind it, those that waited for that not counted.
-        leaf, gradients, stash, borrowed, pinned: see `CallCost`.
+        leaf, gradients, stash, again, borrowed, pinned: see `CallCost`.
         resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that propagating through it hands on.
@@ -32,6 +32,7 @@ class SeenCall:
 
     layer: int = -1
     alive: int = 0
+    lingering: int = 0
     forward: int = 0
     graph: int = 0
     glue: int = 0
@@ -40,6 +41,7 @@ class SeenCall:
     settle: int = 0
     leaf: int = 0
     stash: int = 0
+    again: int = 0
     borrowed: int = 0
     pinned: int = 0
     gradients: int = 0
@@ -58,7 +60,7 @@ class Seen:
         calls: in order.
         tail: what comes behind the last call; its `forward` is the most of it, its `taken` what it propagates to.
         lead: the most before the first call.
-        held: see `CostTable`.
+        held, held_lingering: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share glue, see `Glue.spans`.
     """
@@ -67,6 +69,7 @@ class Seen:
     tail: SeenCall = field(default_factory=SeenCall)
     lead: int = 0
     held: int = 0
+    held_lingering: int = 0
     scalar: int = 0
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
@@ -75,7 +78,12 @@ class Seen:
         """The costs of every call."""
         costs = tuple(self._cost(position) for position in range(len(self.calls)))
         return CostTable(
-            tuple(call.layer for call in self.calls), costs, self.tail.forward, self.held, scalar_bytes=self.scalar
+            tuple(call.layer for call in self.calls),
+            costs,
+            self.tail.forward,
+            self.held,
+            scalar_bytes=self.scalar,
+            held_lingering_bytes=self.held_lingering,
         )
 
     def _cost(self, position: int) -> CallCost:
@@ -92,7 +100,9 @@ class Seen:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return CallCost(
             alive_bytes=call.alive,
+            lingering_bytes=call.lingering,
             stash_bytes=call.stash,
+            again_bytes=call.again,
             borrowed_bytes=call.borrowed,
             pinned_bytes=call.pinned,
             shared_bytes=waiting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.validate import validate
+
+_logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 _MEASURE_ATTEMPTS = 16
@@ -63,6 +66,7 @@ class Runner:
         self._measured: list[Shapes] = []
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
+        self._outgrown = False  # a step took more than planned
         self.executor = Executor(parts, graph.resident)
         self._streamer = Streamer(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls)
         self.failed: str | None = None
@@ -153,9 +157,10 @@ class Runner:
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
         assert self._plan is not None and self._costs is not None
-        if len(micro_batches) > self._plan.micro_batches:
-            self._plan = self._choose(self._graph, self._costs, len(micro_batches))
+        if self._outgrown or len(micro_batches) > self._plan.micro_batches:
+            self._plan = self._choose(self._graph, self._costs, max(len(micro_batches), self._plan.micro_batches))
             self._tasks.clear()
+            self._outgrown = False
         plan = self._plan
         group = Group(
             tuple(m.index for m in micro_batches if not m.forwarded),
@@ -200,9 +205,31 @@ class Runner:
             BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
+        work = self._work(micro_batches)
         with self._recovering(micro_batches):
-            self.executor.run(self._work(micro_batches), hyper, clipping)
+            device = self._parts.device
+            held = max(
+                0, device.allocated_bytes() - self._parts.lending.buffer_bytes
+            )  # by the program, or looked-at losses
+            device.reset_peak()
+            self.executor.run(work, hyper, clipping)
             self.executor.finish_step()
+            self._check_peak(device.peak_bytes() - held)
+
+    def _check_peak(self, peak_bytes: int) -> None:
+        """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
+        assert self._plan is not None and self._costs is not None
+        excess = peak_bytes - self._plan.peak_bytes
+        if excess <= 0:
+            return
+        _logger.warning(
+            "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
+            "with what it was measured with. From now on plans hold a margin for it.",
+            f"{peak_bytes:,}",
+            f"{excess:,}",
+        )
+        self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
+        self._outgrown = True
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """The forward pass of one micro-batch, because somebody wants its outputs."""

@@ -10,7 +10,7 @@ ten thousand tasks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
@@ -32,9 +32,25 @@ class MemoryProfile:
 
 def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
     """The bytes alive while each task runs."""
+    if any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks):
+        costs = _with_stash_on_host(packs, costs)
     walk = _Walk(packs, costs)
     rows = [walk.step(task) for task in tasks]
     return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
+
+
+def _with_stash_on_host(packs: tuple[Pack, ...], costs: CostTable) -> CostTable:
+    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
+    firsts = {pack.positions[0] for pack in packs}
+    calls = (
+        replace(
+            call,
+            alive_bytes=call.alive_bytes + call.lingering_bytes,
+            stash_bytes=call.stash_bytes + call.again_bytes + (call.borrowed_bytes if position in firsts else 0),
+        )
+        for position, call in enumerate(costs.costs)
+    )
+    return replace(costs, costs=tuple(calls), held_bytes=costs.held_bytes + costs.held_lingering_bytes)
 
 
 class _Total:
@@ -69,7 +85,7 @@ class _PackCosts:
         self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
         self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
         self.stash_bytes = sum(map(_stash_bytes, self._calls))
-        self.returning_bytes = sum(call.stash_bytes for call in self._calls) + self._calls[0].borrowed_bytes
+        self.returning_bytes = sum(call.stash_bytes for call in self._calls)
         self.excess_bytes = self.returning_bytes - self.stash_bytes
         self.shared_bytes = self._calls[0].shared_bytes
         self.forward_bytes = self._forward()
@@ -97,21 +113,27 @@ class _PackCosts:
         graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
         most = graphs[-1] + self._costs.tail_bytes
         gathered = 0
-        tied = self._tied_bytes(pack)
-        for place in reversed(range(len(self._calls))):
+        for place, tied in reversed(list(enumerate(self._tied(pack)))):
             call = self._calls[place]
             kept = graphs[-1] if self._calls[0].keeps_graph else graphs[place + 1]
             back = max(call.settle_bytes, call.backward_bytes - min(call.graph_bytes, call.backward_bytes))
-            most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered)
-            gathered = max(gathered, tied) + call.leaf_bytes
+            most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered + tied)
+            gathered += call.leaf_bytes
         return most
 
-    def _tied_bytes(self, pack: Pack) -> int:
-        """Gradients of parameters that several calls use: in one graph, they wait until all of them are added up."""
+    def _tied(self, pack: Pack) -> list[int]:
+        """Gradients of parameters that calls from each one on use, and others before: all wait until they are added up."""
         layers = self._costs.calls[self.first : self.last + 1]
         by_layer = {layer: call.gradient_bytes for layer, call in zip(layers, self._calls, strict=True)}
-        repeated = sum(nbytes for layer, nbytes in by_layer.items() if layers.count(layer) > 1)
-        return repeated + max(0, sum(by_layer.values()) - pack.gradient_bytes)
+        across = max(0, sum(by_layer.values()) - pack.gradient_bytes)  # parameters of several layers
+        last = {layer: place for place, layer in enumerate(layers)}
+        begin, end = [0] * len(layers), [0] * len(layers)
+        for layer, nbytes in by_layer.items():
+            begin[layers.index(layer)] += nbytes
+            end[last[layer]] += nbytes
+        repeated = accumulate(b - e for b, e in zip(begin, end, strict=True))
+        waiting = [nbytes + across for nbytes in repeated]
+        return [*waiting[:-1], 0]  # nothing has been propagated before the last call
 
     def _backward(self) -> int:
         """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
