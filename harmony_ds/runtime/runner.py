@@ -153,6 +153,8 @@ class Runner:
         specs = [graph.parameter(name) for name in graph.resident]
         weights = sum(slab_bytes(spec.numel, element.weight) for spec in specs)
         gradients = sum(slab_bytes(spec.numel, element.gradient) for spec in specs if spec.trainable)
+        if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
+            gradients += sum(slab_bytes(spec.numel, element.weight) for spec in specs if spec.trainable)
         return weights + gradients + self._parts.lending.buffer_bytes
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
@@ -208,13 +210,12 @@ class Runner:
         work = self._work(micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
-            held = max(
-                0, device.allocated_bytes() - self._parts.lending.buffer_bytes
-            )  # by the program, or looked-at losses
+            # Beside the buffers: tensors of the program's own, and losses that were looked at.
+            others = max(0, device.allocated_bytes() - self._parts.lending.buffer_bytes)
             device.reset_peak()
             self.executor.run(work, hyper, clipping)
             self.executor.finish_step()
-            self._check_peak(device.peak_bytes() - held)
+            self._check_peak(device.peak_bytes() - others)
 
     def _check_peak(self, peak_bytes: int) -> None:
         """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
