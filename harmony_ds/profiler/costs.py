@@ -1,4 +1,11 @@
-"""What the profiler hands on: bytes and times per layer call, for one micro-batch. Pure data."""
+"""What the profiler hands on: bytes and times per layer call, for one micro-batch. Pure data.
+
+A micro-batch's bytes in the three ways a call is run, `p` being its position:
+
+    forward    alive[p] + forward[p], and the stash of the calls before it
+    fused      alive[first] + graph[first] + ... + graph[p-1] + forward[p] on the way there, + backward[p] on the way back
+    backward   what it holds between its passes + the stash up to p + backward[p]
+"""
 
 from __future__ import annotations
 
@@ -9,35 +16,55 @@ from harmony_ds.decomposer.graph import merge_calls, positions_of
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """Device bytes and times of one layer call with one micro-batch; weights, which the plan counts itself, are not in it.
+    """Device bytes and times of one layer call with one micro-batch; weights, which the plan counts itself, are not in
+    it, nor are the sums of their gradients.
 
     Attributes:
         alive_bytes: what a micro-batch holds while it waits before this call: this call's inputs, and whatever the
             code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
-        stash_bytes: inputs of this call that an earlier layer produced, and that no earlier call took.
-        shared_bytes: gradients of outputs of earlier calls that this or a later call takes.
-        forward_bytes: the most that running it forward adds, its outputs included.
-        graph_bytes: what its autograd graph and its outputs hold after it ran.
-        backward_bytes: the most that recomputing it and propagating backward adds, beyond the sums of its parameters'
-            gradients.
+        lingering_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device when
+            the stash goes to the host.
+        stash_bytes: inputs of this call that an earlier layer produced and no earlier call took.
+        again_bytes: those that an earlier call took too: they go to the host and back with this call's pack once more.
+        borrowed_bytes: those that the call before it took too, which do so only where a pack begins here.
+        pinned_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
+        shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
+        forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
+        graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
+        settle_bytes: the most that propagating through the code behind it takes, gradients of later calls included.
+        backward_bytes: the most that recomputing it and propagating back takes, its graph and the gradients of later
+            calls included.
+        leaf_bytes: gradients of its parameters that wait to be added to sums of another dtype.
+        gradient_bytes: sums of its parameters' gradients, where they are of the parameters' dtype.
         needs_backward: whether a gradient flows through this call at all.
+        keeps_graph: whether a fused pack that begins here keeps all its graphs until its backward is done, because
+            the code before it and the code in it share theirs.
         forward_ms: running it forward, and the code between it and the next call.
         backward_ms: recomputing it and propagating backward.
         fused_ms: running it forward and propagating backward at once, as in the fused pack.
     """
 
     alive_bytes: int = 0
+    lingering_bytes: int = 0
     stash_bytes: int = 0
+    again_bytes: int = 0
+    borrowed_bytes: int = 0
+    pinned_bytes: int = 0
     shared_bytes: int = 0
     forward_bytes: int = 0
     graph_bytes: int = 0
+    settle_bytes: int = 0
     backward_bytes: int = 0
+    leaf_bytes: int = 0
+    gradient_bytes: int = 0
     needs_backward: bool = False
+    keeps_graph: bool = False
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     fused_ms: float = 0.0
 
     def worst(self, other: CallCost) -> CallCost:
+        """At least as much of everything as either."""
         return CallCost(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(CallCost)))
 
 
@@ -53,12 +80,18 @@ class CostTable:
             the stash: arguments that layers share, and the graph of the code between them.
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
+        held_lingering_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
+        scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
+        margin_bytes: the most that a step has taken beyond its plan.
     """
 
     calls: tuple[int, ...]
     costs: tuple[CallCost, ...]
     tail_bytes: int
     held_bytes: int = 0
+    scalar_bytes: int = 0
+    margin_bytes: int = 0
+    held_lingering_bytes: int = 0
     head_ms: float = 0.0
     tail_ms: float = 0.0
 
@@ -74,6 +107,9 @@ class CostTable:
             tuple(costs),
             max(self.tail_bytes, other.tail_bytes),
             max(self.held_bytes, other.held_bytes),
+            max(self.scalar_bytes, other.scalar_bytes),
+            max(self.margin_bytes, other.margin_bytes),
+            max(self.held_lingering_bytes, other.held_lingering_bytes),
             max(self.head_ms, other.head_ms),
             max(self.tail_ms, other.tail_ms),
         )

@@ -11,7 +11,7 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -129,6 +129,25 @@ class Glue:
         if tensor.grad_fn is None:
             return False
         return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
+
+    def spans(
+        self, consumers: Mapping[GlueSink, tuple[int, int]], last: Tensor | None, end: int
+    ) -> set[tuple[int, int]]:
+        """Places that share a part of the glue: (earliest, latest) per node that more than one place uses.
+
+        Args:
+            consumers: per glue tensor, the first and the last place that takes it.
+            last: what is propagated back from, at place `end`.
+        """
+        used: dict[Node, tuple[int, int]] = {}
+        roots = [(edge.node, *consumers[sink]) for edge, sink in self._edges.values() if sink in consumers]
+        if last is not None and last.grad_fn is not None:
+            roots.append((last.grad_fn, end, end))
+        for root, first, latest in roots:
+            for node in _nodes_behind([root]):
+                known = used.get(node, (first, latest))
+                used[node] = (min(known[0], first), max(known[1], latest))
+        return {(first, latest) for first, latest in used.values() if first < latest}
 
     def _newest_call_behind(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""

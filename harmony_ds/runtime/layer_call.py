@@ -166,6 +166,7 @@ class LayerCalls:
         versions = [t._version for t in tensors]
         outcome = self._run(call, [t.detach() for t in tensors], copies, [_NOWHERE if s else None for s in call.sinks])
         outputs = self._cut_outputs(call, outcome, tensors)
+        _forget_collected(request)
         if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
             self._changes_inputs.add(request.layer)
             raise InputChangedError(
@@ -376,6 +377,14 @@ def _give_back(call: RecordedCall, collected: dict[str, list[Any]], writes: list
             outer[key].extend(values)
     for (place, _), written in zip(call.arguments.mappings, writes, strict=True):
         call.arguments.leaves[place].update(written)
+
+
+def _forget_collected(request: Request) -> None:
+    """Leaves nothing in the call's context that later layers collect: a recorded call would keep it, graphs included."""
+    variable = _collector_variable()
+    outer = request.context.run(variable.get) if variable is not None else None
+    if outer is not None:
+        request.context.run(variable.set, {k: [] if isinstance(v, list) else v for k, v in outer.items()})
 
 
 def _writes(before: dict[Any, Any], after: Any) -> dict[Any, Any]:

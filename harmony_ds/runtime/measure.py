@@ -1,45 +1,40 @@
 """Measures a model on the device with one micro-batch: the call order, and the bytes of every call.
 
 The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
-gradient, backward at once, exactly as a step would run it; then it is evicted. Nothing is kept: no gradient, no random
-number, no change of a buffer.
+gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
+together from stretches: each call up to its return, the code behind it up to the next call, and the loss. Nothing is
+kept: no gradient, no random number, no change of a buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, MemoryProbe
-from harmony_ds.errors import ParameterOutsideLayerError
+from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.offload.residency import DeviceCopy, Residency
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.offload.stash import StashEntry
+from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.boundary import Glue, GlueSink, Slot
 from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import Kept, LayerCalls, RecordedCall
 from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.measured import Seen, SeenCall
 from harmony_ds.runtime.micro_batch import Objective
 from harmony_ds.runtime.random_streams import RandomStreams
-from harmony_ds.runtime.structure import Structure, structure_of
+from harmony_ds.runtime.routing import RoutingWatch, extremes
+from harmony_ds.runtime.trees import tensors_in
 
-
-@dataclass(slots=True)
-class _Row:
-    """What was seen of one call."""
-
-    layer: int
-    alive: int
-    forward: int = 0
-    backward: int = 0
-    stash: int = 0
-    call: RecordedCall | None = None
-    made: list[Slot] = field(default_factory=list)
-    taken: list[Slot] = field(default_factory=list)
-    glued: list[GlueSink] = field(default_factory=list)
+_logger = logging.getLogger(__name__)
 
 
 class Measurement:
@@ -62,12 +57,18 @@ class Measurement:
         self._calls = layer_calls
         self._random = random
         self._resident: tuple[str, ...] = ()
-        self._rows: list[_Row] = []
+        self._seen = Seen()
         self._glue = Glue()
         self._kept: list[Kept] = []
+        self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
+        self._stashed: list[_Stashed] = []
+        self._resident_leaves: Mapping[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
+        self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._probe: MemoryProbe | None = None
-        self._base = 0
-        self._known: dict[Structure, int] = {}
+        self._base = 0  # alive before the first call
+        self._left = 0  # alive when the last call returned
 
     def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
@@ -79,13 +80,15 @@ class Measurement:
         self._resident = resident
         self._lending.touched.clear()
         copy = self._swap_in(resident)
+        _gather_from_zero(copy)  # the plan counts the resident set's gradients from the first task on
+        self._resident_leaves = copy.leaves
         self._random.open()
         try:
             with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
                 self._probe = probe
-                self._base = probe.live_bytes()
+                self._base = self._left = probe.live_bytes()
                 self._random.start(self, seed)
-                tail, held = self._measure(probe, forward, objective)
+                self._measure(probe, forward, objective)
         except Exception as error:
             if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
@@ -94,135 +97,276 @@ class Measurement:
             self._probe = None
             self._random.close()
             self._residency.evict(copy)
-        return self._table(tail, held)
+        return self._seen.table()
 
-    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> tuple[int, int]:
-        """Runs everything; returns the peak behind the last layer, beyond what was alive when it was called, and what
-        stays until the last call has been propagated through.
-        """
+    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
+        seen = self._seen
+        seen.scalar, seen.grain = self._allocation(probe, torch.float32), self._allocation(probe, torch.uint8)
+        probe.reset()
         with handled_by(self), torch.enable_grad():
             outputs = forward()
-        probe.reset()
-        alive = self._rows[-1].alive if self._rows else 0
         loss = objective(outputs)
+        seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
-            loss.backward()
-        tail = max(0, probe.peak_bytes() - self._base - alive)
+            loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))
+        # The loss is scaled before it is propagated.
+        seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
         del outputs, loss
-        for row in self._rows:
-            for slot in row.made:
-                slot.take()
-        return tail, max(0, probe.live_bytes() - self._base)
+        seen.tail.taken = [*self._take_gradients()]
+        seen.tail.resident = self._given_to_resident()
+        self._inputs = []
+        held = max(0, probe.live_bytes() - self._base)
+        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        seen.held_lingering = self._drop_recorded()
+        seen.held = max(0, held - seen.held_lingering)
+        self._settle(probe)
+
+    def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
+        """What the allocator takes for one element."""
+        before = probe.live_bytes()
+        scalar = torch.empty((), dtype=dtype, device=self._device.torch_device)
+        nbytes = probe.live_bytes() - before
+        del scalar
+        return nbytes
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
         copy = self._residency.swap_in(names)
         copy.wait(self._device)
         return copy
 
+    # ---- one call of a layer
+
     def call(self, request: Request) -> Any:
         """One layer call of the model: measured, its outputs cut."""
         probe = self._probe
         assert probe is not None
-        row = _Row(request.layer, alive=probe.live_bytes() - self._base)
-        self._rows.append(row)
+        call = self._arrive(request, probe)
+        outputs = self._run(call, request, probe)
+        probe.reset()
+        self._left = probe.live_bytes()
+        return outputs
+
+    def _arrive(self, request: Request, probe: MemoryProbe) -> SeenCall:
+        """Notes what the code since the last call took; lets go of that call's inputs."""
+        seen = self._seen
+        if seen.calls:
+            seen.calls[-1].glue = probe.peak_bytes() - self._left
+            seen.calls[-1].glue_kept = max(0, probe.live_bytes() - self._left)
+        else:
+            seen.lead = probe.peak_bytes() - self._base
+        known = {id(tensor) for tensor in self._inputs}
+        self._borrowed = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
+        self._inputs = tensors_in((request.args, request.kwargs))
+        lingering = self._stashed_bytes()
+        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - lingering), lingering)
+        seen.calls.append(call)
+        return call
+
+    def _run(self, call: SeenCall, request: Request, probe: MemoryProbe) -> Any:
         names = self._layers[request.layer].parameters
         copy = self._swap_in(tuple(name for name in names if name not in self._resident))
         try:
-            probe.reset()
-            before = probe.live_bytes()
-            outputs, call = self._calls.forward(
-                request, len(self._rows) - 1, copy.leaves, self._glue, self._random.snapshot
-            )
-            row.forward = probe.peak_bytes() - before
-            if call is not None:
-                self._note(row, call)
-                self._propagate_once(
-                    row, call, copy, (*structure_of(self._layers[request.layer], request), row.forward)
+            stretch = _Stretch(probe, call)
+            with RoutingWatch() as watch:
+                outputs, recorded = self._calls.forward(
+                    replace(request, forward=stretch.measured(request.forward)),
+                    len(self._seen.calls) - 1,
+                    copy.leaves,
+                    self._glue,
+                    self._random.snapshot,
                 )
+            call.forward = max(call.forward, stretch.peak())
+            if recorded is not None:
+                self._note(call, recorded)
+                self._propagate(call, recorded, copy, stretch, watch.seen)
             return outputs
         finally:
             self._residency.evict(copy)
 
-    def _note(self, row: _Row, call: RecordedCall) -> None:
-        row.call = call
-        # In a step the recorded call would hold these until it is propagated through.
-        self._kept += [kept for kept in call.tensors if isinstance(kept, Kept)]
-        row.stash = sum(entry.nbytes for entry in call.entries if entry.users == 1)
-        row.made = [slot for slot in call.slots if slot is not None]
-        row.taken = [sink for sink in call.sinks if isinstance(sink, Slot)]
-        row.glued = [sink for sink in call.sinks if isinstance(sink, GlueSink)]
+    def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
+        # In a step these would be there until the call is propagated through.
+        self._recorded.append(recorded)
+        self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
+        borrowed = {_place(t) for t in self._inputs if id(t) in self._borrowed}
+        earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
+        pinned: dict[int, int] = {}
+        for entry in recorded.entries:
+            assert entry.device_tensor is not None
+            storage = entry.device_tensor.untyped_storage()
+            if _place(entry.device_tensor) in borrowed:
+                call.borrowed += entry.nbytes
+            elif StorageWeakRef(storage).cdata in earlier:
+                call.again += entry.nbytes
+            else:
+                call.stash += entry.nbytes
+                self._stashed.append(_Stashed(StorageWeakRef(storage), storage.nbytes(), recorded.number))
+                key = StorageWeakRef(storage).cdata
+                pinned[key] = pinned.get(key, storage.nbytes()) - entry.nbytes
+        call.pinned = sum(max(0, nbytes) for nbytes in pinned.values())
+        call.needs_backward = True
+        call.made = [slot for slot in recorded.slots if slot is not None]
+        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
 
-    def _propagate_once(self, row: _Row, call: RecordedCall, copy: DeviceCopy, structure: Structure) -> None:
-        assert self._probe is not None
-        if not self._device.has_values and structure in self._known:
-            row.backward = self._known[structure]
-            self._calls.forget(call)
-            return
-        self._propagate(row, call, copy, self._probe)
-        self._known[structure] = row.backward
-
-    def _propagate(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> None:
+    def _propagate(
+        self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch, routes: bool
+    ) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
 
-        Where gradients gather on the leaves, the plan counts them by itself: they are taken off here. A second run
-        shows what adding to them takes.
+        The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
+        this begins, as they are for every micro-batch but the first.
         """
-        tensors = list(call.tensors)
-        for entry in call.entries:
-            entry.users += 1
-        first = self._backward_bytes(row, call, copy, probe)
-        call.tensors = tensors
-        again = self._backward_bytes(row, call, copy, probe)
         if self._residency.accumulates_in_place:
-            gathered = sum(
-                leaf.grad.numel() * leaf.grad.element_size() for leaf in copy.leaves.values() if leaf.grad is not None
+            _gather_from_zero(copy)
+            call.gradients = sum(
+                slab_bytes(leaf.numel(), leaf.element_size()) for leaf in copy.leaves.values() if leaf.requires_grad
             )
-            row.backward = max(first - gathered, again)
-        else:
-            row.backward = first
+        tensors = list(recorded.tensors)
+        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if routes and self._device.has_values else ():
+            recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
+            try:
+                self._backward(call, recorded, copy, stretch)
+            except (RuntimeError, ValueError, IndexError, ModelError) as error:
+                _logger.warning(
+                    "layer %s makes tensors whose size depends on its input, and cannot be run with an input whose rows "
+                    "are all alike (%s): how much memory other data takes is not known.",
+                    self._layers[call.layer].name,
+                    error,
+                )
+                break
+        recorded.tensors = tensors
+        self._backward(call, recorded, copy, stretch)
         for leaf in copy.leaves.values():
             leaf.grad = None
 
-    def _backward_bytes(self, row: _Row, call: RecordedCall, copy: DeviceCopy, probe: MemoryProbe) -> int:
-        for slot in row.made:
-            slot.add(torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device))
-        probe.reset()
-        before = probe.live_bytes()
-        self._calls.backward(call, copy.leaves, self._random.replay)
-        peak = probe.peak_bytes() - before
-        self._random.switch(self)
-        for sink in call.sinks:
-            if sink is not None:
-                sink.take()
-        return peak
+    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch) -> None:
+        for slot in call.made:
+            slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device)
+        stretch.begin()
+        try:
+            self._calls.backward(recorded, copy.leaves, self._random.replay)
+            call.backward = max(call.backward, stretch.peak())
+        finally:
+            self._random.switch(self)
+            call.resident |= self._given_to_resident()
+            for sink in recorded.sinks:
+                gradient = sink.take() if sink is not None else None
+                if gradient is not None and isinstance(sink, GlueSink):
+                    self._shapes[sink] = (gradient.shape, gradient.dtype)
+        if not self._residency.accumulates_in_place:
+            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
+            for leaf in copy.leaves.values():
+                leaf.grad = None
 
-    def _table(self, tail: int, held: int) -> CostTable:
-        costs: list[CallCost] = []
-        for position, row in enumerate(self._rows):
-            costs.append(
-                CallCost(
-                    alive_bytes=row.alive,
-                    stash_bytes=row.stash,
-                    shared_bytes=self._shared_bytes(position),
-                    forward_bytes=row.forward,
-                    # The graph is whole when the forward pass peaks; what it holds afterwards is less.
-                    graph_bytes=row.forward,
-                    backward_bytes=row.backward,
-                    needs_backward=row.call is not None,
-                )
-            )
-        return CostTable(tuple(row.layer for row in self._rows), tuple(costs), tail, held)
+    # ---- the code between the calls
 
-    def _shared_bytes(self, position: int) -> int:
-        """Gradients that wait, once everything from `position` on has been propagated through, for what lies before."""
-        later = self._rows[position:]
-        direct = {id(slot): slot for row in later for slot in row.taken if slot.call < position}
-        glued = {id(sink): sink for row in later for sink in row.glued if sink.deadline < position}
-        # When gradients run through glue, those of the layers' outputs behind it come into being beside them.
-        newest = max((sink.deadline for sink in glued.values()), default=-1)
-        behind = [slot for row in self._rows[newest : newest + 1] for slot in row.made] if newest >= 0 else []
-        return (
-            sum(slot.nbytes for slot in direct.values())
-            + sum(sink.nbytes for sink in glued.values())
-            + sum(slot.nbytes for slot in behind if id(slot) not in direct)
-        )
+    def _settle(self, probe: MemoryProbe) -> None:
+        """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
+        calls = self._seen.calls
+        for number in (*reversed(range(len(calls))), -1):
+            due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
+            if not due:
+                continue
+            for sink, shape, dtype in due:
+                sink.gradient = torch.ones(shape, dtype=dtype, device=self._device.torch_device)
+            probe.reset()
+            before = probe.live_bytes()
+            self._glue.settle(number)
+            place = self._seen.tail if number < 0 else calls[number]
+            place.settle = probe.peak_bytes() - before
+            place.settled = self._take_gradients()
+            place.resident |= self._given_to_resident()
+
+    def _stashed_bytes(self) -> int:
+        """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
+        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+
+    def _drop_recorded(self) -> int:
+        """Lets go of the recorded calls, the last one first as a step does.
+
+        Returns:
+            The bytes that they alone held and that a step stashes, for no shorter than they hold them.
+        """
+        lingering = 0
+        while self._recorded:
+            number = self._recorded.pop().number
+            lingering += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
+            self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        return lingering
+
+    def _take_gradients(self) -> list[Slot]:
+        """The outputs whose gradients came into being since the last time; drops those."""
+        return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
+
+    def _given_to_resident(self) -> dict[str, int]:
+        """Bytes of the resident parameters whose gradients have changed since the last time."""
+        given: dict[str, int] = {}
+        for name, leaf in self._resident_leaves.items():
+            if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
+                self._versions[name] = leaf.grad._version
+                given[name] = _nbytes(leaf.grad)
+        return given
+
+    def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
+        """For each tensor made between the calls: the first and the last call that takes it."""
+        places: dict[GlueSink, tuple[int, int]] = {}
+        for position, call in enumerate(self._seen.calls):
+            for sink in call.taken:
+                if isinstance(sink, GlueSink):
+                    places[sink] = (places.get(sink, (position, position))[0], position)
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Stashed:
+    """Memory of a stashed input, and the number of the call that stashed it first."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    number: int
+
+
+class _Stretch:
+    """The bytes of a layer's forward, read when it returns: before and after, other things are alive too."""
+
+    def __init__(self, probe: MemoryProbe, call: SeenCall) -> None:
+        self._probe = probe
+        self._call = call
+        self.begin()
+
+    def begin(self) -> None:
+        self._probe.reset()
+        self._before = self._probe.live_bytes()
+
+    def peak(self) -> int:
+        """The most since `begin`, beyond what was alive then."""
+        return self._probe.peak_bytes() - self._before
+
+    def measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs = forward(*args, **kwargs)
+            self._call.graph = max(self._call.graph, self._probe.live_bytes() - self._before)
+            self._call.forward = max(self._call.forward, self.peak())
+            return outputs
+
+        return run
+
+
+def _gather_from_zero(copy: DeviceCopy) -> None:
+    for leaf in copy.leaves.values():
+        if leaf.requires_grad:
+            leaf.grad = torch.zeros_like(leaf)
+
+
+def _tensor_of(kept: StashEntry | Kept) -> Tensor:
+    tensor = kept.tensor if isinstance(kept, Kept) else kept.device_tensor
+    assert tensor is not None
+    return tensor
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where `tensor` begins; on a device without memory, too."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

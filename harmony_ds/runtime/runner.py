@@ -81,6 +81,7 @@ class Runner:
         self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
+        self._outgrown = False  # a step took more than planned
         self.executor = Executor(parts, graph.resident)
         self._streamer = Streamer(
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
@@ -210,14 +211,20 @@ class Runner:
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         resident = self._resident_set(graph)
-        return resident.weight_bytes + resident.gradient_bytes + self._parts.lending.buffer_bytes
+        gradients = resident.gradient_bytes
+        if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
+            trained = [graph.parameter(name) for name in graph.resident]
+            gradients += sum(slab_bytes(s.numel, self._settings.element.weight) for s in trained if s.trainable)
+        return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
         assert self._plan is not None and self._costs is not None
-        if len(micro_batches) > self._plan.micro_batches:
-            self._choices = self._choose(self._graph, self._costs, len(micro_batches))
+        if self._outgrown or len(micro_batches) > self._plan.micro_batches:
+            size = max(len(micro_batches), self._plan.micro_batches)
+            self._choices = self._choose(self._graph, self._costs, size)
             self._plan = self._choices[0].plan
             self._tasks.clear()
+            self._outgrown = False
         plan = self._plan
         group = Group(
             tuple(m.index for m in micro_batches if not m.forwarded),
@@ -261,9 +268,30 @@ class Runner:
             BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
+        work = self._work(micro_batches)
         with self._recovering(micro_batches):
-            self.executor.run(self._work(micro_batches), hyper, clipping)
+            device = self._parts.device
+            # Beside the buffers: tensors of the program's own, and losses that were looked at.
+            others = max(0, device.allocated_bytes() - self._parts.lending.buffer_bytes)
+            device.reset_peak()
+            self.executor.run(work, hyper, clipping)
             self.executor.finish_step()
+            self._check_peak(device.peak_bytes() - others)
+
+    def _check_peak(self, peak_bytes: int) -> None:
+        """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
+        assert self._plan is not None and self._costs is not None
+        excess = peak_bytes - self._plan.peak_bytes
+        if excess <= 0:
+            return
+        _logger.warning(
+            "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
+            "with what it was measured with. From now on plans hold a margin for it.",
+            f"{peak_bytes:,}",
+            f"{excess:,}",
+        )
+        self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
+        self._outgrown = True
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """The forward pass of one micro-batch, because somebody wants its outputs."""

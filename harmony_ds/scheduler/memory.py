@@ -2,17 +2,20 @@
 
 `activation_bytes` of a task is everything that autograd and the code between the layers hold while it runs: waiting
 micro-batches, the stash, gradients, the working memory of the call. Weights come on top, from swap-in to evict.
+
+Totals are carried from task to task, and what a micro-batch adds in a pack is worked out once per pack: a plan may have
+ten thousand tasks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
+from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
-
-_LOSS_BYTES = 512
-"""A micro-batch's loss and its scaled copy, at the granularity of CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,117 +32,229 @@ class MemoryProfile:
 
 def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
     """The bytes alive while each task runs."""
+    if any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks):
+        costs = _with_stash_on_host(packs, costs)
     walk = _Walk(packs, costs)
     rows = [walk.step(task) for task in tasks]
     return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
 
+def _with_stash_on_host(packs: tuple[Pack, ...], costs: CostTable) -> CostTable:
+    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
+    firsts = {pack.positions[0] for pack in packs}
+    calls = (
+        replace(
+            call,
+            alive_bytes=call.alive_bytes + call.lingering_bytes,
+            stash_bytes=call.stash_bytes + call.again_bytes + (call.borrowed_bytes if position in firsts else 0),
+        )
+        for position, call in enumerate(costs.costs)
+    )
+    return replace(costs, costs=tuple(calls), held_bytes=costs.held_bytes + costs.held_lingering_bytes)
+
+
+class _Total:
+    """Bytes by key, and their sum."""
+
+    __slots__ = ("_held", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._held: dict[object, int] = {}
+
+    def put(self, key: object, nbytes: int) -> None:
+        """`key` now holds `nbytes`."""
+        self.total += nbytes - self._held.get(key, 0)
+        self._held[key] = nbytes
+
+    def take(self, key: object, default: int = 0) -> int:
+        """What `key` held; it holds nothing any more."""
+        nbytes = self._held.pop(key, None)
+        self.total -= nbytes or 0
+        return default if nbytes is None else nbytes
+
+
+class _PackCosts:
+    """What one micro-batch adds at most while it runs through a pack, in each of the three ways."""
+
+    def __init__(self, pack: Pack, costs: CostTable) -> None:
+        self._costs = costs
+        self.first, self.last = pack.positions[0], pack.positions[-1]
+        self._calls = costs.costs[self.first : self.last + 1]
+        padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
+        self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
+        self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
+        self.stash_bytes = sum(map(_stash_bytes, self._calls))
+        self.returning_bytes = sum(call.stash_bytes for call in self._calls)
+        self.excess_bytes = self.returning_bytes - self.stash_bytes
+        self.shared_bytes = self._calls[0].shared_bytes
+        self.forward_bytes = self._forward()
+        self.fused_bytes = self._fused(pack)
+        self.backward_bytes = self._backward()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.last == len(self._costs.costs) - 1
+
+    def _forward(self) -> int:
+        """Beside the stash of earlier packs."""
+        stash, most = 0, 0
+        for call in self._calls:
+            most = max(most, stash + call.alive_bytes + call.forward_bytes)
+            stash += _stash_bytes(call)
+        if self._is_last:
+            call = self._calls[-1]
+            most = max(most, stash - _stash_bytes(call) + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
+        return most
+
+    def _fused(self, pack: Pack) -> int:
+        """Everything that the micro-batch holds but the stash of earlier packs."""
+        before = self._calls[0].alive_bytes  # beside it, the graphs of the pack's calls so far
+        graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
+        most = graphs[-1] + self._costs.tail_bytes
+        gathered = 0
+        for place, tied in reversed(list(enumerate(self._tied(pack)))):
+            call = self._calls[place]
+            kept = graphs[-1] if self._calls[0].keeps_graph else graphs[place + 1]
+            back = max(call.settle_bytes, call.backward_bytes - min(call.graph_bytes, call.backward_bytes))
+            most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered + tied)
+            gathered += call.leaf_bytes
+        return most
+
+    def _tied(self, pack: Pack) -> list[int]:
+        """Gradients of parameters that calls from each one on use, and others before: all wait until they are added up."""
+        layers = self._costs.calls[self.first : self.last + 1]
+        by_layer = {layer: call.gradient_bytes for layer, call in zip(layers, self._calls, strict=True)}
+        across = max(0, sum(by_layer.values()) - pack.gradient_bytes)  # parameters of several layers
+        last = {layer: place for place, layer in enumerate(layers)}
+        begin, end = [0] * len(layers), [0] * len(layers)
+        for layer, nbytes in by_layer.items():
+            begin[layers.index(layer)] += nbytes
+            end[last[layer]] += nbytes
+        repeated = accumulate(b - e for b, e in zip(begin, end, strict=True))
+        waiting = [nbytes + across for nbytes in repeated]
+        return [*waiting[:-1], 0]  # nothing has been propagated before the last call
+
+    def _backward(self) -> int:
+        """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
+        stash, most, gathered = self.stash_bytes, 0, 0
+        for call in reversed(self._calls):
+            most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered)
+            stash -= _stash_bytes(call)
+            gathered += call.leaf_bytes
+        return max(most, gathered)
+
+
+def _stash_bytes(call: CallCost) -> int:
+    """What stashing the inputs of `call` keeps on the device."""
+    return call.stash_bytes + call.pinned_bytes
+
+
 class _Walk:
     def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
-        self._packs = packs
-        self._costs = costs.costs
-        self._tail_bytes = costs.tail_bytes
-        self._weights: dict[int, int] = {}
-        self._gradients: dict[int, int] = {}
-        self._waiting: dict[int, int] = {}  # micro-batch -> bytes it holds while others run
-        self._stash: dict[tuple[int, int], int] = {}  # (position, micro-batch) -> bytes of it on the device
-        self._leaving: list[tuple[int, int]] = []
+        self._costs = costs
+        self._packs = [_PackCosts(pack, costs) for pack in packs]
+        self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
-        self._held = costs.held_bytes + _LOSS_BYTES
+        self._stash_before = list(accumulate(map(_stash_bytes, costs.costs), initial=0))
+        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
+        self._backward_ends = min(needing, default=0)
+        self._loss = 2 * costs.scalar_bytes  # and its scaled copy
+        self._held = costs.held_bytes + self._loss
+        self._weights = _Total()
+        self._gradients = _Total()
+        self._waiting = _Total()  # by micro-batch: what it holds while others run
+        self._stash = _Total()  # by micro-batch: what of it is on the device
+        self._known: set[int] = set()  # micro-batches whose forward pass is among the tasks
+        self._arrived = _Total()  # by (pack, micro-batch): stash that came back from the host
+        self._leaving = _Total()  # stash on its way to the host
+        self._runs: dict[TaskKind, Callable[[_PackCosts, Task], int]] = {
+            TaskKind.FORWARD: self._forward,
+            TaskKind.FUSED: self._fused,
+            TaskKind.BACKWARD: self._backward,
+        }
 
     def step(self, task: Task) -> tuple[int, int]:
-        working = 0
-        pack = self._packs[task.pack] if task.kind is not TaskKind.NORM else None
+        """Weights, and everything else, while `task` runs."""
+        if task.kind in self._runs:
+            activations = self._runs[task.kind](self._packs[task.pack], task) + self._costs.margin_bytes
+            return self._weights.total, activations + self._gradients.total
         match task.kind:
             case TaskKind.SWAP_IN:
-                assert pack is not None
-                self._weights[task.pack] = pack.weight_bytes
-            case TaskKind.FORWARD:
-                assert pack is not None
-                working = self._forward(pack, task.micro_batch)
-            case TaskKind.FUSED:
-                assert pack is not None
-                working = self._fused(pack, task.micro_batch)
-            case TaskKind.BACKWARD:
-                assert pack is not None
-                working = self._backward(pack, task.micro_batch)
+                self._weights.put(task.pack, self._packs[task.pack].weight_bytes)
             case TaskKind.STASH_OUT:
-                assert pack is not None
-                self._let_go()
-                self._leaving = [(position, task.micro_batch) for position in pack.positions]
+                self._stash_out(self._packs[task.pack], task)
             case TaskKind.STASH_IN:
-                assert pack is not None
-                self._let_go()
-                for position in pack.positions:
-                    self._stash[position, task.micro_batch] = self._costs[position].stash_bytes
+                self._stash_in(self._packs[task.pack], task)
             case TaskKind.FREE_GRADIENTS:
-                self._gradients.pop(task.pack, None)
-            case TaskKind.UPDATE_ON_DEVICE:
-                assert pack is not None
-                working = pack.update_bytes
-        weights = sum(self._weights.values())
-        held = sum(self._gradients.values()) + sum(self._waiting.values()) + sum(self._stash.values())
-        self._leave(task)
-        return weights, held + working
-
-    def _leave(self, task: Task) -> None:
-        """What is gone once the task is done."""
+                self._gradients.take(task.pack)
+        working = self._plan_packs[task.pack].update_bytes if task.kind is TaskKind.UPDATE_ON_DEVICE else 0
+        held = self._weights.total, self._gradients.total + self._between + working
         if task.kind is TaskKind.EVICT:
-            self._weights.pop(task.pack, None)
+            self._weights.take(task.pack)
         if task.kind is TaskKind.UPDATE_ON_DEVICE:
-            # Gradients of a parameter that resident packs share are kept until its owner's update.
-            self._updated.add(task.pack)
-            done = {name for index in self._updated for name in self._packs[index].owned}
-            for index in [i for i in self._updated if done.issuperset(self._packs[i].parameters)]:
-                self._gradients.pop(index, None)
+            self._free_updated(task.pack)
+        return held
 
-    def _let_go(self) -> None:
-        """A stash that was copied to the host leaves the device when the next one moves."""
-        for key in self._leaving:
-            self._stash.pop(key, None)
-        self._leaving = []
+    def _free_updated(self, pack: int) -> None:
+        """Gradients of a parameter that resident packs share are kept until its owner's update."""
+        self._updated.add(pack)
+        done = {name for index in self._updated for name in self._plan_packs[index].owned}
+        for index in [i for i in self._updated if done.issuperset(self._plan_packs[i].parameters)]:
+            self._gradients.take(index)
 
-    def _after(self, pack: Pack) -> int:
-        """Bytes that a micro-batch holds once it has left `pack` forward."""
-        following = pack.positions[-1] + 1
-        return self._costs[following].alive_bytes if following < len(self._costs) else self._held
+    @property
+    def _between(self) -> int:
+        """What all micro-batches hold while none runs."""
+        return self._waiting.total + self._stash.total + self._arrived.total + self._leaving.total
 
-    def _forward(self, pack: Pack, micro_batch: int) -> int:
-        self._waiting.pop(micro_batch, None)
-        others = sum(self._waiting.values())
-        stash = 0
-        most = 0
-        for position in pack.positions:
-            cost = self._costs[position]
-            most = max(most, stash + cost.alive_bytes + cost.forward_bytes)
-            stash += cost.stash_bytes
-            self._stash[position, micro_batch] = cost.stash_bytes
-        self._waiting[micro_batch] = self._after(pack)
-        # What it holds afterwards is counted with the waiting ones; only the excess is working memory.
-        kept = others + self._waiting[micro_batch] + stash
-        return max(0, others + most - kept)
+    def _forward(self, pack: _PackCosts, task: Task) -> int:
+        self._known.add(task.micro_batch)
+        self._waiting.take(task.micro_batch)
+        most = self._between + pack.forward_bytes
+        following = pack.last + 1
+        ends = following == len(self._costs.costs)
+        self._waiting.put(task.micro_batch, self._held if ends else self._costs.costs[following].alive_bytes)
+        self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
+        return max(most, self._between)
 
-    def _fused(self, pack: Pack, micro_batch: int) -> int:
-        self._gradients[pack.index] = pack.gradient_bytes
-        costs = [self._costs[p] for p in pack.positions]
-        before = self._waiting.pop(micro_batch, costs[0].alive_bytes)
-        graph = sum(c.graph_bytes for c in costs)
-        transient = max(max(c.forward_bytes, c.backward_bytes) - c.graph_bytes for c in costs)
-        glue = max(c.alive_bytes for c in costs)
-        self._waiting[micro_batch] = self._held + costs[0].shared_bytes
-        kept = self._waiting[micro_batch]
-        return max(0, max(before, glue) + graph + max(transient, self._tail_bytes, 0) - kept)
+    def _fused(self, pack: _PackCosts, task: Task) -> int:
+        self._known.add(task.micro_batch)
+        self._gradients.put(task.pack, pack.gradient_bytes)
+        self._waiting.take(task.micro_batch)
+        most = self._between + pack.fused_bytes
+        self._leave(pack, task)
+        return max(most, self._between)
 
-    def _backward(self, pack: Pack, micro_batch: int) -> int:
-        self._gradients[pack.index] = pack.gradient_bytes
-        following = pack.positions[-1] + 1
-        gradient = self._costs[following].shared_bytes if following < len(self._costs) else self._tail_bytes
-        most = 0
-        for position in reversed(pack.positions):
-            cost = self._costs[position]
-            most = max(most, gradient + cost.backward_bytes)
-            gradient = cost.shared_bytes
-        self._waiting[micro_batch] = self._held + self._costs[pack.positions[0]].shared_bytes
-        # A micro-batch that ran its forward pass alone left its stash in an earlier list of tasks.
-        stash = sum(self._stash.pop((p, micro_batch), self._costs[p].stash_bytes) for p in pack.positions)
-        return max(0, self._held + most + stash - self._waiting[micro_batch])
+    def _backward(self, pack: _PackCosts, task: Task) -> int:
+        self._gradients.put(task.pack, pack.gradient_bytes)
+        key = (task.pack, task.micro_batch)
+        excess = 0
+        if self._arrived.take(key):
+            excess = pack.excess_bytes
+        else:
+            # Of a micro-batch whose forward pass ran before the first task, all the stash is still there.
+            own = self._stash.take(task.micro_batch)
+            if task.micro_batch not in self._known:
+                own = self._stash_before[pack.last + 1]
+            self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
+        self._known.add(task.micro_batch)
+        self._waiting.take(task.micro_batch)
+        most = self._between + self._held + excess + pack.backward_bytes
+        self._leave(pack, task)
+        return max(most, self._between)
+
+    def _leave(self, pack: _PackCosts, task: Task) -> None:
+        done = pack.first <= self._backward_ends
+        self._waiting.put(task.micro_batch, self._loss if done else self._held + pack.shared_bytes)
+
+    def _stash_out(self, pack: _PackCosts, task: Task) -> None:
+        """The copies to the host leave the device when the next ones move."""
+        self._leaving.take(None)
+        self._leaving.put(None, pack.stash_bytes)
+        self._stash.put(task.micro_batch, max(0, self._stash.take(task.micro_batch) - pack.stash_bytes))
+
+    def _stash_in(self, pack: _PackCosts, task: Task) -> None:
+        self._known.add(task.micro_batch)
+        self._leaving.take(None)
+        self._arrived.put((task.pack, task.micro_batch), pack.returning_bytes)

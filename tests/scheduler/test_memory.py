@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,6 @@ from harmony_ds.scheduler import (
     pack_uniformly,
     walk_memory,
 )
-from harmony_ds.scheduler.memory import _LOSS_BYTES
 from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
@@ -34,7 +34,7 @@ COST = CallCost(
     backward_bytes=60_000,
     needs_backward=True,
 )
-HELD = 3_000 + _LOSS_BYTES  # of a micro-batch that ran to its end
+HELD = 3_000  # of a micro-batch that ran to its end
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
@@ -60,20 +60,21 @@ def test_a_pack_that_is_prefetched_counts_from_its_swap_in() -> None:
 
 def test_activations_of_one_micro_batch_by_hand() -> None:
     """F0: what waited before the call, and the call. Then it waits before call 1, with its stash.
-    L1: what waited, the graph, and the largest excess of forward, backward and tail; the gradients.
+    L1: what waited, and the largest of forward, backward, and graph and tail; the stash; the gradients.
     Then: what it holds, and the gradient of its input.
-    B0: that, the call, the stash; both packs' gradients until the first one's are freed.
+    B0: what it holds, the call, the stash; both packs' gradients until the first one's are freed.
+    Then: nothing, since no call is left.
     """
     costs = costs_of((0, 1), COST, tail_bytes=5_000, held_bytes=3_000)
     tasks, profile = walk(TWO, costs, 1, Policy(False, 0, False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert at["F0.0"] == 10_000 + 30_000
-    assert at["L1.0"] == 500 + 10_000 + 20_000 + (60_000 - 20_000) + 8_000
+    assert at["L1.0"] == 500 + 10_000 + 60_000 + 8_000
     assert at["E1"] == 500 + HELD + 4_000 + 8_000
-    assert at["B0.0"] == 2 * 500 + HELD + 4_000 + 60_000 + 8_000
-    assert at["O0"] == 500 + HELD + 4_000
-    assert at["G0"] == HELD + 4_000
+    assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
+    assert at["O0"] == 500
+    assert at["G0"] == 0
 
 
 def test_a_large_tail_counts_in_the_fused_pack() -> None:
@@ -118,16 +119,130 @@ def test_a_pack_without_backward_has_no_gradients() -> None:
     packs = packs_of(False, True, weight_bytes=1000, gradient_bytes=500)
     costs = CostTable((0, 1), (CallCost(), CallCost(needs_backward=True)), 0)
     tasks, profile = walk(packs, costs, 1, Policy(False, 0, False))
-    held = _LOSS_BYTES
-
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 G1"
-    assert profile.activation_bytes == (0, 0, 0, 0, *[500 + held] * 4, held)
-    assert profile.peak_bytes == 1500 + held
+    assert profile.activation_bytes == (0, 0, 0, 0, *[500] * 4, 0)
+    assert profile.peak_bytes == 1500
 
 
 def test_the_peak_is_over_weights_and_activations_at_the_same_task() -> None:
     assert MemoryProfile((100, 0, 50), (0, 100, 60)).peak_bytes == 110
     assert MemoryProfile((), ()).peak_bytes == 0
+
+
+def peaks(packs: tuple[Pack, ...], costs: CostTable, task: str, policy: Policy, micro_batches: int = 1) -> list[int]:
+    """Activation bytes at every occurrence of `task`."""
+    tasks, profile = walk(packs, costs, micro_batches, policy)
+    return [nbytes for name, nbytes in zip(tasks.split(), profile.activation_bytes, strict=True) if name == task]
+
+
+ON_DEVICE, ON_HOST = Policy(False, 0, False), Policy(False, ALL_PACKS, False)
+
+
+def test_graphs_of_a_fused_pack_add_up_and_go_one_by_one() -> None:
+    """Forward of call 1: call 0's graph. Backward of call 0: nothing of call 1's graph is left."""
+    (pack,) = packs_of(True)
+    pack = replace(pack, positions=(0, 1), layers=(0, 1), gradient_bytes=0)
+    first = CallCost(alive_bytes=100, forward_bytes=2_000, graph_bytes=1_000, backward_bytes=5_000, needs_backward=True)
+    second = CallCost(alive_bytes=9_000, forward_bytes=300, graph_bytes=200, backward_bytes=400, needs_backward=True)
+    at = [
+        peaks((pack,), CostTable((0, 1), calls, tail), "L0.0", ON_DEVICE)
+        for calls, tail in (
+            ((first, second), 0),
+            ((replace(first, backward_bytes=0), replace(second, forward_bytes=3_000)), 0),
+            ((replace(first, backward_bytes=0, forward_bytes=0), second), 0),
+            ((replace(first, backward_bytes=0), second), 4_000),
+            ((replace(first, keeps_graph=True), second), 0),
+        )
+    ]
+
+    assert at == [[5_100], [100 + 1_000 + 3_000], [100 + 1_000 + 400], [100 + 1_200 + 4_000], [100 + 5_000 + 200]]
+
+
+def test_gradients_of_a_layer_that_a_fused_pack_calls_twice_wait_for_the_earlier_call() -> None:
+    (pack,) = packs_of(True)
+    pack = replace(pack, positions=(0, 1), layers=(0,), gradient_bytes=700)
+    cost = CallCost(backward_bytes=5_000, gradient_bytes=700, needs_backward=True)
+
+    assert peaks((pack,), CostTable((0, 0), (cost, cost), 0), "L0.0", ON_DEVICE) == [700 + 5_000 + 700]
+
+
+def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for_the_earlier_layer() -> None:
+    (pack,) = packs_of(True)
+    pack = replace(pack, positions=(0, 1), layers=(0, 1), gradient_bytes=900)
+    calls = (
+        CallCost(backward_bytes=5_000, gradient_bytes=700, needs_backward=True),
+        CallCost(backward_bytes=6_000, gradient_bytes=700, needs_backward=True),
+    )
+
+    assert peaks((pack,), CostTable((0, 1), calls, 0), "L0.0", ON_DEVICE) == [900 + max(6_000, 5_000 + 500)]
+
+
+def test_gradients_of_another_dtype_than_their_sums_wait_for_the_end_of_the_pack() -> None:
+    packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
+    cost = CallCost(backward_bytes=5_000, leaf_bytes=700, needs_backward=True)
+
+    assert peaks(packs, costs_of((0, 1, 2), cost), "B0.0", ON_DEVICE) == [2 * 500 + 700 + 5_000]
+
+
+def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -> None:
+    """Call 1 takes again what call 0 took: on the device that is the same memory."""
+    packs = packs_of(True, True, True, gradient_bytes=0)
+    first = CallCost(stash_bytes=1_000, needs_backward=True)
+    second = CallCost(borrowed_bytes=1_000, lingering_bytes=1_000, needs_backward=True)
+    costs = CostTable((0, 1, 2), (first, second, CallCost(needs_backward=True)), 0)
+
+    assert peaks(packs, costs, "E1", ON_DEVICE) == [1_000, 1_000]
+    assert peaks(packs, costs, "T1.0", ON_HOST) == [1_000]
+    assert peaks(packs, costs, "T0.0", ON_HOST) == [1_000]
+    # It lingers behind call 0, and is on its way to the host with pack 1.
+    assert peaks(packs, costs, "F1.0", ON_HOST) == [2_000]
+
+
+def test_a_view_keeps_the_memory_it_is_a_view_of_until_it_has_been_to_the_host() -> None:
+    cost = CallCost(stash_bytes=10, pinned_bytes=1_000, needs_backward=True)
+
+    assert peaks(TWO, costs_of((0, 1), cost), "E1", ON_DEVICE) == [500 + 1_010]
+    assert peaks(TWO, costs_of((0, 1), cost), "T0.0", ON_HOST) == [500 + 10]
+
+
+def test_each_tensor_takes_a_grain_of_a_coarse_allocator_more() -> None:
+    packs = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
+    costs = replace(costs_of((0, 1)), scalar_bytes=512)
+    tasks, profile = walk(packs, costs, 1, ON_DEVICE)
+    at = tasks.split().index("L1.0")
+
+    assert profile.weight_bytes[at] == 1000 + 512
+    assert profile.activation_bytes[at] == 500 + 512 + 2 * 512  # and the loss, scaled
+
+
+def test_a_margin_is_added_to_whatever_computes() -> None:
+    costs = costs_of((0, 1), COST)
+    for task in ("F0.0", "L1.0", "B0.0"):
+        (without,), (with_margin,) = (
+            peaks(TWO, table, task, ON_DEVICE) for table in (costs, replace(costs, margin_bytes=77))
+        )
+        assert with_margin == without + 77
+
+
+def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they_are_propagated() -> None:
+    costs = costs_of((0, 1), COST, held_bytes=3_000)
+    tasks = compose_step(Packing.reused(TWO), Group((), (0,)), ON_DEVICE)
+    profile = walk_memory(TWO, tasks, costs)
+    at = dict(zip(text(tasks).split(), profile.activation_bytes, strict=True))
+
+    assert at["B1.0"] == 500 + HELD + 60_000 + 2 * 8_000
+    assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
+
+
+def test_ten_thousand_tasks_are_walked_in_a_moment() -> None:
+    packs = packs_of(*[True] * 40)
+    costs = costs_of(tuple(range(40)), COST)
+    tasks = compose_step(Packing.reused(packs), Group(tuple(range(100))), ON_HOST)
+    assert len(tasks) > 10_000
+    began = time.perf_counter()
+    walk_memory(packs, tasks, costs)
+
+    assert time.perf_counter() - began < 1.0
 
 
 @st.composite
@@ -142,14 +257,22 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             CallCost(
                 alive_bytes=stash + draw(nbytes),
                 stash_bytes=stash,
+                lingering_bytes=draw(nbytes),
+                again_bytes=draw(nbytes),
+                borrowed_bytes=draw(nbytes),
+                pinned_bytes=draw(nbytes),
                 shared_bytes=draw(nbytes),
                 forward_bytes=graph_bytes + draw(nbytes),
                 graph_bytes=graph_bytes,
+                settle_bytes=draw(nbytes),
                 backward_bytes=draw(nbytes),
+                leaf_bytes=draw(nbytes),
+                gradient_bytes=draw(nbytes),
                 needs_backward=draw(st.booleans()),
+                keeps_graph=draw(st.booleans()),
             )
         )
-    table = CostTable(graph.calls, tuple(costs), draw(nbytes), draw(nbytes))
+    table = CostTable(graph.calls, tuple(costs), *(draw(nbytes) for _ in range(5)))
     policy = Policy(draw(st.booleans()), draw(st.integers(0, 3)), draw(st.booleans()))
     return pack_uniformly(graph, table, FP32, draw(st.integers(1, count))), table, policy
 

@@ -1,0 +1,90 @@
+"""One training step on the test device, and its peak beside the one that was planned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import harmony_ds
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.reports import SwapReport
+from harmony_ds.scheduler.plan import Plan
+from tests import simdevice
+from tests.families import FAMILIES, MODULES
+from tests.simdevice.device import SimDevice
+
+GROUP = 3
+ALL = {family.name: family for family in (*MODULES, *FAMILIES)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train a model of `tests.families`. `pack_layers`: None lets the engine choose."""
+
+    model: str
+    batch: int
+    pack_layers: int | None
+    stash: str
+    prefetch: bool
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        packs = "auto" if self.pack_layers is None else self.pack_layers
+        return f"{self.model}-b{self.batch}-p{packs}-{self.stash}-{'ahead' if self.prefetch else 'late'}"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What was planned, and what the device counted."""
+
+    planned_bytes: int
+    measured_bytes: int
+    plan: Plan
+    costs: CostTable
+    swaps: SwapReport
+
+    @property
+    def ratio(self) -> float:
+        return self.planned_bytes / self.measured_bytes
+
+
+def train(case: Case) -> Peak:
+    """Trains one step over GROUP equal micro-batches, under a hard limit if there is a budget."""
+    gc.collect()
+    family = ALL[case.model]
+    model = family.build(0.0).train()
+    batch = {key: _resized(value, case.batch) for key, value in family.batch(0).items()}
+    harmony: dict[str, Any] = {"seed": 0, "stash": case.stash, "prefetch": case.prefetch}
+    if case.pack_layers is not None:
+        harmony["pack_layers"] = case.pack_layers
+    config: Mapping[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": GROUP,
+        "harmony": harmony,
+    }
+    device = SimDevice(case.budget_bytes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, device=device)
+    try:
+        engine.train_batch(iter([batch] * GROUP))
+        report = engine.memory_report()
+        costs = engine._runner._costs
+        assert engine.plan is not None
+        assert costs is not None
+        return Peak(report.planned_peak_bytes, report.device_peak_bytes, engine.plan, costs, engine.swap_report())
+    finally:
+        engine.destroy()
+        simdevice.set_limit(None)
+
+
+def _resized(value: Any, batch: int) -> Any:
+    """`value` for `batch` samples, repeated as often as that takes."""
+    if not isinstance(value, Tensor):
+        return value
+    copies = -(-batch // value.shape[0])
+    return value.repeat(copies, *[1] * (value.dim() - 1))[:batch].contiguous()
