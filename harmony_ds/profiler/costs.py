@@ -24,6 +24,7 @@ class CallCost:
             code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
         lingering_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device when
             the stash goes to the host.
+        staying_bytes: what of alive_bytes may still be there when the forward pass is over.
         stash_bytes: inputs of this call that an earlier layer produced and no earlier call took.
         again_bytes: those that an earlier call took too: they go to the host and back with this call's pack once more.
         borrowed_bytes: those that the call before it took too, which do so only where a pack begins here.
@@ -46,6 +47,7 @@ class CallCost:
 
     alive_bytes: int = 0
     lingering_bytes: int = 0
+    staying_bytes: int = 0
     stash_bytes: int = 0
     again_bytes: int = 0
     borrowed_bytes: int = 0

@@ -88,6 +88,13 @@ class Arguments:
     inside: list[Any]  # the leaves of those contents; places count on from `leaves`
     inside_shape: Shape
 
+    def empty_mappings(self) -> None:
+        """Lets go of what others will write into the mappings: the call is run again with what was in them before."""
+        for place, _ in self.mappings:
+            shell = copy.copy(self.leaves[place])
+            shell.clear()
+            self.leaves[place] = shell
+
     def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
         """Positional and keyword arguments over `tensors`; mappings are copies, returned last."""
         leaves = [*self.leaves, *self.inside]
@@ -167,6 +174,7 @@ class LayerCalls:
         outcome = self._run(call, [t.detach() for t in tensors], copies, [_NOWHERE if s else None for s in call.sinks])
         outputs = self._cut_outputs(call, outcome, tensors)
         _forget_collected(request)
+        arguments.empty_mappings()
         if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
             self._changes_inputs.add(request.layer)
             raise InputChangedError(

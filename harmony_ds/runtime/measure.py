@@ -116,6 +116,9 @@ class Measurement:
         seen.tail.resident = self._given_to_resident()
         self._inputs = []
         held = max(0, probe.live_bytes() - self._base)
+        for stashed in self._stashed:
+            if stashed.storage.expired():
+                seen.calls[stashed.number].gone += stashed.nbytes
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
         seen.held_lingering = self._drop_recorded()
         seen.held = max(0, held - seen.held_lingering)

@@ -18,6 +18,7 @@ class SeenCall:
     Attributes:
         layer: that was called.
         alive, lingering: before it, beyond what was alive before the first call; see `CallCost`.
+        gone: inputs that it took first and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
         glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
@@ -33,6 +34,7 @@ class SeenCall:
     layer: int = -1
     alive: int = 0
     lingering: int = 0
+    gone: int = 0
     forward: int = 0
     graph: int = 0
     glue: int = 0
@@ -101,6 +103,7 @@ class Seen:
         return CallCost(
             alive_bytes=call.alive,
             lingering_bytes=call.lingering,
+            staying_bytes=max(0, call.alive - call.gone),
             stash_bytes=call.stash,
             again_bytes=call.again,
             borrowed_bytes=call.borrowed,
@@ -123,13 +126,33 @@ class Seen:
 
     def _waiting(self, position: int) -> int:
         """Bytes of those that wait then: of the outputs of earlier calls, and of glue between those."""
-        return self._nbytes(g for g in self._later(position) if _due(g) < position)
+        return self._waiting_among(self._later(position), position)
+
+    def _waiting_among(self, gradients: list[_Gradient], position: int) -> int:
+        """Those of `gradients` that are needed before `position`.
+
+        One of glue is either where that ends, until all that uses it has been propagated, or, where the calls that use
+        it were run in one graph with it, behind it already. With several calls it may be both.
+        """
+        due = {id(g): g for g in gradients if _due(g) < position}
+        total = self._nbytes(g for g in due.values() if isinstance(g, Slot))
+        ends: dict[int, list[GlueSink]] = {}
+        for gradient in due.values():
+            if isinstance(gradient, GlueSink):
+                ends.setdefault(gradient.deadline, []).append(gradient)
+        for deadline, sinks in ends.items():
+            call = self.calls[deadline] if deadline >= 0 else self.tail
+            here = self._nbytes(sinks)
+            behind = self._nbytes(slot for slot in call.settled if id(slot) not in due)
+            users = sum(any(_due(g) == deadline and isinstance(g, GlueSink) for g in c.taken) for c in self.calls)
+            total += here + behind if users > 1 else max(here, behind)
+        return total
 
     def _around(self, position: int) -> tuple[int, int]:
         """While the call at `position` is propagated through: what waits for earlier ones, and what sums take."""
         call = self.calls[position]
         others = [*self._later(position + 1), *call.settled]
-        return self._nbytes(g for g in others if _due(g) < position), self._largest_sum(call.taken, others)
+        return self._waiting_among(others, position), self._largest_sum(call.taken, others)
 
     def _resident_sums(self, position: int) -> int:
         """Gradients of resident parameters that wait until all of one graph's are added up: later ones for earlier ones."""

@@ -46,6 +46,7 @@ def _with_stash_on_host(packs: tuple[Pack, ...], costs: CostTable) -> CostTable:
         replace(
             call,
             alive_bytes=call.alive_bytes + call.lingering_bytes,
+            staying_bytes=call.staying_bytes + call.lingering_bytes,
             stash_bytes=call.stash_bytes + call.again_bytes + (call.borrowed_bytes if position in firsts else 0),
         )
         for position, call in enumerate(costs.costs)
@@ -62,10 +63,12 @@ class _Total:
         self.total = 0
         self._held: dict[object, int] = {}
 
-    def put(self, key: object, nbytes: int) -> None:
-        """`key` now holds `nbytes`."""
-        self.total += nbytes - self._held.get(key, 0)
+    def put(self, key: object, nbytes: int) -> bool:
+        """`key` now holds `nbytes`. Returns whether it held something before."""
+        known = self._held.get(key)
+        self.total += nbytes - (known or 0)
         self._held[key] = nbytes
+        return known is not None
 
     def take(self, key: object, default: int = 0) -> int:
         """What `key` held; it holds nothing any more."""
@@ -87,10 +90,14 @@ class _PackCosts:
         self.stash_bytes = sum(map(_stash_bytes, self._calls))
         self.returning_bytes = sum(call.stash_bytes for call in self._calls)
         self.excess_bytes = self.returning_bytes - self.stash_bytes
+        self.staying_bytes = self._calls[0].staying_bytes
         self.shared_bytes = self._calls[0].shared_bytes
         self.forward_bytes = self._forward()
-        self.fused_bytes = self._fused(pack)
-        self.backward_bytes = self._backward()
+        # The first micro-batch finds no sums of gradients there, the others all of them.
+        all_there, first = [0] * (len(self._calls) + 1), self._sums(pack)
+        tied = self._tied(pack)
+        self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
+        self.backward_bytes = (self._backward(first), self._backward(all_there))
 
     @property
     def _is_last(self) -> bool:
@@ -107,19 +114,30 @@ class _PackCosts:
             most = max(most, stash - _stash_bytes(call) + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
         return most
 
-    def _fused(self, pack: Pack) -> int:
+    def _fused(self, tied: list[int], sums: list[int]) -> int:
         """Everything that the micro-batch holds but the stash of earlier packs."""
         before = self._calls[0].alive_bytes  # beside it, the graphs of the pack's calls so far
         graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
-        most = graphs[-1] + self._costs.tail_bytes
+        forward = max(graph + call.forward_bytes for graph, call in zip(graphs, self._calls, strict=False))
+        most = max(forward, graphs[-1] + self._costs.tail_bytes) + sums[-1]
         gathered = 0
-        for place, tied in reversed(list(enumerate(self._tied(pack)))):
-            call = self._calls[place]
-            kept = graphs[-1] if self._calls[0].keeps_graph else graphs[place + 1]
-            back = max(call.settle_bytes, call.backward_bytes - min(call.graph_bytes, call.backward_bytes))
-            most = max(most, graphs[place] + call.forward_bytes, kept + back + gathered + tied)
+        for place, call in reversed(list(enumerate(self._calls))):
+            back = max(graphs[place + 1] + call.settle_bytes, graphs[place] + call.backward_bytes)
+            if self._calls[0].keeps_graph:  # and the backward pass, in which graphs otherwise go, beside all of them
+                back = graphs[-1] + max(call.settle_bytes, call.backward_bytes)
+            most = max(most, back + gathered + tied[place] + sums[place])
             gathered += call.leaf_bytes
         return most
+
+    def _sums(self, pack: Pack) -> list[int]:
+        """Sums of gradients that are not there yet (negative) while the first micro-batch is propagated through each
+        call, and before that.
+        """
+        own = [call.gradient_bytes for call in self._calls]
+        if sum(own) < pack.gradient_bytes:  # sums of another dtype: they come when the micro-batch is through
+            return [0] * (len(own) + 1)
+        there = [*reversed(list(accumulate(reversed(own)))), 0]
+        return [min(nbytes, pack.gradient_bytes) - pack.gradient_bytes for nbytes in there]
 
     def _tied(self, pack: Pack) -> list[int]:
         """Gradients of parameters that calls from each one on use, and others before: all wait until they are added up."""
@@ -135,14 +153,15 @@ class _PackCosts:
         waiting = [nbytes + across for nbytes in repeated]
         return [*waiting[:-1], 0]  # nothing has been propagated before the last call
 
-    def _backward(self) -> int:
+    def _backward(self, sums: list[int]) -> int:
         """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
-        stash, most, gathered = self.stash_bytes, 0, 0
-        for call in reversed(self._calls):
-            most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered)
+        stash, gathered = self.stash_bytes, 0
+        most = stash + sums[-1]
+        for place, call in reversed(list(enumerate(self._calls))):
+            most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered + sums[place])
             stash -= _stash_bytes(call)
             gathered += call.leaf_bytes
-        return max(most, gathered)
+        return max(most, gathered + sums[0])
 
 
 def _stash_bytes(call: CallCost) -> int:
@@ -160,7 +179,7 @@ class _Walk:
         needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
         self._backward_ends = min(needing, default=0)
         self._loss = 2 * costs.scalar_bytes  # and its scaled copy
-        self._held = costs.held_bytes + self._loss
+        self._held: dict[int, int] = {}  # by micro-batch: what it holds between its passes
         self._weights = _Total()
         self._gradients = _Total()
         self._waiting = _Total()  # by micro-batch: what it holds while others run
@@ -214,20 +233,25 @@ class _Walk:
         most = self._between + pack.forward_bytes
         following = pack.last + 1
         ends = following == len(self._costs.costs)
-        self._waiting.put(task.micro_batch, self._held if ends else self._costs.costs[following].alive_bytes)
+        self._waiting.put(task.micro_batch, self._held_by(task) if ends else self._costs.costs[following].alive_bytes)
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
         return max(most, self._between)
 
     def _fused(self, pack: _PackCosts, task: Task) -> int:
         self._known.add(task.micro_batch)
-        self._gradients.put(task.pack, pack.gradient_bytes)
+        again = self._gradients.put(task.pack, pack.gradient_bytes)
         self._waiting.take(task.micro_batch)
-        most = self._between + pack.fused_bytes
+        most = self._between + pack.fused_bytes[again]
+        # What it holds from before this pack waited with it; what came with this pack goes with its graph.
+        self._held[task.micro_batch] = min(self._costs.held_bytes, pack.staying_bytes) + self._loss
         self._leave(pack, task)
         return max(most, self._between)
 
+    def _held_by(self, task: Task) -> int:
+        return self._held.get(task.micro_batch, self._costs.held_bytes + self._loss)
+
     def _backward(self, pack: _PackCosts, task: Task) -> int:
-        self._gradients.put(task.pack, pack.gradient_bytes)
+        again = self._gradients.put(task.pack, pack.gradient_bytes)
         key = (task.pack, task.micro_batch)
         excess = 0
         if self._arrived.take(key):
@@ -240,13 +264,13 @@ class _Walk:
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        most = self._between + self._held + excess + pack.backward_bytes
+        most = self._between + self._held_by(task) + excess + pack.backward_bytes[again]
         self._leave(pack, task)
         return max(most, self._between)
 
     def _leave(self, pack: _PackCosts, task: Task) -> None:
         done = pack.first <= self._backward_ends
-        self._waiting.put(task.micro_batch, self._loss if done else self._held + pack.shared_bytes)
+        self._waiting.put(task.micro_batch, self._loss if done else self._held_by(task) + pack.shared_bytes)
 
     def _stash_out(self, pack: _PackCosts, task: Task) -> None:
         """The copies to the host leave the device when the next ones move."""

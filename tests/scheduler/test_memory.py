@@ -27,6 +27,7 @@ from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
     alive_bytes=10_000,
+    staying_bytes=10_000,
     stash_bytes=8_000,
     shared_bytes=4_000,
     forward_bytes=30_000,
@@ -155,7 +156,7 @@ def test_graphs_of_a_fused_pack_add_up_and_go_one_by_one() -> None:
         )
     ]
 
-    assert at == [[5_100], [100 + 1_000 + 3_000], [100 + 1_000 + 400], [100 + 1_200 + 4_000], [100 + 5_000 + 200]]
+    assert at == [[5_100], [100 + 1_000 + 3_000], [100 + 1_000 + 400], [100 + 1_200 + 4_000], [100 + 1_200 + 5_000]]
 
 
 def test_gradients_of_a_layer_that_a_fused_pack_calls_twice_wait_for_the_earlier_call() -> None:
@@ -163,7 +164,9 @@ def test_gradients_of_a_layer_that_a_fused_pack_calls_twice_wait_for_the_earlier
     pack = replace(pack, positions=(0, 1), layers=(0,), gradient_bytes=700)
     cost = CallCost(backward_bytes=5_000, gradient_bytes=700, needs_backward=True)
 
-    assert peaks((pack,), CostTable((0, 0), (cost, cost), 0), "L0.0", ON_DEVICE) == [700 + 5_000 + 700]
+    costs = CostTable((0, 0), (cost, cost), 0)
+
+    assert peaks((pack,), costs, "L0.1", ON_DEVICE, micro_batches=2) == [700 + 5_000 + 700]
 
 
 def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for_the_earlier_layer() -> None:
@@ -174,7 +177,7 @@ def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for
         CallCost(backward_bytes=6_000, gradient_bytes=700, needs_backward=True),
     )
 
-    assert peaks((pack,), CostTable((0, 1), calls, 0), "L0.0", ON_DEVICE) == [900 + max(6_000, 5_000 + 500)]
+    assert peaks((pack,), CostTable((0, 1), calls, 0), "L0.1", ON_DEVICE, 2) == [900 + max(6_000, 5_000 + 500)]
 
 
 def test_gradients_of_another_dtype_than_their_sums_wait_for_the_end_of_the_pack() -> None:
@@ -182,6 +185,16 @@ def test_gradients_of_another_dtype_than_their_sums_wait_for_the_end_of_the_pack
     cost = CallCost(backward_bytes=5_000, leaf_bytes=700, needs_backward=True)
 
     assert peaks(packs, costs_of((0, 1, 2), cost), "B0.0", ON_DEVICE) == [2 * 500 + 700 + 5_000]
+
+
+def test_sums_of_gradients_come_with_the_first_micro_batch_call_by_call() -> None:
+    packs = (replace(TWO[0], positions=(0, 1), gradient_bytes=1_000), replace(TWO[1], positions=(2,), gradient_bytes=0))
+    early = CallCost(backward_bytes=5_000, gradient_bytes=400, needs_backward=True)
+    late = CallCost(backward_bytes=6_000, gradient_bytes=600, needs_backward=True)
+    costs = CostTable((0, 1, 2), (early, late, CallCost(needs_backward=True)), 0)
+
+    assert peaks(packs, costs, "B0.0", ON_DEVICE, 2) == [6_000 + 600]
+    assert peaks(packs, costs, "B0.1", ON_DEVICE, 2) == [6_000 + 1_000]
 
 
 def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -> None:
@@ -257,6 +270,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             CallCost(
                 alive_bytes=stash + draw(nbytes),
                 stash_bytes=stash,
+                staying_bytes=draw(nbytes),
                 lingering_bytes=draw(nbytes),
                 again_bytes=draw(nbytes),
                 borrowed_bytes=draw(nbytes),
