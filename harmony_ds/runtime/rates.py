@@ -53,7 +53,8 @@ def measure_rates(
 
 def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Machine:
     """Everything but what swap-ins take."""
-    host = device.host_empty(_SCRATCH_ELEMENTS, torch.float32).zero_()
+    count = _SCRATCH_ELEMENTS if device.budget_bytes is None else min(_SCRATCH_ELEMENTS, device.budget_bytes // 64)
+    host = device.host_empty(count, torch.float32).zero_()
     on_device = device.upload(host)
     swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
     update = _Update(optimizer, weight_dtype)
@@ -74,7 +75,7 @@ def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: tor
         swap_out_bytes_per_ms=swap_out,
         link_bytes_per_ms=link,
         update_elements_per_ms=elements,
-        norm_elements_per_ms=_SCRATCH_ELEMENTS / norm_ms,
+        norm_elements_per_ms=count / norm_ms,
         host_bytes_per_ms=_host_bytes_per_ms(),
         device_update_elements_per_ms=device_elements,
         beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
