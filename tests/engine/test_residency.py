@@ -16,7 +16,7 @@ from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyE
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
 from harmony_ds.runtime import runner
-from harmony_ds.scheduler import Plan
+from harmony_ds.scheduler import Choice, make_plan
 from tests.engine.drive import (
     EVERY_FAMILY,
     Groups,
@@ -270,13 +270,14 @@ def test_the_device_is_free_when_the_engine_is_destroyed() -> None:
 
 
 def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = runner.choose_plan
+    find = runner.search
 
-    def keeping(graph: Any, costs: Any, element: Any, request: Any) -> Plan:
-        policy = replace(request.policy, kept=(1, 3))
-        return choose(graph, costs, element, replace(request, policy=policy))
+    def keeping(graph: Any, costs: Any, machine: Any, element: Any, request: Any, top: int) -> tuple[Choice, ...]:
+        choice = find(graph, costs, machine, element, request, top)[0]
+        policy = replace(choice.plan.policy, kept=(1, 3))
+        return (replace(choice, plan=make_plan(choice.plan.packing, costs, request, policy)),)
 
-    monkeypatch.setattr(runner, "choose_plan", keeping)
+    monkeypatch.setattr(runner, "search", keeping)
     plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
     model = LLAMA.build(0.1)
     with engine_for(model, adamw, config_with("off", 0.5)) as engine:
