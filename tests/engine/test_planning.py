@@ -1,0 +1,163 @@
+"""Plans that are found, reported, saved and run again; profiles that are kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import harmony_ds
+from harmony_ds import ConfigError, DoesNotFitError, Plan
+from tests.families import FAMILIES
+from tests.oracle import assert_same
+
+LLAMA = next(family for family in FAMILIES if family.name == "llama")
+GIB = 2**30
+STEPS = 3
+
+
+def train(clip: float = 1.0, optimizer: bool = True, **harmony: Any) -> tuple[Any, torch.nn.Module]:
+    model = LLAMA.build(0.0).train()
+    engine, *_ = harmony_ds.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()) if optimizer else None,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": clip,
+            "harmony": {"device": "cpu", "seed": 0, **harmony},
+        },
+    )
+    for step in range(STEPS):
+        engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
+    engine.finish_updates()
+    return engine, model
+
+
+def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
+    engine, _ = train(pack_layers=2)
+    report = engine.plan_report()
+    engine.destroy()
+
+    assert report.choices[0].plan == engine.plan
+    assert len(report.measured_step_ms) == STEPS - 1
+    assert report.predicted_step_ms > 0
+    assert report.typical_step_ms is not None
+    assert report.time_error == report.predicted_step_ms / report.typical_step_ms - 1
+    assert report.peak_error >= 0
+    assert report.swapped_bytes == report.choices[0].prediction.swaps.total
+    assert "ms predicted" in str(report)
+
+
+def test_there_is_no_report_before_a_step() -> None:
+    model = LLAMA.build(0.0)
+    engine, *_ = harmony_ds.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        config={"train_batch_size": 1, "harmony": {"device": "cpu"}},
+    )
+    with pytest.raises(RuntimeError, match="no optimizer step yet"):
+        engine.plan_report()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("share", [1.5, 2.0, 4.0, 20.0])
+def test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it(share: float) -> None:
+    engine, reference = train(pack_layers=1)
+    engine.destroy()
+    weights = sum(p.numel() * p.element_size() for p in reference.parameters())
+    engine, model = train(device_memory_gib=share * weights / GIB)
+    report = engine.plan_report()
+    engine.destroy()
+
+    assert_same(model, reference, bitwise=True)
+    assert report.device_peak_bytes <= report.choices[0].plan.peak_bytes <= share * weights
+    assert 1 <= len(report.choices) <= 10
+
+
+def test_spare_memory_ends_the_swapping() -> None:
+    engine, _model = train(device_memory_gib=1.0)
+    swaps = engine.swap_report()
+    engine.destroy()
+
+    assert engine.plan.policy.resident
+    assert swaps.swap_bytes == 0
+
+
+def test_a_saved_plan_is_run_as_it_is(tmp_path: Path) -> None:
+    engine, reference = train(pack_layers=3, stash="host")
+    engine.destroy()
+    path = tmp_path / "plan.json"
+    path.write_text(engine.plan.to_json())
+    again, model = train(plan=str(path))
+    again.destroy()
+
+    assert again.plan.tasks == engine.plan.tasks
+    assert again.plan.packing == engine.plan.packing
+    assert again.plan_report().choices[0].reason == "as saved"
+    assert_same(model, reference, bitwise=True)
+
+
+def test_a_saved_plan_that_does_not_match_is_refused(tmp_path: Path) -> None:
+    engine, _ = train(pack_layers=3)
+    engine.destroy()
+    path = tmp_path / "plan.json"
+    path.write_text(engine.plan.to_json())
+
+    with pytest.raises(ConfigError, match=r"made with gradient clipping .* run without"):
+        train(clip=0.0, plan=str(path))
+    with pytest.raises(DoesNotFitError, match=r"harmony.plan needs [\d,]+ bytes"):
+        train(plan=str(path), device_memory_gib=0.95 * engine.plan.peak_bytes / GIB)
+    data = json.loads(engine.plan.to_json())
+    data["packing"]["packs"][0]["weight_bytes"] += 64
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="pack 0 holds"):
+        train(plan=str(path))
+    data["packing"]["packs"][-1]["positions"].append(99)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="made for a model of 100 layer calls"):
+        train(plan=str(path))
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        train(plan=str(tmp_path / "missing.json"))
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no plan of this version"):
+        train(plan=str(tmp_path / "other.json"))
+    with pytest.raises(ConfigError, match="two ways to say"):
+        train(plan=str(tmp_path / "other.json"), pack_layers=2)
+
+
+def test_a_kept_profile_is_used_again_and_a_foreign_one_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    first, _ = train(profile=str(path), pack_layers=2)
+    first.destroy()
+    written = path.read_text()
+    second, _ = train(profile=str(path), pack_layers=2)
+    second.destroy()
+
+    assert path.read_text() == written
+    assert second.plan_report().predicted_step_ms == first.plan_report().predicted_step_ms
+
+    data = json.loads(written)
+    data["key"]["torch"] = "0.4"
+    path.write_text(json.dumps(data))
+    with caplog.at_level(logging.WARNING):
+        third, _ = train(profile=str(path), pack_layers=2)
+    third.destroy()
+    assert "torch was '0.4'" in caplog.text
+    assert json.loads(path.read_text())["key"]["torch"] == torch.__version__
+
+
+def test_a_plan_in_json_is_the_same_plan() -> None:
+    engine, _ = train(pack_layers=2)
+    engine.destroy()
+
+    assert Plan.from_json(engine.plan.to_json()) == engine.plan

@@ -1,0 +1,122 @@
+"""The simulated step: never shorter than what any stream has to do, and moving the bytes of the tasks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler import ALL_PACKS, Packer, Plan, Policy, Request, make_plan, uniform_bounds
+from harmony_ds.scheduler.simulate import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE, simulate, swaps_of, with_faster
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
+
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+
+
+def planned(
+    layers: int, pack_layers: int, policy: Policy, micro_batches: int = 3, numel: int = 250
+) -> tuple[Plan, CostTable]:
+    graph = graph_of([numel] * layers)
+    costs = replace(costs_of(graph.calls, COST), head_ms=0.25, tail_ms=0.5)
+    packing = Packer(graph, costs, FP32).packing(uniform_bounds(layers, pack_layers))
+    return make_plan(packing, costs, Request(micro_batches, None, 0, None, "auto", policy), policy), costs
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, CostTable, Machine]:
+    layers = draw(st.integers(1, 6))
+    policy = Policy(
+        prefetch=draw(st.booleans()), stash_on_host=draw(st.integers(0, 3)), deferred_update=draw(st.booleans())
+    )
+    plan, costs = planned(layers, draw(st.integers(1, 3)), policy, draw(st.integers(1, 4)))
+    machine = replace(draw(st.sampled_from([GPU, CPU])), beside_update=draw(st.sampled_from([0.5, 0.8, 1.0])))
+    return plan, costs, machine
+
+
+@given(cases())
+@settings(deadline=None)
+def test_a_step_is_never_shorter_than_any_streams_work(case: tuple[Plan, CostTable, Machine]) -> None:
+    plan, costs, machine = case
+    prediction = simulate(plan, costs, machine)
+
+    assert set(prediction.busy_ms) == set(STREAMS)
+    if machine.copies_overlap:
+        assert prediction.step_ms >= max(prediction.busy_ms.values()) - 1e-6
+    else:
+        assert prediction.step_ms >= sum(prediction.busy_ms[s] for s in (COMPUTE, SWAP_IN, SWAP_OUT)) - 1e-6
+        assert prediction.step_ms >= prediction.busy_ms[UPDATE] - 1e-6
+    assert 0.0 <= prediction.idle_share <= 1.0
+
+
+@given(cases())
+@settings(deadline=None)
+def test_jobs_of_one_stream_do_not_overlap(case: tuple[Plan, CostTable, Machine]) -> None:
+    spans = simulate(*case).spans
+    for stream in STREAMS:
+        own = [span for span in spans if span.stream == stream]
+        assert all(a.end_ms <= b.begin_ms + 1e-9 for a, b in itertools.pairwise(own))
+
+
+def test_one_pack_without_anything_to_hide_takes_what_its_parts_take() -> None:
+    plan, costs = planned(2, 2, Policy(prefetch=False, deferred_update=False))
+    prediction = simulate(plan, costs, CPU)
+
+    swap_in, out = 0.01 + 2048 / 1000, 0.01 + 2048 / 1000
+    compute = 3 * (0.25 + 2 * 2.5 + 0.5)
+    update = 500 / 200
+    # The next step's swap-in waits for the update.
+    assert prediction.step_ms == pytest.approx(swap_in + compute + out + update)
+    assert prediction.busy_ms[COMPUTE] == pytest.approx(compute)
+
+
+def test_prefetch_hides_swap_ins_under_compute() -> None:
+    ahead, costs = planned(4, 1, Policy(prefetch=True))
+    late, _ = planned(4, 1, Policy(prefetch=False))
+
+    assert simulate(ahead, costs, GPU).step_ms < simulate(late, costs, GPU).step_ms
+    assert simulate(ahead, costs, GPU).swaps == simulate(late, costs, GPU).swaps
+
+
+def test_bytes_are_those_of_the_tasks() -> None:
+    plan, costs = planned(3, 1, Policy(stash_on_host=ALL_PACKS))
+    swaps = swaps_of(plan, costs)
+
+    assert swaps.weights_in == (3 + 2) * 1024  # 250 elements are aligned to 1,024 bytes
+    assert swaps.gradients_out == 3 * 1024
+    assert swaps.stash_out == swaps.stash_in == 3 * 2 * 256
+    assert swaps.total == 8 * 1024 + 2 * 3 * 2 * 256
+
+
+def test_kept_packs_are_not_swapped_in_again() -> None:
+    plan, costs = planned(3, 1, Policy(kept=(1,)))
+
+    assert swaps_of(plan, costs).weights_in == 4 * 1024
+
+
+def test_what_limits_a_step_gets_better_when_that_is_faster() -> None:
+    slow = replace(GPU, swap_in_bytes_per_ms=10.0, link_bytes_per_ms=1_010.0)
+    plan, costs = planned(4, 1, Policy())
+    prediction = simulate(plan, costs, slow)
+
+    assert prediction.bottleneck == SWAP_IN
+    assert simulate(plan, costs, with_faster(slow, SWAP_IN, 2.0)).step_ms < prediction.step_ms
+
+
+def test_updates_that_are_not_deferred_run_under_the_backward_pass() -> None:
+    immediate, costs = planned(4, 1, Policy(deferred_update=False))
+    deferred, _ = planned(4, 1, Policy(deferred_update=True))
+    slow = replace(GPU, update_elements_per_ms=30.0)
+
+    assert simulate(immediate, costs, slow).step_ms < simulate(deferred, costs, slow).step_ms
+
+
+def test_compute_and_updates_slow_each_other_down_where_they_share_cores() -> None:
+    plan, costs = planned(4, 1, Policy(deferred_update=False))
+
+    alone = simulate(plan, costs, CPU).step_ms
+    assert simulate(plan, costs, replace(CPU, beside_update=0.5)).step_ms > alone
