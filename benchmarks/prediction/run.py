@@ -48,8 +48,8 @@ class Shape:
 
 SHAPES = (
     Shape("gpt2, narrow and deep", 16, 256, 128, 2, 4, (0.5, 0.8, 1.5)),
-    Shape("gpt2, wide and flat", 4, 768, 64, 2, 4, (0.9, 1.2, 2.0)),
-    Shape("gpt2, long sequences", 6, 256, 512, 1, 3, (1.5, 2.5, 4.0)),
+    Shape("gpt2, wide and flat", 4, 768, 64, 2, 4, (1.5, 2.0, 4.0)),
+    Shape("gpt2, long sequences", 6, 256, 512, 1, 3, (2.3, 3.0, 5.0)),
     Shape("llama", 8, 384, 128, 2, 4, (0.6, 1.0, 2.0), "llama"),
 )
 
