@@ -32,6 +32,7 @@ from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.sizes import WHOLE, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ def assemble(
         deferred_update=config.deferred_update,
         element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
         residency=_residency(config, device, device_optimizer),
+        sizes=_sizes(settings.micro_batch),
     )
     graph = layer_graph(decomposition, store.parameters)
     if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
@@ -152,6 +154,12 @@ def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None
     given = settings.pack_layers is not None or settings.plan is not None
     unable = device.budget_bytes is None or optimizer is None or optimizer.refusal is not None
     return "off" if given or unable else "auto"
+
+
+def _sizes(micro_batch: str | tuple[int, int]) -> Sizes | None:
+    if isinstance(micro_batch, tuple):
+        return Sizes(*micro_batch)
+    return WHOLE if micro_batch == "config" else None
 
 
 def _saved_plan(path: str | None) -> Plan | None:

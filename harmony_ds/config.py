@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from harmony_ds.errors import ConfigError
 
 _GIB = 2**30
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 _HONOURED = frozenset(
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "
@@ -58,7 +59,7 @@ _ZERO = frozenset(
 )
 _HARMONY = frozenset(
     "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile "
-    "residency".split()
+    "residency micro_batch".split()
 )
 _DTYPES = {
     "fp32": torch.float32,
@@ -108,6 +109,9 @@ class HarmonySettings:
         plan: a file with a plan to run, in the place of a search.
         profile: a file that times and rates are kept in, and taken from where it was measured on the same.
         residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
+        micro_batch: how many rows of a micro-batch go through a layer at a time: "config" (all of them), "auto" (what
+            the search finds fastest), or numbers for the forward and the backward pass. Losses are over the
+            ds_config's micro-batches in any case.
     """
 
     device: str = "auto"
@@ -122,6 +126,7 @@ class HarmonySettings:
     plan: str | None = None
     profile: str | None = None
     residency: str | int = "auto"
+    micro_batch: str | tuple[int, int] = "config"
 
     @property
     def budget_bytes(self) -> int | None:
@@ -185,7 +190,7 @@ def load_config(
         accumulation_dtype=_accumulation_dtype(raw, compute),
         loss_scale=loss_scale,
         steps_per_print=_steps_per_print(raw.get("steps_per_print")),
-        harmony=_harmony(raw.get("harmony", {})),
+        harmony=_with_sizes(_harmony(raw.get("harmony", {})), raw),
         raw=raw,
         without_meaning=tuple(sorted(raw.keys() & _WITHOUT_MEANING)),
     )
@@ -341,7 +346,13 @@ def _accumulation_dtype(raw: Mapping[str, Any], compute: torch.dtype) -> torch.d
 def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
     """Micro-batch, accumulation steps and batch, by DeepSpeed's rules: batch = micro-batch * steps * world size."""
     batch = _count(raw, "train_batch_size")
-    micro = _count(raw, "train_micro_batch_size_per_gpu")
+    automatic = raw.get(_MICRO_BATCH) == "auto"
+    if automatic and batch is None:
+        raise ConfigError(
+            f'"{_MICRO_BATCH}" is "auto", which leaves the micro-batches to the engine: give "train_batch_size", the '
+            "rows of a step."
+        )
+    micro = None if automatic else _count(raw, _MICRO_BATCH)
     steps = _count(raw, "gradient_accumulation_steps")
     if batch is None and micro is None:
         raise ConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
@@ -392,9 +403,38 @@ def _harmony(block: object) -> HarmonySettings:
         if not isinstance(layers, (list, tuple)) or not all(isinstance(pattern, str) for pattern in layers):
             raise ConfigError(f'harmony.layers must be a list of patterns such as ["model.layers.*"], not {layers!r}.')
         values["layers"] = tuple(layers)
+    if "micro_batch" in values:
+        values["micro_batch"] = _sizes(values["micro_batch"])
     settings = HarmonySettings(**values)
     _check_harmony(settings)
     return settings
+
+
+def _sizes(value: object) -> str | tuple[int, int]:
+    """Rows of a layer call, forward and backward, or a word."""
+    if value in ("config", "auto"):
+        return str(value)
+    both = (value, value)
+    if isinstance(value, Mapping) and set(value) == {"forward", "backward"}:
+        both = (value["forward"], value["backward"])
+    forward, backward = both
+    if not _is_count(forward) or not _is_count(backward):
+        raise ConfigError(
+            f'harmony.micro_batch is {value!r}: it must be "config", "auto", a whole number of rows of at least 1, or '
+            'two such numbers, as {"forward": 8, "backward": 4}.'
+        )
+    assert isinstance(forward, int) and isinstance(backward, int)
+    return forward, backward
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _with_sizes(settings: HarmonySettings, raw: Mapping[str, Any]) -> HarmonySettings:
+    """A micro-batch that is left to the engine is a whole batch, taken through layers in pieces that the search finds."""
+    left = raw.get(_MICRO_BATCH) == "auto" and "micro_batch" not in raw.get("harmony", {})
+    return replace(settings, micro_batch="auto") if left else settings
 
 
 def _check_harmony(settings: HarmonySettings) -> None:

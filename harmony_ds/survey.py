@@ -172,7 +172,7 @@ def _see(assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[], An
     costs, resident = observe(parts, layers, forward, loss_of, 0, graph.resident)
     timing = Timing(parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
     timed = timing.run(costs, forward, loss_of, 0, resident)
-    key = assembly.runner.profile_key(costs.calls, inputs)
+    key = assembly.runner.measuring.key(costs.calls, inputs)
     return _Seen(replace(graph, calls=costs.calls, resident=resident), timed, timing.swaps, key)
 
 

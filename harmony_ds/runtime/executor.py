@@ -227,7 +227,11 @@ class Executor:
     def _fused(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if not micro_batch.forwarded:
+        in_pieces = self._parts.layer_calls.rows.cuts
+        if in_pieces:
+            # One graph of all rows would need the memory that pieces save: this pack is recomputed as the others are.
+            self._forward(work, task)
+        elif not micro_batch.forwarded:
             lane = self._enter(micro_batch)
             while lane.request is not None:
                 micro_batch.pass_position(micro_batch.place(lane.request.layer, work.order))
@@ -239,6 +243,9 @@ class Executor:
             glue = micro_batch.glue
             loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
         del loss
+        if in_pieces:
+            self._backward(work, task)
+            return
         self._settle(micro_batch)
         self._accumulate(task.pack)
 
@@ -247,7 +254,9 @@ class Executor:
         leaves = self._leaves(task.pack)
         for call in micro_batch.take_calls(work.packs[task.pack]):
             micro_batch.glue.settle(call.number)
-            self._parts.layer_calls.backward(call, leaves, self._parts.random.replay)
+            self._parts.layer_calls.backward(
+                call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
+            )
         self._settle(micro_batch)
         self._accumulate(task.pack)
 

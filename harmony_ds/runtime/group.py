@@ -18,7 +18,9 @@ from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
 from harmony_ds.runtime.random_streams import micro_batch_seed
+from harmony_ds.runtime.row_probe import few_rows
 from harmony_ds.runtime.runner import InputChangedError, OffPlanError, Runner
+from harmony_ds.runtime.sample import Sample
 from harmony_ds.runtime.trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
@@ -239,10 +241,15 @@ class StepGroup:
                 floats = [t for t in tensors_in(outputs) if t.requires_grad]
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
+        def few(rows: int) -> Callable[[], Any]:
+            few_args, few_kwargs = few_rows((args, kwargs), rows)
+            return lambda: self._module(*self.on_device(few_args), **self.on_device(few_kwargs))
+
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with self._ledger.aside(), Autocast.entered(micro_batch.autocast):
-            self._runner.measure((args, kwargs), micro_batch.forward, objective, micro_batch.seed, forwarded)
+            sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed)
+            self._runner.measure(sample, forwarded)
 
     # ---- running
 

@@ -23,6 +23,7 @@ from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.runtime.intercept import Autocast, Request
 from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
+from harmony_ds.runtime.pieces import Assembled, Cut, PieceSinks, Rows
 from harmony_ds.runtime.random_streams import State
 from harmony_ds.runtime.trees import Shape, flatten, unflatten
 
@@ -52,7 +53,8 @@ class RecordedCall:
         leaves: its flattened arguments; tensors are replaced by their index into `entries`.
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         sinks: per tensor argument: where its gradient goes, or None.
-        state: random state before the call.
+        states: random state before the call, or before each of its pieces if it draws random numbers.
+        cut: how the call is cut into pieces; None: not at all.
         slots: per tensor output: the sum of its gradients, or None where none flows.
     """
 
@@ -61,7 +63,8 @@ class RecordedCall:
     arguments: Arguments
     tensors: list[StashEntry | Kept]
     sinks: list[Sink | None]
-    state: State
+    states: list[State]
+    cut: Cut | None = None
     slots: list[Slot | None] = field(default_factory=list)
 
     @property
@@ -123,6 +126,15 @@ class Outcome:
     shape: Shape
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """Tensors that a call takes and gives, and whether anything speaks against cutting it."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    may_be_cut: bool
+
+
 class LayerCalls:
     """Runs the layer calls of one model."""
 
@@ -130,6 +142,7 @@ class LayerCalls:
         self._layers = layers
         self._slots = [lending.slots(layer.module) for layer in layers]
         self._stash = stash
+        self.rows = Rows()
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
@@ -143,6 +156,18 @@ class LayerCalls:
         with self._slots[request.layer].filled(copies), _caller_state(request):
             return request.context.run(request.forward, *request.args, **request.kwargs)
 
+    def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+        """As `attached`, for a call without gradients, in pieces where it can be cut."""
+        arguments, tensors = _take_tensors(request)
+        cut = self.rows.cut(request.layer, tensors)
+        if cut is None or not self._may_cut(request.layer, arguments):
+            return self.attached(request, copies)
+        call = RecordedCall(request, 0, arguments, [], [None] * len(tensors), [], cut)
+        outcome = self._run_pieces(call, tensors, copies, lambda: ())
+        result, collected, writes = unflatten(outcome.leaves, outcome.shape)
+        _give_back(call, collected, writes)
+        return result
+
     # ---- cut: forward now, backward later
 
     def forward(
@@ -154,7 +179,7 @@ class LayerCalls:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
-            return self.attached(request, copies), None
+            return self.unrecorded(request, copies), None
         request = _without_cache(request)
         arguments, tensors = _take_tensors(request)
         call = RecordedCall(
@@ -163,7 +188,8 @@ class LayerCalls:
             arguments=arguments,
             tensors=[],
             sinks=[glue.sink(t) if t.requires_grad else None for t in tensors],
-            state=state(),
+            states=[],
+            cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
         )
         given = tensors
         if request.layer in self._changes_inputs:
@@ -171,7 +197,7 @@ class LayerCalls:
         name = self._layers[request.layer].name
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
-        outcome = self._run(call, [t.detach() for t in tensors], copies, [_NOWHERE if s else None for s in call.sinks])
+        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
         outputs = self._cut_outputs(call, outcome, tensors)
         _forget_collected(request)
         arguments.empty_mappings()
@@ -185,8 +211,17 @@ class LayerCalls:
             return outputs, None
         return outputs, call
 
-    def backward(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> bool:
+    def backward(
+        self,
+        call: RecordedCall,
+        copies: Mapping[str, Tensor],
+        replay: Callable[[State], None],
+        gather: Callable[[], None],
+    ) -> bool:
         """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`.
+
+        Args:
+            gather: called between the pieces of a call that is cut: adds up what has reached `copies`.
 
         Returns:
             Whether there was anything to propagate.
@@ -195,28 +230,87 @@ class LayerCalls:
         if all(gradient is None for gradient in gradients):
             self.forget(call)
             return False
-        replay(call.state)
         tensors = [self._tensor(call, kept) for kept in call.tensors]
         if call.request.layer in self._changes_inputs:
             tensors = [t.clone() for t in tensors]
         with self._buffers_kept(call.request.layer):
-            outcome = self._run(call, tensors, copies, call.sinks)
-            outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
-            if len(outputs) != len(gradients):
-                raise ModelError(
-                    f"layer {self._layers[call.request.layer].name} returned {len(gradients)} tensors in forward and "
-                    f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's "
-                    "random numbers alone."
-                )
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
-            ]
-            del outcome, outputs
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            if call.cut is None:
+                replay(call.states[0])
+                self._propagate(call, tensors, gradients, copies, call.sinks)
+            else:
+                sinks = PieceSinks(call.cut, call.sinks, tensors)
+                for number, piece in enumerate(call.cut.pieces(call.cut.backward)):
+                    if number:
+                        gather()
+                    replay(call.states[min(number, len(call.states) - 1)])
+                    sinks.begin(piece)
+                    own, given = call.cut.inputs_of(piece, tensors), call.cut.gradients_of(piece, gradients)
+                    self._propagate(call, own, given, copies, sinks.sinks)
+                sinks.finish()
         self.forget(call)
         return True
+
+    def _propagate(
+        self,
+        call: RecordedCall,
+        tensors: list[Tensor],
+        gradients: list[Tensor | None],
+        copies: Mapping[str, Tensor],
+        sinks: list[Sink | None],
+    ) -> None:
+        outcome = self._run(call, tensors, copies, sinks)
+        outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
+        if len(outputs) != len(gradients):
+            raise ModelError(
+                f"layer {self._layers[call.request.layer].name} returned {len(gradients)} tensors in forward and "
+                f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's "
+                "random numbers alone."
+            )
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        del outcome, outputs
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
+        """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass."""
+        arguments, tensors = _take_tensors(_without_cache(request))
+        sinks: list[Sink | None] = [_NOWHERE if t.requires_grad else None for t in tensors]
+        call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
+        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, lambda: ())
+        outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
+        return Trial(tensors, outputs, self._may_cut(request.layer, arguments))
+
+    def _may_cut(self, layer: int, arguments: Arguments) -> bool:
+        """Mappings that a layer writes into, inputs and statistics that it changes, are of all rows at once."""
+        return not (arguments.mappings or layer in self._changes_inputs or layer in self._changes_buffers)
+
+    def _run_pieces(
+        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
+    ) -> Outcome:
+        """The call over detached `tensors`, forward, piece by piece if it is cut."""
+        sinks = [_NOWHERE if sink else None for sink in call.sinks]
+        call.states.append(state())
+        if call.cut is None:
+            return self._run(call, tensors, copies, sinks)
+        layer, whole = call.request.layer, Assembled(call.cut, tensors)
+        shape = None
+        for piece in call.cut.pieces(call.cut.forward):
+            if piece.first and layer in self.rows.drawing:
+                call.states.append(state())
+            outcome = self._run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
+            shape = shape or outcome.shape
+            whole.add(piece, outcome.inputs, outcome.leaves)
+            del outcome
+        assert shape is not None
+        if layer not in self.rows.drawing and differ(call.states[0], state()):
+            self.rows.drawing.add(layer)
+            raise InputChangedError(
+                f"layer {self._layers[layer].name} draws random numbers, which was not seen when the model was measured."
+            )
+        return Outcome(tensors, whole.leaves, shape)
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
         # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
@@ -343,6 +437,11 @@ def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
 def _caller_state(request: Request) -> Iterator[None]:
     with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
         yield
+
+
+def differ(a: State, b: State) -> bool:
+    """Whether random numbers were drawn between two states."""
+    return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _buffer_versions(modules: list[nn.Module]) -> list[int]:

@@ -97,7 +97,7 @@ class Measurement:
             self._probe = None
             self._random.close()
             self._residency.evict(copy)
-        return self._seen.table()
+        return replace(self._seen.table(), in_pieces=self._calls.rows.cuts)
 
     def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
         seen = self._seen
@@ -246,7 +246,7 @@ class Measurement:
             slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device)
         stretch.begin()
         try:
-            self._calls.backward(recorded, copy.leaves, self._random.replay)
+            self._calls.backward(recorded, copy.leaves, self._random.replay, lambda: self._gather(copy))
             call.backward = max(call.backward, stretch.peak())
         finally:
             self._random.switch(self)
@@ -257,6 +257,12 @@ class Measurement:
                     self._shapes[sink] = (gradient.shape, gradient.dtype)
         if not self._residency.accumulates_in_place:
             call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
+            for leaf in copy.leaves.values():
+                leaf.grad = None
+
+    def _gather(self, copy: DeviceCopy) -> None:
+        """Between the pieces of a call, gradients of another dtype than their sums leave the parameters."""
+        if not self._residency.accumulates_in_place:
             for leaf in copy.leaves.values():
                 leaf.grad = None
 

@@ -20,7 +20,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ProfileError
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.profiler.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ def load_profile(path: Path, key: Mapping[str, str]) -> Profile | None:
     return profile
 
 
-def save_profile(path: Path, machine: Machine, rows: int, table: CostTable, key: Mapping[str, str]) -> None:
+def save_profile(path: Path, profile: Profile) -> None:
     """Writes beside `path` and renames, so that a reader never sees half a file."""
     beside = path.with_name(path.name + ".new")
-    beside.write_text(Profile(machine, ((rows, table),), dict(key)).to_json(), encoding="utf-8")
+    beside.write_text(profile.to_json(), encoding="utf-8")
     beside.replace(path)
 
 

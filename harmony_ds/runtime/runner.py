@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +17,12 @@ from harmony_ds.errors import DoesNotFitError, EngineFailedError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime.executor import Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
-from harmony_ds.runtime.micro_batch import MicroBatch, Objective, OffPlanError
-from harmony_ds.runtime.observe import observe
-from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
-from harmony_ds.runtime.rates import measure_rates
+from harmony_ds.runtime.measuring import Measuring, Shapes, shapes_of
+from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
+from harmony_ds.runtime.sample import Sample
 from harmony_ds.runtime.streaming import Streamer
-from harmony_ds.runtime.timing import Timing
-from harmony_ds.runtime.trees import tensors_in
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
@@ -35,11 +31,11 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, 
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
 from harmony_ds.scheduler.validate import validate
 
 _logger = logging.getLogger(__name__)
 
-Shapes = tuple[tuple[int, ...], ...]
 _TOP = 10
 
 
@@ -54,6 +50,7 @@ class PlanSettings:
         profile: the file in which times and rates are kept.
         deferred_update: whether updates wait for the norm of all gradients.
         element: bytes per element of weights and gradients on the link.
+        sizes: rows of the pieces that layer calls are cut into; None: as the search finds best.
     """
 
     group_size: int
@@ -65,6 +62,7 @@ class PlanSettings:
     plan: Plan | None = None
     profile: Path | None = None
     residency: str | int = "off"
+    sizes: Sizes | None = WHOLE
 
 
 class Runner:
@@ -76,13 +74,15 @@ class Runner:
         self._graph = graph
         self._settings = settings
         self._costs: CostTable | None = None
-        self._machine: Machine | None = None
         self._measured: list[Shapes] = []
         self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
         self._tasks: dict[Group, Work] = {}
+        self._sizes = WHOLE
         self._outgrown = False  # a step took more than planned
         self.executor = Executor(parts, graph.resident)
+        self.measuring = Measuring(parts, self._layers, graph, settings.profile, settings.element.gradient)
+        self.measuring.abandon = self.executor.abandon
         self._streamer = Streamer(
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
         )
@@ -101,18 +101,21 @@ class Runner:
         return self._choices
 
     @property
+    def sizes(self) -> Sizes:
+        """Rows of the pieces that layer calls are cut into."""
+        return self._sizes
+
+    @property
     def graph(self) -> LayerGraph:
         """Layers, and their call order once a micro-batch has been seen."""
         return self._graph
 
     def covers(self, inputs: Any) -> bool:
         """Whether no tensor of `inputs` is larger than what has been measured."""
-        shapes = _shapes(inputs)
+        shapes = shapes_of(inputs)
         return any(_dominates(known, shapes) for known in self._measured)
 
-    def measure(
-        self, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int, queued: Sequence[MicroBatch]
-    ) -> None:
+    def measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
         """Measures the model with one micro-batch and plans anew.
 
         Args:
@@ -126,60 +129,56 @@ class Runner:
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
         self._parts.device_store.drop()
-        table = self._timed(self._observe(forward, objective, seed), inputs, forward, objective, seed)
-        if self._costs is not None:
-            table = self._costs.worst(table)
-        moved = positions_of(self._graph.calls, table.calls)
-        graph = replace(self._graph, calls=table.calls)
-        choices = self._choose(graph, table, self._settings.group_size)
-        plan = choices[0].plan
-        self._costs, self._graph, self._plan, self._choices = table, graph, plan, choices
-        if self._parts.gradients is not None:
-            self._parts.gradients.held = held_deliveries(plan.packing)
-        self._measured.append(_shapes(inputs))
-        self._tasks.clear()
-        for micro_batch in queued:
-            micro_batch.move(moved)
+        settings = self._settings
+        if settings.sizes is not None:
+            tables: Iterator[tuple[Sizes, CostTable]] = iter(
+                [(settings.sizes, self.measuring.table(sample, settings.sizes))]
+            )
+        else:
+            tables = self._by_size(sample)
+        self._adopt(tables, queued)
+        self._measured.append(shapes_of(sample.inputs))
 
-    def _observe(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        table, resident = observe(self._parts, self._layers, forward, objective, seed, self._graph.resident)
-        self._graph = replace(self._graph, resident=resident)
-        self.executor.resident_names = resident
-        return table
+    def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
+        """Costs in pieces of every size that promises to fit, the fastest first."""
+        profile = self.measuring.profile(sample)
+        graph = replace(self._graph, calls=profile.calls, resident=self.measuring.resident)
+        group_size = self._settings.group_size
+        for sizes in rank_sizes(profile, sample.rows, lambda costs: self._choose(graph, costs, group_size)[0]):
+            yield sizes, self.measuring.in_pieces(sample, profile, sizes)
 
-    def _timed(
-        self, table: CostTable, inputs: Any, forward: Callable[[], Any], objective: Objective, seed: int
-    ) -> CostTable:
-        """`table` with times: measured, with the machine's rates if they are not known yet, or kept from earlier."""
-        parts, path = self._parts, self._settings.profile
-        key = self.profile_key(table.calls, inputs)
-        known = None if path is None else load_profile(path, key)
-        if known is not None:
-            self._machine = known.machine
-            return with_times(table, known.tables[0][1])
-        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-        table = timing.run(table, forward, objective, seed, self._graph.resident)
-        if self._machine is None:
-            self._machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
-        if path is not None:
-            save_profile(path, self._machine, _rows(inputs), table, key)
-        return table
-
-    def profile_key(self, calls: tuple[int, ...], inputs: Any) -> dict[str, str]:
-        """What a profile of a micro-batch of `inputs` depends on."""
-        return profile_key(self._graph, calls, _shapes(inputs), self._dtypes(), self._parts.device)
-
-    def _dtypes(self) -> str:
-        element = self._settings.element
-        return f"{self._parts.residency.dtype}, gradients of {element.gradient} bytes"
+    def _adopt(self, tables: Iterator[tuple[Sizes, CostTable]], queued: Sequence[MicroBatch]) -> None:
+        """Plans with the first of `tables` with which anything fits."""
+        failure: DoesNotFitError | None = None
+        for sizes, measured in tables:
+            table = measured if self._costs is None else self._costs.worst(measured)
+            graph = replace(self._graph, calls=table.calls, resident=self.measuring.resident)
+            try:
+                choices = self._choose(graph, table, self._settings.group_size)
+            except DoesNotFitError as error:
+                failure = error
+                continue
+            moved = positions_of(self._graph.calls, table.calls)
+            self.executor.resident_names = self.measuring.resident
+            self._costs, self._graph, self._plan, self._choices = table, graph, choices[0].plan, choices
+            self._sizes = sizes
+            if self._parts.gradients is not None:
+                self._parts.gradients.held = held_deliveries(self._plan.packing)
+            self._tasks.clear()
+            for micro_batch in queued:
+                micro_batch.move(moved)
+            return
+        assert failure is not None
+        raise failure
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
         settings = self._settings
-        assert self._machine is not None
+        machine = self.measuring.machine
+        assert machine is not None
         request = self.request(graph, group_size)
         if settings.plan is not None:
-            return (adopt(settings.plan, graph, costs, self._machine, settings.element, request),)
-        choices = search(graph, costs, self._machine, settings.element, request, top=_TOP)
+            return (adopt(settings.plan, graph, costs, machine, settings.element, request),)
+        choices = search(graph, costs, machine, settings.element, request, top=_TOP)
         if isinstance(settings.residency, int):
             for reason in why_not_resident(choices[0].plan.packing, settings.residency):
                 _logger.warning("%s", reason)
@@ -382,14 +381,6 @@ def layer_graph(decomposition: Decomposition, parameters: dict[str, torch.nn.Par
         (),
         decomposition.resident,
     )
-
-
-def _shapes(inputs: Any) -> Shapes:
-    return tuple(tuple(t.shape) for t in tensors_in(inputs))
-
-
-def _rows(inputs: Any) -> int:
-    return next((t.shape[0] for t in tensors_in(inputs) if t.dim()), 1)
 
 
 def _dominates(known: Shapes, shapes: Shapes) -> bool:

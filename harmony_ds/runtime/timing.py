@@ -148,7 +148,7 @@ class Timing:
             if slot is not None:
                 slot.add(torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device))
         self._lap()
-        self._calls.backward(call, copy.leaves, self._random.replay)
+        self._calls.backward(call, copy.leaves, self._random.replay, lambda: self._residency.accumulate(copy))
         self._residency.accumulate(copy)
         samples.backward.append(self._lap())
         self._random.switch(self)
@@ -181,8 +181,11 @@ class Timing:
                     cost,
                     forward_ms=typical(samples.forward) + typical(samples.glue),
                     backward_ms=backward,
-                    # The graph is built while running forward either way, and propagated through once.
-                    fused_ms=(backward or typical(samples.forward)) + typical(samples.glue),
+                    # The graph is built while running forward either way, and propagated through once; unless it is
+                    # recomputed in pieces.
+                    fused_ms=(backward or typical(samples.forward))
+                    + typical(samples.glue)
+                    + (typical(samples.forward) if backward and self._calls.rows.cuts else 0.0),
                 )
             )
         return replace(costs, costs=tuple(timed), head_ms=typical(self._head), tail_ms=typical(self._tail))

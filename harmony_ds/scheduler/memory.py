@@ -96,8 +96,14 @@ class _PackCosts:
         # The first micro-batch finds no sums of gradients there, the others all of them.
         all_there, first = [0] * (len(self._calls) + 1), self._sums(pack)
         tied = self._tied(pack)
-        self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
         self.backward_bytes = (self._backward(first), self._backward(all_there))
+        self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
+        if costs.in_pieces:
+            held = costs.held_bytes + 2 * costs.scalar_bytes
+            self.fused_bytes = (
+                max(self.forward_bytes, held + self.backward_bytes[0]),
+                max(self.forward_bytes, held + self.backward_bytes[1]),
+            )
 
     @property
     def _is_last(self) -> bool:

@@ -1,0 +1,114 @@
+"""How many rows of a micro-batch go through a layer at a time, forward and backward.
+
+Fewer rows need less working memory, so that packs may be larger or more may stay on the device; more rows keep the
+device busier. Both are known from cost tables of the same micro-batch in pieces of several sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.search import Choice, steps
+
+_GAIN = 0.99
+"""A size that is not at least this much faster than a smaller one is not looked at."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Sizes:
+    """Rows of a piece in the forward packs, and in the backward pass; 0: whole micro-batches."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
+
+
+WHOLE = Sizes()
+
+
+def doubling(rows: int) -> Iterator[int]:
+    """1, 2, 4, ... and `rows`: the sizes to measure."""
+    size = 1
+    while size < rows:
+        yield size
+        size *= 2
+    yield rows
+
+
+def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
+    """Costs of a micro-batch of `rows` rows in pieces of `sizes`.
+
+    Args:
+        profile: tables of it by the size of its pieces, the same in both passes.
+    """
+    there, back = profile.at(sizes.forward or rows), profile.at(sizes.backward or rows)
+    in_pieces = there.in_pieces or back.in_pieces or min(sizes.forward or rows, sizes.backward or rows) < rows
+    costs = tuple(_both(f, b, in_pieces) for f, b in zip(there.costs, back.costs, strict=True))
+    return replace(back, costs=costs, in_pieces=in_pieces)
+
+
+def _both(there: CallCost, back: CallCost, in_pieces: bool) -> CallCost:
+    fused = there.forward_ms + back.backward_ms if in_pieces else back.fused_ms
+    return replace(back, forward_bytes=there.forward_bytes, forward_ms=there.forward_ms, fused_ms=fused)
+
+
+def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable], Choice]) -> list[Sizes]:
+    """Sizes that fit, those of the fastest plan first.
+
+    Args:
+        choose: the best plan with given costs; raises DoesNotFitError.
+
+    Raises:
+        DoesNotFitError: none fits.
+    """
+    found: list[tuple[tuple[int, int, Sizes], Sizes]] = []
+    best_ms = float("inf")
+    failure: DoesNotFitError | None = None
+    for bound_ms, sizes in _promising(profile, rows):
+        if bound_ms > best_ms:
+            break
+        costs = combined(profile, sizes, rows)
+        try:
+            choice = choose(costs)
+        except DoesNotFitError as error:
+            failure = error
+            continue
+        prediction = choice.prediction
+        best_ms = min(best_ms, prediction.step_ms)
+        found.append(((steps(prediction.step_ms), prediction.swaps.total, sizes), sizes))
+    if not found:
+        assert failure is not None
+        raise failure
+    return [sizes for _, sizes in sorted(found)]
+
+
+def _promising(profile: Profile, rows: int) -> list[tuple[float, Sizes]]:
+    """Pairs of sizes with the least time that one micro-batch's layers take in them, ascending."""
+    measured = [size for size, _ in profile.tables]
+    every = sorted({*measured, *(3 * size // 2 for size in measured if size > 1 and 3 * size // 2 < measured[-1])})
+    tables = {size: profile.at(size) for size in every}
+    there = _front((size, sum(c.forward_ms for c in table.costs)) for size, table in tables.items())
+    back = _front((size, sum(c.backward_ms for c in table.costs)) for size, table in tables.items())
+    pairs = []
+    for f in there:
+        for b in back:
+            costs = combined(profile, Sizes(f, b), rows).costs
+            pairs.append((sum(min(c.fused_ms, c.forward_ms + c.backward_ms) for c in costs), Sizes(f, b)))
+    return sorted(pairs)
+
+
+def _front(times: Iterable[tuple[int, float]]) -> list[int]:
+    """The sizes that are faster than every smaller one."""
+    chosen: list[int] = []
+    best_ms = float("inf")
+    for size, ms in times:
+        if ms < best_ms * _GAIN or not chosen:
+            chosen.append(size)
+            best_ms = ms
+    return chosen
