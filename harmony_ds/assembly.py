@@ -125,17 +125,18 @@ def assemble(
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
     )
+    saved = _saved_plan(settings.plan)
     plan_settings = PlanSettings(
         group_size=config.gradient_accumulation_steps,
         pack_layers=settings.pack_layers,
-        plan=_saved_plan(settings.plan),
+        plan=saved,
         profile=None if settings.profile is None else Path(settings.profile),
         stash=settings.stash,
         prefetch=settings.prefetch,
         deferred_update=config.deferred_update,
         element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
         residency=_residency(config, device, device_optimizer),
-        sizes=_sizes(settings.micro_batch),
+        sizes=_sizes(settings.micro_batch) if saved is None else Sizes.of(saved.policy),
     )
     graph = layer_graph(decomposition, store.parameters)
     if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):

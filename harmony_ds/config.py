@@ -469,3 +469,5 @@ def _check_files(settings: HarmonySettings) -> None:
             raise ConfigError(f"harmony.{key} must be the path of a JSON file, not {value!r}.")
     if settings.plan is not None and settings.pack_layers is not None:
         raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")
+    if settings.plan is not None and settings.micro_batch != "config":
+        raise ConfigError("harmony.plan says how layer calls are cut: leave harmony.micro_batch out.")

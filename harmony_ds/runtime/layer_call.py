@@ -6,9 +6,6 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
-import collections.abc
-import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +17,22 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.runtime.arguments import (
+    Arguments,
+    collecting,
+    forget_collected,
+    give_back,
+    is_plain,
+    take_tensors,
+    without_cache,
+    writes_of,
+)
 from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.runtime.intercept import Autocast, Request
 from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
 from harmony_ds.runtime.pieces import Assembled, Cut, PieceSinks, Rows
 from harmony_ds.runtime.random_streams import State
 from harmony_ds.runtime.trees import Shape, flatten, unflatten
-
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class _Nowhere:
@@ -81,43 +86,6 @@ class Kept:
 
 
 @dataclass(slots=True, eq=False)
-class Arguments:
-    """Arguments of a layer call with their tensors taken out, and mappings that the layer may write into."""
-
-    leaves: list[Any]
-    shape: Shape
-    places: list[list[int]]  # per distinct tensor: the leaves that it stands in
-    mappings: list[tuple[int, dict[Any, Any]]]  # leaf, content before the call
-    inside: list[Any]  # the leaves of those contents; places count on from `leaves`
-    inside_shape: Shape
-
-    def empty_mappings(self) -> None:
-        """Lets go of what others will write into the mappings: the call is run again with what was in them before."""
-        for place, _ in self.mappings:
-            shell = copy.copy(self.leaves[place])
-            shell.clear()
-            self.leaves[place] = shell
-
-    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-        """Positional and keyword arguments over `tensors`; mappings are copies, returned last."""
-        leaves = [*self.leaves, *self.inside]
-        for tensor, places in zip(tensors, self.places, strict=True):
-            for place in places:
-                leaves[place] = tensor
-        inside = leaves[len(self.leaves) :]
-        del leaves[len(self.leaves) :]
-        copies: list[Any] = []
-        for (place, _), content in zip(self.mappings, unflatten(inside, self.inside_shape), strict=True):
-            clone = copy.copy(leaves[place])
-            clone.clear()
-            clone.update(content)
-            leaves[place] = clone
-            copies.append(clone)
-        args, kwargs = unflatten(leaves, self.shape)
-        return args, kwargs, copies
-
-
-@dataclass(slots=True, eq=False)
 class Outcome:
     """What a run of a layer left: its output leaves, and how to give them back."""
 
@@ -152,20 +120,23 @@ class LayerCalls:
     def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
-            request = _without_cache(request)
+            request = without_cache(request)
         with self._slots[request.layer].filled(copies), _caller_state(request):
             return request.context.run(request.forward, *request.args, **request.kwargs)
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
-        arguments, tensors = _take_tensors(request)
+        if not self.rows.cuts:
+            return self.attached(request, copies)
+        without = without_cache(request)
+        arguments, tensors = take_tensors(without)
         cut = self.rows.cut(request.layer, tensors)
         if cut is None or not self._may_cut(request.layer, arguments):
             return self.attached(request, copies)
-        call = RecordedCall(request, 0, arguments, [], [None] * len(tensors), [], cut)
+        call = RecordedCall(without, 0, arguments, [], [None] * len(tensors), [], cut)
         outcome = self._run_pieces(call, tensors, copies, lambda: ())
         result, collected, writes = unflatten(outcome.leaves, outcome.shape)
-        _give_back(call, collected, writes)
+        give_back(call.request, call.arguments, collected, writes)
         return result
 
     # ---- cut: forward now, backward later
@@ -180,8 +151,8 @@ class LayerCalls:
         """
         if not request.grad:
             return self.unrecorded(request, copies), None
-        request = _without_cache(request)
-        arguments, tensors = _take_tensors(request)
+        request = without_cache(request)
+        arguments, tensors = take_tensors(request)
         call = RecordedCall(
             request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
             number=number,
@@ -199,7 +170,7 @@ class LayerCalls:
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
         outputs = self._cut_outputs(call, outcome, tensors)
-        _forget_collected(request)
+        forget_collected(request)
         arguments.empty_mappings()
         if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
             self._changes_inputs.add(request.layer)
@@ -276,7 +247,7 @@ class LayerCalls:
 
     def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass."""
-        arguments, tensors = _take_tensors(_without_cache(request))
+        arguments, tensors = take_tensors(without_cache(request))
         sinks: list[Sink | None] = [_NOWHERE if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, lambda: ())
@@ -284,8 +255,9 @@ class LayerCalls:
         return Trial(tensors, outputs, self._may_cut(request.layer, arguments))
 
     def _may_cut(self, layer: int, arguments: Arguments) -> bool:
-        """Mappings that a layer writes into, inputs and statistics that it changes, are of all rows at once."""
-        return not (arguments.mappings or layer in self._changes_inputs or layer in self._changes_buffers)
+        """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
+        changes = layer in self._changes_inputs or layer in self._changes_buffers
+        return not changes and not arguments.mappings and all(map(is_plain, arguments.leaves))
 
     def _run_pieces(
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
@@ -346,11 +318,13 @@ class LayerCalls:
         args, kwargs, mappings = call.arguments.filled(inputs)
         buffered = self._buffered[request.layer]
         versions = _buffer_versions(buffered)
-        with self._slots[request.layer].filled(copies), _caller_state(request), _collecting(request) as collected:
+        with self._slots[request.layer].filled(copies), _caller_state(request), collecting(request) as collected:
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered and request.layer not in self._changes_buffers and self._have_changed(buffered, versions):
             self._changes_buffers.add(request.layer)
-        writes = [_writes(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)]
+        writes = [
+            writes_of(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)
+        ]
         leaves, shape = flatten((result, collected, writes))
         return Outcome(inputs, leaves, shape)
 
@@ -380,7 +354,7 @@ class LayerCalls:
         for place, tensor in zip(cut_places, cut([leaves[p].detach() for p in cut_places], slots), strict=True):
             leaves[place] = tensor
         result, collected, writes = unflatten(leaves, outcome.shape)
-        _give_back(call, collected, writes)
+        give_back(call.request, call.arguments, collected, writes)
         return result
 
     @contextmanager
@@ -401,38 +375,6 @@ class InputChangedError(ModelError):
     """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
 
 
-def _without_cache(request: Request) -> Request:
-    """In training there is no cache to fill, and a recomputation would fill it twice (as transformers' own
-    gradient checkpointing does).
-    """
-    kwargs = dict(request.kwargs)
-    for key in _CACHE_ARGUMENTS:
-        if kwargs.get(key) is not None:
-            kwargs[key] = None
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    args = tuple(None if type(a).__name__.endswith("Cache") else a for a in request.args)
-    return Request(request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast)
-
-
-def _take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
-    leaves, shape = flatten((request.args, request.kwargs))
-    mappings = [
-        (place, dict(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, collections.abc.MutableMapping)
-    ]
-    inside, inside_shape = flatten([content for _, content in mappings])
-    places: dict[int, list[int]] = {}
-    tensors: dict[int, Tensor] = {}
-    for place, leaf in enumerate([*leaves, *inside]):
-        if isinstance(leaf, Tensor):
-            tensors[id(leaf)] = leaf
-            places.setdefault(id(leaf), []).append(place)
-    kept = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in inside]
-    arguments = Arguments(kept, shape, list(places.values()), mappings, rest, inside_shape)
-    return arguments, list(tensors.values())
-
-
 @contextmanager
 def _caller_state(request: Request) -> Iterator[None]:
     with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
@@ -446,59 +388,3 @@ def differ(a: State, b: State) -> bool:
 
 def _buffer_versions(modules: list[nn.Module]) -> list[int]:
     return [b._version for m in modules for b in m._buffers.values() if b is not None]
-
-
-# ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
-
-
-def _collector_variable() -> Any:
-    # Never imported for its own sake: a model that uses it has imported it.
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    variable = getattr(capturing, "_active_collector", None)
-    return getattr(variable, "context_var", variable)
-
-
-@contextmanager
-def _collecting(request: Request) -> Iterator[dict[str, list[Any]]]:
-    """While open, what the layer collects goes into the yielded lists instead of the caller's."""
-    variable = _collector_variable()
-    outer = request.context.run(variable.get) if variable is not None else None
-    if outer is None:
-        yield {}
-        return
-    inner: dict[str, Any] = {key: [] if isinstance(value, list) else value for key, value in outer.items()}
-    token = request.context.run(variable.set, inner)
-    collected: dict[str, list[Any]] = {}
-    try:
-        yield collected
-    finally:
-        request.context.run(variable.reset, token)
-        collected.update({key: value for key, value in inner.items() if isinstance(value, list) and value})
-
-
-def _give_back(call: RecordedCall, collected: dict[str, list[Any]], writes: list[dict[Any, Any]]) -> None:
-    """Lets the caller see what the layer collected and wrote, with cut tensors."""
-    if collected:
-        outer = call.request.context.run(_collector_variable().get)
-        for key, values in collected.items():
-            outer[key].extend(values)
-    for (place, _), written in zip(call.arguments.mappings, writes, strict=True):
-        call.arguments.leaves[place].update(written)
-
-
-def _forget_collected(request: Request) -> None:
-    """Leaves nothing in the call's context that later layers collect: a recorded call would keep it, graphs included."""
-    variable = _collector_variable()
-    outer = request.context.run(variable.get) if variable is not None else None
-    if outer is not None:
-        request.context.run(variable.set, {k: [] if isinstance(v, list) else v for k, v in outer.items()})
-
-
-def _writes(before: dict[Any, Any], after: Any) -> dict[Any, Any]:
-    """What a layer put into a mapping that it was given."""
-    return {
-        key: value
-        for key, value in dict(after).items()
-        if key not in before
-        or any(a is not b for a, b in zip(flatten(value)[0], flatten(before[key])[0], strict=False))
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +74,10 @@ class MicroBatch:
         """The recorded calls of `pack`."""
         return [call for position, call in self.calls if position in pack.positions]
 
-    def take_calls(self, pack: Pack) -> list[RecordedCall]:
-        """The recorded calls of `pack`, the last one first; they are no longer recorded."""
-        taken: list[RecordedCall] = []
+    def take_calls(self, pack: Pack) -> Iterator[RecordedCall]:
+        """The recorded calls of `pack`, the last one first; each is recorded no longer, and kept by nobody else."""
         while self.calls and self.calls[-1][0] >= pack.positions[0]:
-            taken.append(self.calls.pop()[1])
-        return taken
+            yield self.calls.pop()[1]
 
     def move(self, positions: tuple[int, ...]) -> None:
         """The call order has grown: `positions[p]` is where the call once at `p` is now."""

@@ -144,7 +144,11 @@ class Runner:
         profile = self.measuring.profile(sample)
         graph = replace(self._graph, calls=profile.calls, resident=self.measuring.resident)
         group_size = self._settings.group_size
-        for sizes in rank_sizes(profile, sample.rows, lambda costs: self._choose(graph, costs, group_size)[0]):
+
+        def choose(costs: CostTable, sizes: Sizes) -> Choice:
+            return self._choose(graph, costs, group_size, sizes)[0]
+
+        for sizes in rank_sizes(profile, sample.rows, choose):
             yield sizes, self.measuring.in_pieces(sample, profile, sizes)
 
     def _adopt(self, tables: Iterator[tuple[Sizes, CostTable]], queued: Sequence[MicroBatch]) -> None:
@@ -154,7 +158,7 @@ class Runner:
             table = measured if self._costs is None else self._costs.worst(measured)
             graph = replace(self._graph, calls=table.calls, resident=self.measuring.resident)
             try:
-                choices = self._choose(graph, table, self._settings.group_size)
+                choices = self._choose(graph, table, self._settings.group_size, sizes)
             except DoesNotFitError as error:
                 failure = error
                 continue
@@ -171,11 +175,11 @@ class Runner:
         assert failure is not None
         raise failure
 
-    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int) -> tuple[Choice, ...]:
+    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
         settings = self._settings
         machine = self.measuring.machine
         assert machine is not None
-        request = self.request(graph, group_size)
+        request = self.request(graph, group_size, sizes)
         if settings.plan is not None:
             return (adopt(settings.plan, graph, costs, machine, settings.element, request),)
         choices = search(graph, costs, machine, settings.element, request, top=_TOP)
@@ -184,7 +188,7 @@ class Runner:
                 _logger.warning("%s", reason)
         return choices
 
-    def request(self, graph: LayerGraph, group_size: int) -> Request:
+    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
         """What is asked of the search for a plan."""
         settings = self._settings
         return Request(
@@ -193,7 +197,12 @@ class Runner:
             resident_bytes=self._resident_bytes(graph),
             pack_layers=settings.pack_layers,
             stash=settings.stash,
-            policy=Policy(prefetch=settings.prefetch, deferred_update=settings.deferred_update),
+            policy=Policy(
+                prefetch=settings.prefetch,
+                deferred_update=settings.deferred_update,
+                forward_rows=sizes.forward,
+                backward_rows=sizes.backward,
+            ),
             residency=settings.residency,
             resident_set=self._resident_set(graph),
         )
@@ -220,7 +229,7 @@ class Runner:
         assert self._plan is not None and self._costs is not None
         if self._outgrown or len(micro_batches) > self._plan.micro_batches:
             size = max(len(micro_batches), self._plan.micro_batches)
-            self._choices = self._choose(self._graph, self._costs, size)
+            self._choices = self._choose(self._graph, self._costs, size, self._sizes)
             self._plan = self._choices[0].plan
             self._tasks.clear()
             self._outgrown = False

@@ -115,6 +115,7 @@ class Policy:
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         gradient_slabs: packs whose gradients may wait on the host for an update that is not deferred.
+        forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
     """
 
     prefetch: bool = True
@@ -123,6 +124,8 @@ class Policy:
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
     gradient_slabs: int = 3
+    forward_rows: int = 0
+    backward_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

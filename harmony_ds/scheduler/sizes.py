@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice, steps
 
 _GAIN = 0.99
@@ -24,6 +25,11 @@ class Sizes:
 
     forward: int = 0
     backward: int = 0
+
+    @staticmethod
+    def of(policy: Policy) -> Sizes:
+        """Those of a plan."""
+        return Sizes(policy.forward_rows, policy.backward_rows)
 
     def __str__(self) -> str:
         return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
@@ -58,11 +64,11 @@ def _both(there: CallCost, back: CallCost, in_pieces: bool) -> CallCost:
     return replace(back, forward_bytes=there.forward_bytes, forward_ms=there.forward_ms, fused_ms=fused)
 
 
-def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable], Choice]) -> list[Sizes]:
+def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes], Choice]) -> list[Sizes]:
     """Sizes that fit, those of the fastest plan first.
 
     Args:
-        choose: the best plan with given costs; raises DoesNotFitError.
+        choose: the best plan with given costs in pieces of these sizes; raises DoesNotFitError.
 
     Raises:
         DoesNotFitError: none fits.
@@ -75,7 +81,7 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable], Choice
             break
         costs = combined(profile, sizes, rows)
         try:
-            choice = choose(costs)
+            choice = choose(costs, sizes)
         except DoesNotFitError as error:
             failure = error
             continue

@@ -32,10 +32,13 @@ class Case:
     stash: str
     prefetch: bool
     budget_bytes: int | None = None
+    sizes: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         packs = "auto" if self.pack_layers is None else self.pack_layers
-        return f"{self.model}-b{self.batch}-p{packs}-{self.stash}-{'ahead' if self.prefetch else 'late'}"
+        return f"{self.model}-b{self.batch}-p{packs}-{self.stash}-{'ahead' if self.prefetch else 'late'}" + (
+            "" if self.sizes is None else f"-rows{self.sizes[0]}-{self.sizes[1]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def train(case: Case) -> Peak:
     harmony: dict[str, Any] = {"seed": 0, "stash": case.stash, "prefetch": case.prefetch}
     if case.pack_layers is not None:
         harmony["pack_layers"] = case.pack_layers
+    if case.sizes is not None:
+        harmony["micro_batch"] = {"forward": case.sizes[0], "backward": case.sizes[1]}
     config: Mapping[str, Any] = {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": GROUP,

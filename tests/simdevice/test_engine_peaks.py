@@ -21,7 +21,13 @@ LOOSE = {
     # propagated back. The plan counts all of them until the last call is.
     "SkipNet": 1.18,
 }
-CASES = [Case(model, *way) for model in MODELS for way in WAYS]
+PIECES = [
+    (5, packs, stash, True, None, sizes)
+    for packs in (1, ALL_CALLS)
+    for stash in ("host", "device")
+    for sizes in ((3, 2), (1, 1), (2, 5))
+]
+CASES = [Case(model, *way) for model in MODELS for way in (*WAYS, *PIECES)]
 
 
 def check(case: Case, peak: Peak) -> None:
