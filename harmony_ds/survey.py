@@ -19,17 +19,20 @@ from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
-from harmony_ds.errors import ModelError, ProfileError
+from harmony_ds.errors import DoesNotFitError, ModelError, ProfileError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.runtime.measuring import SEVERAL
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.runtime.observe import observe
-from harmony_ds.runtime.rates import measure_rates
-from harmony_ds.runtime.timing import Timing
+from harmony_ds.runtime.row_probe import few_rows
+from harmony_ds.runtime.sample import Sample
+from harmony_ds.runtime.trees import map_tensors
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
 
 _STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """fp32 numbers per parameter; other optimizers are taken for Adam-like."""
@@ -43,20 +46,18 @@ class Survey:
 
     Attributes:
         graph: layers, parameters and the call order.
-        profile: costs of the configured micro-batch, and the machine's rates.
+        profile: costs of the configured micro-batch (in pieces of several sizes, where the search may choose), and the
+            machine's rates.
+        costs: of the configured micro-batch, in the pieces that its layer calls are cut into.
         element: bytes per element on the link.
         request: what the ds_config asks of a plan.
     """
 
     graph: LayerGraph
     profile: Profile
+    costs: CostTable
     element: ElementBytes
     request: Request
-
-    @property
-    def costs(self) -> CostTable:
-        """Of the configured micro-batch."""
-        return self.profile.tables[-1][1]
 
 
 def estimate(
@@ -74,7 +75,7 @@ def estimate(
     machine = hardware.machine(update_cost(config))
     survey = _on_meta(model, inputs, config, hardware.kernels(), kernels, machine)
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return replace(survey, request=replace(survey.request, budget_bytes=budget))
+    return _sized(replace(survey, request=replace(survey.request, budget_bytes=budget)), config)
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
@@ -84,15 +85,15 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
         ModelError: the model cannot be decomposed.
         BaseException: whatever the model raised.
     """
+    config = replace(config, harmony=replace(config.harmony, profile=None))
     assembly = assemble(model, config, None, None, None)
-    parts = assembly.parts
+    device = assembly.parts.device
     try:
-        moved = {key: parts.device.upload(v) if isinstance(v, torch.Tensor) else v for key, v in inputs.items()}
-        seen = _see(assembly, inputs, lambda: model(**moved))
-        machine = measure_rates(parts.device, parts.optimizer, config.compute_dtype, seen.swaps)
+        moved = map_tensors(device.upload, dict(inputs))
+        seen = _see(assembly, moved, lambda given: model(**given), None)
     finally:
         assembly.destroy()
-    return _survey(assembly, config, seen, machine)
+    return _sized(_survey(assembly, config, seen), config)
 
 
 def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
@@ -109,13 +110,19 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
-    costs = profile.at(config.micro_batch)
+    if profile.key.get("pieces") != found.profile.key.get("pieces"):
+        raise ProfileError(
+            "the profile was made with another harmony.micro_batch than the ds_config's: profile again, with this "
+            "ds_config."
+        )
     budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    return replace(
-        found,
-        profile=replace(profile, tables=((config.micro_batch, costs),)),
-        request=replace(found.request, budget_bytes=budget),
-    )
+    request = replace(found.request, budget_bytes=budget)
+    if not _of_several_sizes(profile):
+        costs = profile.at(config.micro_batch)
+        return replace(
+            found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs, request=request
+        )
+    return _sized(replace(found, profile=profile, request=request), config)
 
 
 def _of_model(profile: Profile) -> dict[str, str]:
@@ -144,12 +151,12 @@ def _on_meta(
     with on_meta(rates, kernels) as clock:
         assembly = assemble(model, _bare(config), None, None, MetaDevice(lambda: clock.ms))
         try:
-            seen = _see(assembly, inputs, lambda: model(**inputs))
+            seen = _see(assembly, inputs, lambda given: model(**given), machine)
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
-        return _survey(assembly, config, seen, machine)
+        return _survey(assembly, config, seen)
 
 
 def _bare(config: Config) -> Config:
@@ -159,25 +166,60 @@ def _bare(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one micro-batch showed, and the key of a profile of it."""
+    """What one micro-batch showed."""
 
     graph: LayerGraph
-    costs: CostTable
-    swaps: list[tuple[int, float]]
-    key: dict[str, str]
+    profile: Profile
+    sizes: Sizes
 
 
-def _see(assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[], Any]) -> _Seen:
-    parts, layers, graph = assembly.parts, assembly.layers, assembly.runner.graph
-    costs, resident = observe(parts, layers, forward, loss_of, 0, graph.resident)
-    timing = Timing(parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-    timed = timing.run(costs, forward, loss_of, 0, resident)
-    key = assembly.runner.measuring.key(costs.calls, inputs)
-    return _Seen(replace(graph, calls=costs.calls, resident=resident), timed, timing.swaps, key)
+def _see(
+    assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[Mapping[str, Any]], Any], machine: Machine | None
+) -> _Seen:
+    """`machine`: its rates, if they need not be measured."""
+    runner = assembly.runner
+    measuring, wanted = runner.measuring, runner.wanted_sizes
+    measuring.machine = machine
+    sample = Sample(
+        inputs, lambda: forward(inputs), lambda rows: lambda: forward(few_rows(dict(inputs), rows)), loss_of, 0
+    )
+    if wanted is None:
+        profile = measuring.profile(sample)
+    else:
+        table = measuring.table(sample, wanted)
+        assert measuring.machine is not None
+        key = measuring.key(table.calls, inputs, wanted)
+        profile = Profile(measuring.machine, ((sample.rows, table),), key)
+    graph = replace(runner.graph, calls=profile.calls, resident=measuring.resident)
+    return _Seen(graph, profile, wanted or WHOLE)
 
 
-def _survey(assembly: Assembly, config: Config, seen: _Seen, machine: Machine) -> Survey:
+def _survey(assembly: Assembly, config: Config, seen: _Seen) -> Survey:
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-    profile = Profile(machine, ((config.micro_batch, seen.costs),), seen.key)
-    request = assembly.runner.request(seen.graph, config.gradient_accumulation_steps)
-    return Survey(seen.graph, profile, element, request)
+    request = assembly.runner.request(seen.graph, config.gradient_accumulation_steps, seen.sizes)
+    return Survey(seen.graph, seen.profile, seen.profile.tables[-1][1], element, request)
+
+
+def _of_several_sizes(profile: Profile) -> bool:
+    return profile.key.get("pieces") == SEVERAL
+
+
+def _sized(survey: Survey, config: Config) -> Survey:
+    """Where the search may choose: with the sizes of pieces of the fastest plan; of the smallest if nothing fits."""
+    profile, rows = survey.profile, config.micro_batch
+    if not _of_several_sizes(profile):
+        return survey
+
+    def with_sizes(sizes: Sizes) -> Survey:
+        policy = replace(survey.request.policy, forward_rows=sizes.forward, backward_rows=sizes.backward)
+        costs = combined(profile, sizes, rows)
+        return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
+
+    def choose(costs: CostTable, sizes: Sizes) -> Choice:
+        return search(survey.graph, costs, profile.machine, survey.element, with_sizes(sizes).request)[0]
+
+    try:
+        return with_sizes(rank_sizes(profile, rows, choose)[0])
+    except DoesNotFitError:
+        smallest = profile.tables[0][0]
+        return with_sizes(Sizes(smallest, smallest))

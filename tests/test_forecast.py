@@ -64,7 +64,7 @@ def situation(
         policy=Policy(deferred_update=clipping),
     )
     profile = Profile(replace(MACHINE, **machine), ((1, costs),))
-    survey = Survey(graph, profile, ElementBytes(2, 4), request)
+    survey = Survey(graph, profile, profile.tables[-1][1], ElementBytes(2, 4), request)
     return Situation(survey, states=2, gradient_slabs=3, host_budget_bytes=None, items=100)
 
 

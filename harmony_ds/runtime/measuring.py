@@ -30,7 +30,12 @@ from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling
 
 _logger = logging.getLogger(__name__)
 
+SEVERAL = "of several sizes"
+"""In the key of a profile: its tables are of one micro-batch in pieces of different sizes."""
 Shapes = tuple[tuple[int, ...], ...]
+
+
+_MOST_COUNTED = 8
 
 
 class Measuring:
@@ -60,7 +65,7 @@ class Measuring:
         """
         self.cut(sample, sizes)
         table = self._observe(sample)
-        key = self.key(table.calls, sample.inputs, None if sizes == WHOLE else str(sizes))
+        key = self.key(table.calls, sample.inputs, sizes)
         known = self._load(key)
         if known is not None:
             return with_times(table, known.tables[0][1])
@@ -75,12 +80,14 @@ class Measuring:
             torch.OutOfMemoryError: it does not hold single rows.
         """
         self._probe(sample)
-        key = self.key(self._probed_calls, sample.inputs, "of several sizes")
+        key = self.key(self._probed_calls, sample.inputs, None)
         known = self._load(key)
         if known is not None:
             return known
         tables: list[tuple[int, CostTable]] = []
-        for size in doubling(sample.rows):
+        # On a device that only counts, every piece takes the host as long as a whole micro-batch.
+        smallest = 1 if self._parts.device.has_values else max(1, sample.rows // _MOST_COUNTED)
+        for size in doubling(sample.rows, smallest):
             try:
                 self.cut(sample, Sizes(size, size))
                 table = self._observe(sample)
@@ -134,10 +141,10 @@ class Measuring:
 
     # ---- the file
 
-    def key(self, calls: tuple[int, ...], inputs: Any, pieces: str | None = None) -> dict[str, str]:
-        """What a profile of a micro-batch of `inputs` depends on; `pieces` says how its calls are cut."""
+    def key(self, calls: tuple[int, ...], inputs: Any, sizes: Sizes | None) -> dict[str, str]:
+        """What a profile of a micro-batch of `inputs` depends on; `sizes` of its pieces, None: several."""
         key = profile_key(self._graph, calls, shapes_of(inputs), self._dtypes, self._parts.device)
-        return key if pieces is None else {**key, "pieces": pieces}
+        return key if sizes == WHOLE else {**key, "pieces": SEVERAL if sizes is None else str(sizes)}
 
     def _load(self, key: dict[str, str]) -> Profile | None:
         known = None if self._path is None else load_profile(self._path, key)

@@ -101,6 +101,11 @@ class Runner:
         return self._choices
 
     @property
+    def wanted_sizes(self) -> Sizes | None:
+        """As configured; None: as the search finds best."""
+        return self._settings.sizes
+
+    @property
     def sizes(self) -> Sizes:
         """Rows of the pieces that layer calls are cut into."""
         return self._sizes

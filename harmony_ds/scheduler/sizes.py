@@ -38,9 +38,9 @@ class Sizes:
 WHOLE = Sizes()
 
 
-def doubling(rows: int) -> Iterator[int]:
-    """1, 2, 4, ... and `rows`: the sizes to measure."""
-    size = 1
+def doubling(rows: int, smallest: int = 1) -> Iterator[int]:
+    """`smallest`, twice that, ... and `rows`: the sizes to measure."""
+    size = smallest
     while size < rows:
         yield size
         size *= 2
