@@ -127,7 +127,7 @@ def assemble(
     plan_settings = PlanSettings(
         group_size=config.gradient_accumulation_steps,
         pack_layers=settings.pack_layers,
-        plan=_saved_plan(settings.plan),
+        plan=saved_plan(settings.plan),
         profile=None if settings.profile is None else Path(settings.profile),
         stash=settings.stash,
         prefetch=settings.prefetch,
@@ -154,7 +154,12 @@ def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None
     return "off" if given or unable else "auto"
 
 
-def _saved_plan(path: str | None) -> Plan | None:
+def saved_plan(path: str | None) -> Plan | None:
+    """The plan that `harmony.plan` names.
+
+    Raises:
+        ConfigError: there is none in that file.
+    """
     if path is None:
         return None
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import logging
 import time
 import warnings
@@ -466,15 +465,15 @@ class HarmonyEngine(nn.Module):
         with self._runner.recording() as steps:
             yield steps
 
-    def save_trace(self, path: str | Path, executed: ExecutedStep | None = None) -> None:
-        """Writes the predicted step, and beside it the `executed` one, for https://ui.perfetto.dev.
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
 
         Raises:
             RuntimeError: there is no plan yet.
         """
         if self._runner.plan is None:
-            raise RuntimeError("there is no plan before the first micro-batch: save_trace() draws the one that runs.")
-        Path(path).write_text(json.dumps(self._runner.trace(executed)), encoding="utf-8")
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
+        return self._runner.trace(executed)
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""
