@@ -26,7 +26,7 @@ from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.trace import ExecutedStep, trace_of
+from harmony_ds.scheduler.trace import ExecutedStep, busy_of, trace_of
 from harmony_ds.survey import Survey
 
 Output = Annotated[
@@ -121,7 +121,7 @@ def _as_json(drawn: _Drawn, output: Path) -> dict[str, Any]:
         "model": drawn.name,
         "plan": drawn.choice.reason,
         "trace": str(output),
-        "simulated": {"step_ms": prediction.step_ms, "busy_ms": dict(prediction.busy_ms)},
+        "simulated": {"step_ms": prediction.step_ms, "busy_ms": busy_of(prediction.spans)},
         "executed": None if executed is None else {"step_ms": executed.step_ms, "busy_ms": dict(executed.busy_ms)},
     }
 
@@ -134,7 +134,7 @@ def _show(console: Console, drawn: _Drawn, output: Path) -> None:
     if executed is not None:
         table.add_column("executed", justify="right")
         table.add_column("error", justify="right")
-    for stream, simulated_ms in prediction.busy_ms.items():
+    for stream, simulated_ms in busy_of(prediction.spans).items():
         executed_ms = None if executed is None else executed.busy_ms[stream]
         if simulated_ms or executed_ms:
             table.add_row(*_row(stream_name(stream), simulated_ms, executed_ms))

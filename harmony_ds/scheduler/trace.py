@@ -63,10 +63,15 @@ class ExecutedStep:
     @property
     def busy_ms(self) -> Mapping[str, float]:
         """How long each stream worked."""
-        busy = dict.fromkeys(STREAMS, 0.0)
-        for span in self.spans:
-            busy[span.stream] += span.end_ms - span.begin_ms
-        return busy
+        return busy_of(self.spans)
+
+
+def busy_of(spans: Sequence[Span]) -> dict[str, float]:
+    """How long each stream works, in ms; what shares a link, host memory or cores takes longer than it would alone."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for span in spans:
+        busy[span.stream] += span.end_ms - span.begin_ms
+    return busy
 
 
 def trace_of(
