@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
+    from harmony_ds.scheduler.trace import ExecutedStep
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ExecutedStep": "scheduler.trace",
     "HarmonyEngine": "engine",
     "MemoryReport": "reports",
     "Plan": "scheduler.plan",
@@ -46,6 +48,7 @@ __all__ = [
     "DeviceOutOfMemoryError",
     "DoesNotFitError",
     "EngineFailedError",
+    "ExecutedStep",
     "HarmonyEngine",
     "HarmonyError",
     "LossScaleError",

@@ -125,7 +125,7 @@ def assemble(
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
     )
-    saved = _saved_plan(settings.plan)
+    saved = saved_plan(settings.plan)
     plan_settings = PlanSettings(
         group_size=config.gradient_accumulation_steps,
         pack_layers=settings.pack_layers,
@@ -163,7 +163,12 @@ def _sizes(micro_batch: str | tuple[int, int]) -> Sizes | None:
     return WHOLE if micro_batch == "config" else None
 
 
-def _saved_plan(path: str | None) -> Plan | None:
+def saved_plan(path: str | None) -> Plan | None:
+    """The plan that `harmony.plan` names.
+
+    Raises:
+        ConfigError: there is none in that file.
+    """
     if path is None:
         return None
     try:

@@ -30,6 +30,7 @@ from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
 
 _logger = logging.getLogger(__name__)
@@ -449,6 +450,30 @@ class HarmonyEngine(nn.Module):
             for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
         )
         return PlanReport(self._runner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+
+    @contextmanager
+    def record_steps(self) -> Iterator[list[ExecutedStep]]:
+        """Records when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
+
+        Raises:
+            RuntimeError: steps are being recorded already.
+        """
+        with self._runner.recording() as steps:
+            yield steps
+
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        if self._runner.plan is None:
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
+        return self._runner.trace(executed)
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harmony_ds.cli import estimate, machines, plan, profile
+from harmony_ds.cli import estimate, machines, plan, profile, trace
 
 app = typer.Typer(
     name="harmony-ds",
@@ -16,4 +16,5 @@ app = typer.Typer(
 app.command("estimate")(estimate.command)
 app.command("plan")(plan.command)
 app.command("profile")(profile.command)
+app.command("trace")(trace.command)
 app.command("machines")(machines.command)

@@ -42,14 +42,15 @@ def command(  # noqa: PLR0913, PLR0917 - one per option
     wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
     with one_sentence():
         config = wanted.config()
-        known = None if profile is None else _read(profile)
-        subject, survey = _surveyed(model, wanted.shape(config), config, known)
+        known = None if profile is None else read_profile(profile)
+        subject, survey = surveyed(model, wanted.shape(config), config, known)
         case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
-        found = answer(case, lambda rows: _surveyed(model, BatchShape(rows, sequence), config, known)[1], advice)
+        found = answer(case, lambda rows: surveyed(model, BatchShape(rows, sequence), config, known)[1], advice)
     reply(found, as_json)
 
 
-def _surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:
+def surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:
+    """The model, measured now unless a profile of it is `known`."""
     if known is None:
         subject = load_subject(model, shape, "cpu")
         return subject, measure(subject.model, subject.inputs, config)
@@ -57,7 +58,8 @@ def _surveyed(model: str, shape: BatchShape, config: Config, known: Profile | No
     return subject, with_profile(subject.model, subject.inputs, config, known)
 
 
-def _read(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
+    """A profile that `harmony-ds profile` saved."""
     if not path.is_file():
         raise ConfigError(f"there is no profile {path}: make one with `harmony-ds profile`.")
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
@@ -42,6 +43,12 @@ class MemoryProbe(Protocol):
     def reset(self) -> None: ...
 
 
+Moment = object
+"""A point in a stream's time, to be read later by the device that made it."""
+
+Issuing = AbstractContextManager[object]
+
+
 class Device(ABC):
     """Buffers, copies, streams, events, random state, memory limit and peak of one device."""
 
@@ -54,6 +61,8 @@ class Device(ABC):
     """What torch calls the device that host memory is on."""
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
+    watch: Callable[[Stream, Issuing], Issuing] | None = None
+    """Put around every context of `on` while a step is recorded."""
 
     def now_ms(self) -> float:
         """Milliseconds since some moment, once the device is done with everything computed so far."""
@@ -67,6 +76,14 @@ class Device(ABC):
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """An event behind everything issued on `stream` so far."""
+
+    @abstractmethod
+    def moment(self, stream: Stream) -> Moment:
+        """When the stream has done everything issued so far. Nothing waits for it, and nothing is read yet."""
+
+    @abstractmethod
+    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+        """Milliseconds on the clock of `time.perf_counter`; waits until the device has passed them all."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:

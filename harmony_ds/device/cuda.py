@@ -8,14 +8,15 @@ another one's unrelated work. Host slabs are page-locked by registration at thei
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
+from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
 
 
 class CudaDevice(Device):
@@ -44,7 +45,23 @@ class CudaDevice(Device):
         return self._streams[stream]
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream(stream))
+        context = torch.cuda.stream(self._stream(stream))
+        return context if self.watch is None else self.watch(stream, context)
+
+    def moment(self, stream: Stream) -> Moment:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(stream))
+        return event
+
+    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+        torch.cuda.synchronize(self.torch_device)
+        # Device and host have different clocks: of this one event, behind everything, both times are known.
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record(self._stream(Stream.SWAP_OUT))
+        anchor.synchronize()
+        now_ms = time.perf_counter() * 1e3
+        events = [moment for moment in moments if isinstance(moment, torch.cuda.Event)]
+        return [now_ms - event.elapsed_time(anchor) for event in events]
 
     def record(self, stream: Stream) -> Event:
         event = torch.cuda.Event()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.device.base import Device, Event, Moment, Stream
 
 
 class PassedEvent:
@@ -26,7 +28,13 @@ class HostStreamDevice(Device):
     copies_overlap = False
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return nullcontext()
+        return nullcontext() if self.watch is None else self.watch(stream, nullcontext())
+
+    def moment(self, stream: Stream) -> Moment:
+        return time.perf_counter() * 1e3
+
+    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+        return [moment for moment in moments if isinstance(moment, float)]
 
     def record(self, stream: Stream) -> Event:
         return _PASSED

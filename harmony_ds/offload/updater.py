@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,8 @@ class Updater:
         self._seen = False  # whether the failure has surfaced somewhere
         self._changed = threading.Condition()
         self._stopping = False
+        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Asked for when work is queued; what it returns is put around that work on the thread, waiting apart."""
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
         self._thread.start()
 
@@ -90,7 +93,8 @@ class Updater:
 
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last delivery has been received."""
-        self._put(_FIRST, lambda: self._measure(names))
+        work = self.timed()
+        self._put(_FIRST, lambda: self._measure(names, work))
 
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Queues the norms of gradients that are not delivered, because they are used where they are."""
@@ -99,7 +103,8 @@ class Updater:
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queues the global norm of everything measured."""
         result: Future[GradientNorm] = Future()
-        self._put(_FIRST, lambda: self._finish_norm(clipping, result), result)
+        work = self.timed()
+        self._put(_FIRST, lambda: self._timed_norm(clipping, result, work), result)
         return result
 
     def norm_of_updates(self) -> Future[GradientNorm]:
@@ -112,7 +117,8 @@ class Updater:
         """Queues the update of `names`, the parameters that `pack` owns."""
         with self._changed:
             self._pending[pack] = self._pending.get(pack, 0) + 1
-        self._put(pack, lambda: self._update(pack, names, hyper, norm))
+        work = self.timed()
+        self._put(pack, lambda: self._update(pack, names, hyper, norm, work))
 
     @property
     def failure(self) -> BaseException | None:
@@ -225,11 +231,24 @@ class Updater:
         for name in names:
             self._sum(name)
 
-    def _measure(self, names: tuple[str, ...]) -> None:
+    def _arrive(self, names: tuple[str, ...]) -> None:
         for name in names:
-            total = self._sum(name)
-            if total is not None and self._optimizer.trains(name):
-                self._norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+            for delivery in self._held.get(name, ()):
+                delivery.arrived.synchronize()
+
+    def _measure(self, names: tuple[str, ...], work: AbstractContextManager[object]) -> None:
+        self._arrive(names)
+        with work:
+            for name in names:
+                total = self._sum(name)
+                if total is not None and self._optimizer.trains(name):
+                    self._norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+
+    def _timed_norm(
+        self, clipping: Clipping, result: Future[GradientNorm], work: AbstractContextManager[object]
+    ) -> None:
+        with work:
+            self._finish_norm(clipping, result)
 
     def _finish_norm(self, clipping: Clipping, result: Future[GradientNorm]) -> None:
         # As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters.
@@ -249,14 +268,30 @@ class Updater:
             result.set_exception(failure)
             raise
 
-    def _update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
+    def _update(
+        self,
+        pack: int,
+        names: tuple[str, ...],
+        hyper: Hyper,
+        norm: Future[GradientNorm] | None,
+        work: AbstractContextManager[object],
+    ) -> None:
         coefficient = norm.result().coefficient if norm is not None else None
+        self._arrive(names)
+        with work:
+            self._apply(names, hyper, coefficient, measured=norm is not None)
+        with self._changed:
+            self._pending[pack] -= 1
+            if not self._pending[pack]:
+                del self._pending[pack]
+
+    def _apply(self, names: tuple[str, ...], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
         gradients: dict[str, Tensor] = {}
         for name in names:
             total = self._sum(name)
             if total is not None and self._optimizer.trains(name):
                 gradient = total.to(self._store.masters[name].dtype)
-                if norm is None:  # nothing to clip: measured for whoever asks
+                if not measured:  # nothing to clip: measured for whoever asks
                     self._norms[name] = torch.linalg.vector_norm(gradient, 2)
                 gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient)
         self._optimizer.step(gradients, hyper)
@@ -265,10 +300,6 @@ class Updater:
             if copy is not None:
                 copy.copy_(self._store.masters[name].detach())
         self._let_go(names)
-        with self._changed:
-            self._pending[pack] -= 1
-            if not self._pending[pack]:
-                del self._pending[pack]
 
     def _let_go(self, names: tuple[str, ...]) -> None:
         for name in names:

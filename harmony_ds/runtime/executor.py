@@ -29,6 +29,7 @@ from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.runtime.timeline import NOT_RECORDED, Recorder
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 RESIDENT = -1
@@ -87,6 +88,7 @@ class Executor:
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
         self.on_progress: Progress | None = None
+        self.recorder: Recorder = NOT_RECORDED
         self.norm: Future[GradientNorm] | None = None
         self.updates_issued = 0
         self.overflow = False  # of the last step: its updates were skipped
@@ -130,7 +132,8 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        self._handlers[task.kind](work, task)
+                        with self.recorder.task(task):
+                            self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
                     if self.on_progress is not None:
@@ -161,7 +164,8 @@ class Executor:
         if self.resident_names and self._resident is None:
             if self._parts.updater is not None:
                 self._parts.updater.wait(RESIDENT)
-            self._resident = self._parts.residency.swap_in(self.resident_names)
+            with self.recorder.resident_set():
+                self._resident = self._parts.residency.swap_in(self.resident_names)
         if self._resident is not None:
             self._resident.wait(self._parts.device)
 
@@ -170,7 +174,8 @@ class Executor:
         if self._resident is None:
             return
         if wanted:
-            self._send(RESIDENT, self._resident, self.resident_names)
+            with self.recorder.resident_set():
+                self._send(RESIDENT, self._resident, self.resident_names)
             self._free(RESIDENT)
         self._parts.residency.evict(self._resident)
         self._resident = None
@@ -189,6 +194,7 @@ class Executor:
         if self._parts.updater is not None:
             for owner in owners_of(work.packs, pack):
                 self._parts.updater.wait(owner)
+        self.recorder.waited()
         self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
 
     def _evict(self, work: Work, task: Task) -> None:
@@ -197,6 +203,7 @@ class Executor:
     def _leaves(self, pack: int) -> Mapping[str, Tensor]:
         copy = self._copies[pack]
         copy.wait(self._parts.device)
+        self.recorder.computes()
         return copy.leaves
 
     # ---- compute
@@ -337,6 +344,7 @@ class Executor:
         self.updates_issued += 1
         coefficient = None if self.norm is None else self.norm.result().coefficient
         owned = work.packs[task.pack].owned
+        self.recorder.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
 
     def finish_step(self) -> None:
@@ -344,7 +352,8 @@ class Executor:
         self.release_resident(wanted=True)
         if self.resident_names and self._parts.updater is not None and not self.overflow:
             self.updates_issued += 1
-            self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
+            with self.recorder.resident_set():
+                self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
         if self.norm is None and self._parts.updater is not None:
             self._parts.updater.add_norms(self._parts.device_store.take_norms())
             self.norm = self._parts.updater.norm_of_updates()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from harmony_ds.runtime.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.sample import Sample
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.timeline import NOT_RECORDED, StepTimeline
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
@@ -32,6 +33,7 @@ from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
+from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.scheduler.validate import validate
 
 _logger = logging.getLogger(__name__)
@@ -273,6 +275,39 @@ class Runner:
                 "and load the last checkpoint."
             )
 
+    @contextmanager
+    def recording(self) -> Iterator[list[ExecutedStep]]:
+        """A context whose steps are recorded; they are in the list when it has been left.
+
+        Raises:
+            RuntimeError: another one is open.
+        """
+        if self.executor.recorder is not NOT_RECORDED:
+            raise RuntimeError("steps are being recorded already: leave the other record_steps() first.")
+        steps: list[ExecutedStep] = []
+        timeline, updater = StepTimeline(self._parts.device), self._parts.updater
+        self.executor.recorder = timeline
+        self._parts.device.watch = timeline.copies
+        if updater is not None:
+            updater.timed = timeline.host_work
+        try:
+            yield steps
+        finally:
+            self.executor.recorder = NOT_RECORDED
+            self._parts.device.watch = None
+            if updater is not None:
+                updater.timed = nullcontext
+        if updater is not None:
+            updater.wait_all()
+        steps.extend(timeline.read())
+
+    def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
+        """The predicted step, and beside it the executed one, as a Chrome trace."""
+        assert self._choices and self._costs is not None
+        names = tuple(layer.name for layer in self._graph.layers)
+        best = self._choices[0]
+        return trace_of(best.plan, best.prediction, self._costs, executed, names)
+
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Forward, backward and updates of one optimizer step; updates may still be under way on return.
 
@@ -282,13 +317,15 @@ class Runner:
         """
         self.check_usable()
         work = self._work(micro_batches)
+        assert self._plan is not None
         with self._recovering(micro_batches):
             device = self._parts.device
             # Beside the buffers: tensors of the program's own, and losses that were looked at.
             others = max(0, device.allocated_bytes() - self._parts.lending.buffer_bytes)
             device.reset_peak()
-            self.executor.run(work, hyper, clipping)
-            self.executor.finish_step()
+            with self.executor.recorder.step(self._plan, work.tasks):
+                self.executor.run(work, hyper, clipping)
+                self.executor.finish_step()
             self._check_peak(device.peak_bytes() - others)
 
     def _check_peak(self, peak_bytes: int) -> None:

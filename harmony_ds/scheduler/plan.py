@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from harmony_ds.scheduler.grid import format_plan
+
 
 class TaskKind(Enum):
     SWAP_IN = "I"
@@ -179,23 +181,8 @@ class Plan:
         return self.policy.stash_on_host > 0
 
     def format(self) -> str:
-        """The packs and the tasks, a line per swap-in."""
-        lines = [
-            f"{len(self.packs)} packs, {self.micro_batches} micro-batches, stash on the "
-            f"{'host' if self.stash_on_host else 'device'}, planned device peak {self.peak_bytes:,} bytes"
-        ]
-        lines += [
-            f"  pack {pack.index}: calls {pack.positions[0]}-{pack.positions[-1]}, "
-            f"{pack.weight_bytes:,} bytes of weights, {pack.gradient_bytes:,} of gradients"
-            for pack in self.packs
-        ]
-        row: list[str] = []
-        for task in self.tasks:
-            if task.kind is TaskKind.SWAP_IN and row:
-                lines.append("  " + " ".join(row))
-                row = []
-            row.append(str(task))
-        return "\n".join([*lines, "  " + " ".join(row)])
+        """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time."""
+        return format_plan(self)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=lambda kind: kind.value)

@@ -23,6 +23,7 @@ from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 
 HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = "host", "swap_in", "compute", "swap_out", "update"
 STREAMS = (HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE)
+RESIDENT_SET = "resident set"
 _RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _STEPS = 2
 
@@ -43,12 +44,16 @@ class Swaps:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A job of the predicted step: its stream, the task (or tasks) behind it, and when it ran."""
+    """Work on a stream, predicted or executed: its name, the task (or tasks) behind it, and when it ran.
+
+    `tasks` is empty for the resident set, which no task of the plan moves.
+    """
 
     stream: str
     name: str
     begin_ms: float
     end_ms: float
+    tasks: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +133,34 @@ def _capacities(machine: Machine) -> dict[str, float]:
     return {
         "link": machine.link_bytes_per_ms,
         "host memory": machine.host_bytes_per_ms,
-        "cores": 2 * machine.beside_update,
+        # Two that run beside each other share it; one alone is never slowed down.
+        "cores": max(1.0, 2 * machine.beside_update),
     }
 
 
 def _spans(lowering: _Lowering, timeline: Timeline, first: int, last: int) -> tuple[Span, ...]:
     begin = min(timeline.begin_ms[first:last], default=0.0)
     return tuple(
-        Span(*_named(*lowering.names[j]), timeline.begin_ms[j] - begin, timeline.end_ms[j] - begin)
+        Span(
+            *_named(*lowering.names[j]),
+            timeline.begin_ms[j] - begin,
+            timeline.end_ms[j] - begin,
+            lowering.tasks_of(*lowering.names[j][1:]),
+        )
         for j in range(first, last)
         if timeline.end_ms[j] > timeline.begin_ms[j]
     )
 
 
 def _named(stream: str, what: Task | str, count: int) -> tuple[str, str]:
-    name = str(what) if count == 1 else f"{what}+{count - 1}"
-    return stream, f"norm {name}" if stream == UPDATE and isinstance(
-        what, Task
-    ) and what.kind is TaskKind.SWAP_OUT else name
+    name = span_name(stream, what)
+    return stream, name if count == 1 else f"{name}+{count - 1}"
+
+
+def span_name(stream: str, what: Task | str) -> str:
+    """What the work of a task on `stream` is called."""
+    measured = stream == UPDATE and isinstance(what, Task) and what.kind is TaskKind.SWAP_OUT
+    return f"norm {what}" if measured else str(what)
 
 
 class _Lowering:
@@ -157,6 +172,7 @@ class _Lowering:
         self._machine = machine
         self._times = _PackTimes(costs)
         self._runs = _merged(plan.tasks)
+        self._places = {task: place for place, task in enumerate(plan.tasks) if task.kind in _RUNS}
         self._deferred = plan.policy.deferred_update
         self.jobs: list[Job] = []
         self.names: list[tuple[str, Task | str, int]] = []  # stream, what it is, how many tasks in one
@@ -176,12 +192,12 @@ class _Lowering:
         first = len(self.jobs)
         resident = self._plan.resident_set
         if resident.weight_bytes:
-            self._compute_after.append(self._copy_in("resident set", resident.weight_bytes, self._owner_updates(("",))))
+            self._compute_after.append(self._copy_in(RESIDENT_SET, resident.weight_bytes, self._owner_updates(("",))))
         for task, count in self._runs:
             self._issue(task, count)
         if resident.gradient_bytes:
-            out = self._copy_out("resident set", resident.gradient_bytes)
-            update = self._update("resident set", resident.update_elements, (out,))
+            out = self._copy_out(RESIDENT_SET, resident.gradient_bytes)
+            update = self._update(RESIDENT_SET, resident.update_elements, (out,))
             self._updated[""] = update
         return first, len(self.jobs)
 
@@ -190,6 +206,13 @@ class _Lowering:
         for place in range(first, last):
             busy[self.names[place][0]] += self.jobs[place].duration_ms
         return busy
+
+    def tasks_of(self, what: Task | str, count: int) -> tuple[Task, ...]:
+        """The tasks that became one job."""
+        if isinstance(what, str):
+            return ()
+        place = self._places.get(what, 0)
+        return (what,) if count == 1 else self._plan.tasks[place : place + count]
 
     # ---- one task
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+import harmony_ds
 from harmony_ds.cli.app import app
+from harmony_ds.cli.models import BatchShape, load_subject
 from harmony_ds.profiler.profile import Profile
 
 TINY = {
@@ -67,7 +69,7 @@ def run_json(*arguments: str) -> dict[str, Any]:
 # ---- all of them
 
 
-@pytest.mark.parametrize("command", [(), ("estimate",), ("plan",), ("profile",), ("machines",)])
+@pytest.mark.parametrize("command", [(), ("estimate",), ("plan",), ("profile",), ("trace",), ("machines",)])
 def test_help(command: tuple[str, ...]) -> None:
     found = run(*command, "--help")
 
@@ -292,3 +294,83 @@ def test_machines_are_listed_with_their_sources() -> None:
     assert found.exit_code == 0
     for word in ("rtx4090", "pcie4", "desktop-ddr5"):
         assert word in found.stdout
+
+
+# ---- trace
+
+
+def events_of(file: Path, phase: str, pid: int) -> list[Any]:
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event["ph"] == phase and event["pid"] == pid]
+
+
+def test_trace_draws_the_predicted_step(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    profile, file = tmp_path / "profile.json", tmp_path / "trace.json"
+    run("profile", tiny, "--ds-config", on_cpu, "--output", str(profile))
+    arguments = ("trace", tiny, "--ds-config", on_cpu, "--profile", str(profile), "--output", str(file))
+    found, data = run(*arguments), run_json(*arguments)
+
+    assert found.exit_code == 0, found.stderr
+    for word in ("compute", "the whole step", str(file)):
+        assert word in found.stdout
+    assert "executed" not in found.stdout
+    assert data["executed"] is None
+    assert data["simulated"]["step_ms"] > 0
+    layers = {event["args"]["layers"] for event in events_of(file, "X", 1)}
+    assert any(names.startswith("model.embed_tokens") for names in layers)
+    assert not events_of(file, "X", 2)
+
+
+def test_trace_puts_the_executed_step_beside_it(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    data = run_json("trace", tiny, "--ds-config", on_cpu, "--run", "--steps", "2", "--output", str(file))
+
+    assert data["executed"]["step_ms"] >= data["executed"]["busy_ms"]["compute"] > 0
+    names = [{e["name"] for e in events_of(file, "X", pid) if e["args"]["micro_batch"] >= 0} for pid in (1, 2)]
+    assert names[0] == names[1] != set()
+
+
+def test_trace_takes_the_saved_plan_of_the_ds_config(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    config = json.loads(Path(on_cpu).read_text(encoding="utf-8"))
+    profile, saved, file = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "trace.json"
+    run("profile", tiny, "--ds-config", on_cpu, "--output", str(profile))
+    subject = load_subject(tiny, BatchShape(2, None), "cpu")
+    engine, *_ = harmony_ds.initialize(
+        model=subject.model, config={**config, "harmony": {"device": "cpu", "pack_layers": 2}}
+    )
+    engine.train_batch(iter([subject.inputs] * 2))
+    assert engine.plan is not None
+    saved.write_text(engine.plan.to_json(), encoding="utf-8")
+    engine.destroy()
+    with_plan = tmp_path / "with_plan.json"
+    with_plan.write_text(json.dumps({**config, "harmony": {"device": "cpu", "plan": str(saved)}}), encoding="utf-8")
+    for more in (("--profile", str(profile)), ("--run", "--steps", "1")):
+        data = run_json("trace", tiny, "--ds-config", str(with_plan), "--output", str(file), *more)
+
+        assert data["plan"] == "as saved"
+        assert {e["args"]["pack"] for e in events_of(file, "X", 1)} == {0, 1, 2, 3}
+
+
+def test_trace_says_when_nothing_fits_and_exits_with_3(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    for more in ((), ("--run",)):
+        arguments = ("--ds-config", on_cpu, "--device-memory-gib", "0.001", "--micro-batch", "16", *more)
+        found = run("trace", tiny, "--output", str(file), *arguments)
+
+        assert found.exit_code == 3
+        assert "does not fit" in found.stderr
+        assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--run", "--profile", "profile.json"), "leave --profile away"),
+        (("--profile", "profile.json"), "there is no profile"),
+    ],
+)
+def test_trace_of_wrong_input(tiny: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    found = run("trace", tiny, "--output", str(tmp_path / "trace.json"), *arguments)
+
+    assert found.exit_code == 1
+    assert message in found.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,6 +130,31 @@ def test_no_host_synchronization_in_the_steady_state() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
     engine.destroy()
+
+
+def test_recording_a_step_synchronizes_nothing_and_sees_every_task() -> None:
+    model = llama()
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(pack_layers=1, stash="host")
+    )
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+    with engine.record_steps() as steps:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.train_batch(data)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    engine.destroy()
+    step = steps[0]
+    assert len([span for span in step.spans if span.stream == "host" and span.tasks]) == len(step.tasks)
+    for stream in ("swap_in", "compute", "swap_out", "update"):
+        row = [span for span in step.spans if span.stream == stream]
+        assert row
+        # Device and host clocks are brought together to within a fraction of a millisecond.
+        assert all(-1.0 <= span.begin_ms <= span.end_ms for span in row)
+        assert all(one.end_ms <= other.begin_ms + 0.01 for one, other in itertools.pairwise(row))
 
 
 class Delayed(CudaDevice):

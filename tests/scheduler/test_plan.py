@@ -40,18 +40,6 @@ def test_kinds_have_letters_of_their_own() -> None:
     assert sorted(kind.value for kind in TaskKind) == list("BDEFGILNOSTU")
 
 
-def test_format_shows_packs_and_a_line_for_each_swap_in() -> None:
-    assert plan_of().format() == (
-        "2 packs, 2 micro-batches, stash on the device, planned device peak 12,345 bytes\n"
-        "  pack 0: calls 0-0, 100 bytes of weights, 10 of gradients\n"
-        "  pack 1: calls 1-1, 100 bytes of weights, 10 of gradients\n"
-        "  I0 F0.0 F0.1 E0\n"
-        "  I1 L1.0 L1.1 O1 E1\n"
-        "  I0 B0.0 B0.1 G1 O0 E0 G0 N U0 U1"
-    )
-    assert "stash on the host" in plan_of(stash_on_host=ALL_PACKS).format()
-
-
 def test_a_plan_saves_as_json_and_comes_back_equal() -> None:
     plan = plan_of(3, stash_on_host=ALL_PACKS)
 

@@ -115,6 +115,13 @@ def test_updates_that_are_not_deferred_run_under_the_backward_pass() -> None:
     assert simulate(immediate, costs, slow).step_ms < simulate(deferred, costs, slow).step_ms
 
 
+def test_compute_alone_is_never_slowed_down() -> None:
+    policy = Policy(prefetch=False)
+    plan, costs = planned(1, 1, policy, numel=0)
+    free = simulate(plan, costs, replace(CPU, beside_update=1.0)).step_ms
+    assert simulate(plan, costs, replace(CPU, beside_update=0.3)).step_ms == pytest.approx(free)
+
+
 def test_compute_and_updates_slow_each_other_down_where_they_share_cores() -> None:
     plan, costs = planned(4, 1, Policy(deferred_update=False))
 

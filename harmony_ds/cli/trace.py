@@ -1,0 +1,150 @@
+"""`harmony-ds trace`: a step as a picture, as it is predicted and, with --run, as it is executed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harmony_ds.assembly import assemble, saved_plan
+from harmony_ds.cli import options
+from harmony_ds.cli.answer import stream_name
+from harmony_ds.cli.exits import DOES_NOT_FIT, one_sentence
+from harmony_ds.cli.models import Subject, load_subject
+from harmony_ds.cli.plan import ProfileFile, read_profile, surveyed
+from harmony_ds.config import Config
+from harmony_ds.engine import HarmonyEngine
+from harmony_ds.errors import ConfigError, DoesNotFitError
+from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.saved import adopt
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.trace import ExecutedStep, busy_of, trace_of
+from harmony_ds.survey import Survey
+
+Output = Annotated[
+    Path, typer.Option("--output", metavar="FILE", help="Where the trace is written, for https://ui.perfetto.dev.")
+]
+Run = Annotated[bool, typer.Option("--run", help="Also execute steps on the ds_config's device, with synthetic data.")]
+Steps = Annotated[
+    int,
+    typer.Option("--steps", min=1, help="Steps that --run records, after two more; the one of median time is shown."),
+]
+_WARM_UP = 2  # the first step of a plan touches memory for the first time, the second one takes over its updates
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A trace, and what is printed of it."""
+
+    name: str
+    choice: Choice
+    trace: Mapping[str, Any]
+    executed: ExecutedStep | None
+
+
+def command(  # noqa: PLR0913, PLR0917 - one per option
+    model: options.Model,
+    output: Output,
+    run: Run = False,
+    steps: Steps = 3,
+    profile: ProfileFile = None,
+    ds_config: options.DsConfig = None,
+    micro_batch: options.MicroBatch = None,
+    sequence: options.Sequence = None,
+    accumulation: options.Accumulation = None,
+    device_memory_gib: options.DeviceMemory = None,
+    as_json: options.Json = False,
+) -> None:
+    """Writes a Chrome trace of one step of MODEL on this machine, and prints how long each stream works."""
+    wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
+    with one_sentence():
+        if run and profile is not None:
+            raise ConfigError("--run measures the model itself: leave --profile away.")
+        config = wanted.config()
+        try:
+            if run:
+                drawn = _executed(load_subject(model, wanted.shape(config), "cpu"), config, steps)
+            else:
+                known = None if profile is None else read_profile(profile)
+                drawn = _simulated(*surveyed(model, wanted.shape(config), config, known), config, known)
+        except DoesNotFitError as error:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(f"does not fit: {error}", markup=False)
+            raise typer.Exit(DOES_NOT_FIT) from error
+        output.write_text(json.dumps(drawn.trace), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(_as_json(drawn, output), indent=1))
+    else:
+        _show(Console(highlight=False, soft_wrap=True), drawn, output)
+
+
+def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Drawn:
+    rates, costs = survey.profile.machine, survey.costs
+    saved = saved_plan(config.harmony.plan)
+    if saved is None:
+        choice = search(survey.graph, costs, rates, survey.element, survey.request)[0]
+    elif known is not None and saved.policy.resident:
+        raise ConfigError("a plan with resident packs is checked on the device: leave --profile away.")
+    else:
+        choice = adopt(saved, survey.graph, costs, rates, survey.element, survey.request)
+    names = tuple(layer.name for layer in survey.graph.layers)
+    trace = trace_of(choice.plan, choice.prediction, costs, layer_names=names)
+    return _Drawn(subject.name, choice, trace, None)
+
+
+def _executed(subject: Subject, config: Config, steps: int) -> _Drawn:
+    assembly = assemble(subject.model, config, None, None, None)
+    engine = HarmonyEngine(subject.model, config, assembly, None)
+    try:
+        for _ in range(_WARM_UP):
+            engine.train_batch(repeat(subject.inputs))
+        with engine.record_steps() as recorded:
+            for _ in range(steps):
+                engine.train_batch(repeat(subject.inputs))
+        middle = statistics.median_low(step.step_ms for step in recorded)
+        shown = next(step for step in recorded if step.step_ms == middle)
+        return _Drawn(subject.name, engine.plan_report().choices[0], engine.trace(shown), shown)
+    finally:
+        engine.destroy()
+
+
+def _as_json(drawn: _Drawn, output: Path) -> dict[str, Any]:
+    prediction, executed = drawn.choice.prediction, drawn.executed
+    return {
+        "model": drawn.name,
+        "plan": drawn.choice.reason,
+        "trace": str(output),
+        "simulated": {"step_ms": prediction.step_ms, "busy_ms": busy_of(prediction.spans)},
+        "executed": None if executed is None else {"step_ms": executed.step_ms, "busy_ms": dict(executed.busy_ms)},
+    }
+
+
+def _show(console: Console, drawn: _Drawn, output: Path) -> None:
+    prediction, executed = drawn.choice.prediction, drawn.executed
+    console.print(f"[bold]{drawn.name}[/], {drawn.choice.reason}\n")
+    table = Table("busy, ms of one step", box=None)
+    table.add_column("simulated", justify="right")
+    if executed is not None:
+        table.add_column("executed", justify="right")
+        table.add_column("error", justify="right")
+    for stream, simulated_ms in busy_of(prediction.spans).items():
+        executed_ms = None if executed is None else executed.busy_ms[stream]
+        if simulated_ms or executed_ms:
+            table.add_row(*_row(stream_name(stream), simulated_ms, executed_ms))
+    table.add_row(*_row("the whole step", prediction.step_ms, None if executed is None else executed.step_ms))
+    console.print(table)
+    console.print(f"\n{output}: open it in https://ui.perfetto.dev", markup=False)
+
+
+def _row(what: str, simulated_ms: float, executed_ms: float | None) -> tuple[str, ...]:
+    if executed_ms is None:
+        return what, f"{simulated_ms:,.1f}"
+    error = f"{simulated_ms / executed_ms - 1:+.0%}" if executed_ms else ""
+    return what, f"{simulated_ms:,.1f}", f"{executed_ms:,.1f}", error

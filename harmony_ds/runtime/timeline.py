@@ -1,0 +1,196 @@
+"""When each task of a step ran: written down while it runs, read when it is over.
+
+A recorder sits at four places and changes nothing of what happens there. The executor opens it around each task, and
+says when a task begins to compute; the device puts it around the copies that are issued on a stream; the updater puts it
+around what its thread does. On the CPU device a moment is the wall clock; on a CUDA device it is a timing event in the
+stream, so that nothing waits while the step runs, and both clocks are brought together when the events are read.
+
+What a stream waited for is not part of a span, with one exception: a backward pass that begins before its stash has
+come back to the device holds that wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from harmony_ds.device.base import Device, Issuing, Moment, Stream
+from harmony_ds.scheduler.plan import Plan, Task
+from harmony_ds.scheduler.simulate import COMPUTE, HOST, RESIDENT_SET, SWAP_IN, SWAP_OUT, UPDATE, Span, span_name
+from harmony_ds.scheduler.trace import ExecutedStep
+
+_TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT}
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Recorder:
+    """What the executor tells, and nobody writes down."""
+
+    def step(self, plan: Plan, tasks: tuple[Task, ...]) -> AbstractContextManager[None]:
+        """Around one optimizer step, which executes `tasks`."""
+        return _NOTHING
+
+    def task(self, task: Task) -> AbstractContextManager[None]:
+        """Around the handler of `task`."""
+        return _NOTHING
+
+    def resident_set(self) -> AbstractContextManager[None]:
+        """Around work that is the resident set's, in a task or between tasks."""
+        return _NOTHING
+
+    def waited(self) -> None:
+        """The task that is open had to wait until now for an earlier update."""
+
+    def computes(self) -> None:
+        """From here on the task that is open issues work on the compute stream."""
+
+
+NOT_RECORDED = Recorder()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One task, or the resident set (`task` is None): when it was issued, and what it did on which stream."""
+
+    task: Task | None
+    begin_ms: float
+    end_ms: float = 0.0
+    device_bytes: int = 0
+    copies: list[tuple[Stream, Moment, Moment]] = field(default_factory=list)
+    computes: Moment | None = None
+    host_ms: list[tuple[float, float]] = field(default_factory=list)  # appended by the update thread
+
+    def name(self, stream: str) -> str:
+        return span_name(stream, RESIDENT_SET if self.task is None else self.task)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return () if self.task is None else (self.task,)
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: Plan
+    tasks: tuple[Task, ...]
+    begin_ms: float
+    entries: list[_Entry] = field(default_factory=list)
+
+
+class StepTimeline(Recorder):
+    """Records the steps of one engine. A step that fails leaves nothing behind."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._steps: list[_Step] = []
+        self._step: _Step | None = None
+        self._open: _Entry | None = None
+
+    @contextmanager
+    def step(self, plan: Plan, tasks: tuple[Task, ...]) -> Iterator[None]:
+        self._step = _Step(plan, tasks, _now_ms())
+        try:
+            yield
+            self._steps.append(self._step)
+        finally:
+            self._step = self._open = None
+
+    def task(self, task: Task) -> AbstractContextManager[None]:
+        return _NOTHING if self._step is None else self._entry(self._step, task)
+
+    def resident_set(self) -> AbstractContextManager[None]:
+        return _NOTHING if self._step is None else self._entry(self._step, None)
+
+    @contextmanager
+    def _entry(self, step: _Step, task: Task | None) -> Iterator[None]:
+        outer, entry = self._open, _Entry(task, _now_ms())
+        step.entries.append(entry)
+        self._open = entry
+        try:
+            yield
+        finally:
+            if entry.computes is not None:
+                entry.copies.append((Stream.COMPUTE, entry.computes, self._device.moment(Stream.COMPUTE)))
+            entry.end_ms = _now_ms()
+            entry.device_bytes = self._device.allocated_bytes()
+            self._open = outer
+
+    def waited(self) -> None:
+        if self._open is not None:
+            self._open.begin_ms = _now_ms()
+
+    def computes(self) -> None:
+        if self._open is not None:
+            self._open.computes = self._device.moment(Stream.COMPUTE)
+
+    def copies(self, stream: Stream, issuing: Issuing) -> Issuing:
+        """For `Device.watch`."""
+        return issuing if self._open is None else self._copies(self._open, stream, issuing)
+
+    @contextmanager
+    def _copies(self, entry: _Entry, stream: Stream, issuing: Issuing) -> Iterator[None]:
+        with issuing:
+            begin = self._device.moment(stream)
+            try:
+                yield
+            finally:
+                entry.copies.append((stream, begin, self._device.moment(stream)))
+
+    def host_work(self) -> AbstractContextManager[object]:
+        """For `Updater.timed`."""
+        return _NOTHING if self._open is None else _host_work(self._open)
+
+    # ---- afterwards
+
+    def read(self) -> list[ExecutedStep]:
+        """The steps recorded so far; waits for the device. The updates they issued must be finished."""
+        return [self._read(step) for step in self._steps]
+
+    def _read(self, step: _Step) -> ExecutedStep:
+        begin = step.begin_ms
+        issued = [entry for entry in step.entries if entry.task is not None]
+        spans = [span for entry in step.entries for span in self._host_spans(entry, begin)]
+        spans += self._device_spans(step)
+        return ExecutedStep(
+            plan=step.plan,
+            tasks=step.tasks,
+            issued_ms=tuple((entry.begin_ms - begin, entry.end_ms - begin) for entry in issued),
+            device_bytes=tuple(entry.device_bytes for entry in issued),
+            spans=tuple(sorted(spans, key=lambda span: (span.begin_ms, span.end_ms))),
+        )
+
+    def _host_spans(self, entry: _Entry, step_ms: float) -> Iterator[Span]:
+        # Where nothing overlaps, the host's part in a task is the task itself.
+        if self._device.copies_overlap and entry.task is not None:
+            yield Span(HOST, entry.name(HOST), entry.begin_ms - step_ms, entry.end_ms - step_ms, entry.tasks)
+        if entry.host_ms:
+            begin, end = entry.host_ms[0][0], entry.host_ms[-1][1]
+            yield Span(UPDATE, entry.name(UPDATE), begin - step_ms, end - step_ms, entry.tasks)
+
+    def _device_spans(self, step: _Step) -> Iterator[Span]:
+        """One span for all that a task did on a stream."""
+        marks = [mark for entry in step.entries for _, begin, end in entry.copies for mark in (begin, end)]
+        times = iter([ms - step.begin_ms for ms in self._device.read_moments(marks)])
+        for entry in step.entries:
+            first: dict[Stream, float] = {}
+            last: dict[Stream, float] = {}
+            for stream, _, _ in entry.copies:
+                first.setdefault(stream, next(times))
+                last[stream] = next(times)
+            for stream, begin in first.items():
+                track = _TRACKS[stream]
+                yield Span(track, entry.name(track), begin, last[stream], entry.tasks)
+
+
+@contextmanager
+def _host_work(entry: _Entry) -> Iterator[None]:
+    begin = _now_ms()
+    try:
+        yield
+    finally:
+        entry.host_ms.append((begin, _now_ms()))
+
+
+def _now_ms() -> float:
+    return time.perf_counter() * 1e3

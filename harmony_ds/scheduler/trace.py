@@ -1,0 +1,194 @@
+"""A step as a picture: the predicted and the executed one on the same tracks, to be laid side by side.
+
+The result is Chrome's Trace Event format, which https://ui.perfetto.dev and chrome://tracing open. Each step is a
+process, each stream a track of it; equal work has the same name, colour and arguments in both.
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.simulate import COMPUTE, STREAMS, UPDATE, Prediction, Span, span_name
+
+_COLOURS = {
+    TaskKind.SWAP_IN: "rail_load",
+    TaskKind.FORWARD: "thread_state_running",
+    TaskKind.FUSED: "rail_animation",
+    TaskKind.BACKWARD: "thread_state_runnable",
+    TaskKind.SWAP_OUT: "rail_response",
+    TaskKind.UPDATE: "cq_build_running",
+    TaskKind.EVICT: "grey",
+    TaskKind.FREE_GRADIENTS: "grey",
+    TaskKind.STASH_OUT: "thread_state_iowait",
+    TaskKind.STASH_IN: "thread_state_uninterruptible",
+    TaskKind.NORM: "cq_build_passed",
+    TaskKind.UPDATE_ON_DEVICE: "cq_build_running",
+}
+"""Of those that chrome://tracing knows; Perfetto colours by name."""
+_RESIDENT_COLOUR = "generic_work"
+_US_PER_MS = 1e3
+_Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """When everything in one executed optimizer step happened, in ms from its beginning.
+
+    Attributes:
+        plan: that was executed.
+        tasks: of the group that ran, in their order.
+        issued_ms: for each task, from when to when the host was busy with it, waiting for earlier updates apart.
+        device_bytes: for each task, what was in use when it had been issued.
+        spans: work on the streams, in order of its beginning. Updates may end behind the step.
+    """
+
+    plan: Plan
+    tasks: tuple[Task, ...]
+    issued_ms: tuple[tuple[float, float], ...]
+    device_bytes: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def step_ms(self) -> float:
+        """Until host and device were done; updates that lag behind apart."""
+        ends = [end for _, end in self.issued_ms]
+        return max([*ends, *(span.end_ms for span in self.spans if span.stream != UPDATE)], default=0.0)
+
+    @property
+    def busy_ms(self) -> Mapping[str, float]:
+        """How long each stream worked."""
+        return busy_of(self.spans)
+
+
+def busy_of(spans: Sequence[Span]) -> dict[str, float]:
+    """How long each stream works, in ms; what shares a link, host memory or cores takes longer than it would alone."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for span in spans:
+        busy[span.stream] += span.end_ms - span.begin_ms
+    return busy
+
+
+def trace_of(
+    plan: Plan,
+    prediction: Prediction,
+    costs: CostTable,
+    executed: ExecutedStep | None = None,
+    layer_names: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The predicted step of `plan`, and beside it the executed one, as an object that `json.dumps` takes.
+
+    Args:
+        costs: of one micro-batch, for the bytes of the stash and the memory alive.
+        layer_names: by the indices of the plan's layers; without them layers are told by number.
+    """
+    events = [
+        *_Process(1, "simulated", plan, costs, layer_names).events(
+            tuple(_one_by_one(prediction.spans)), _planned_bytes(plan, costs)
+        )
+    ]
+    if executed is not None:
+        used = dict(zip(executed.tasks, executed.device_bytes, strict=True))
+        events += _Process(2, "executed", executed.plan, costs, layer_names).events(executed.spans, used)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "simulated_step_ms": prediction.step_ms,
+            **({} if executed is None else {"executed_step_ms": executed.step_ms}),
+        },
+    }
+
+
+def _one_by_one(spans: Sequence[Span]) -> Iterator[Span]:
+    """The simulator runs the micro-batches of a pack as one job: each gets its share."""
+    for span in spans:
+        if len(span.tasks) < 2:
+            yield span
+            continue
+        share = (span.end_ms - span.begin_ms) / len(span.tasks)
+        for place, task in enumerate(span.tasks):
+            begin = span.begin_ms + place * share
+            yield Span(span.stream, span_name(span.stream, task), begin, begin + share, (task,))
+
+
+def _planned_bytes(plan: Plan, costs: CostTable) -> dict[Task, int]:
+    walked = walk_memory(plan.packs, plan.tasks, costs)
+    rows = zip(plan.tasks, walked.weight_bytes, walked.activation_bytes, strict=True)
+    return {task: plan.resident_bytes + weights + rest for task, weights, rest in rows}
+
+
+class _Process:
+    """One step's events."""
+
+    def __init__(self, pid: int, name: str, plan: Plan, costs: CostTable, layer_names: Sequence[str]) -> None:
+        self._pid = pid
+        self._name = name
+        self._plan = plan
+        self._costs = costs
+        self._layer_names = layer_names
+
+    def events(self, spans: Sequence[Span], bytes_of: Mapping[Task, int]) -> Iterator[_Event]:
+        """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
+        yield self._meta("process_name", 0, {"name": f"{self._name} step"})
+        yield self._meta("process_sort_index", 0, {"sort_index": self._pid})
+        for number, stream in enumerate(STREAMS, start=1):
+            yield self._meta("thread_name", number, {"name": stream})
+            yield self._meta("thread_sort_index", number, {"sort_index": number})
+        for span in sorted(spans, key=lambda span: (span.begin_ms, span.end_ms)):
+            if span.stream == COMPUTE and span.tasks and span.tasks[0] in bytes_of:
+                yield self._event("C", "device memory", span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
+            begin, end = _us(span.begin_ms), _us(span.end_ms)
+            yield {
+                **self._event("X", span.name, span.begin_ms, STREAMS.index(span.stream) + 1, args=self._args(span)),
+                "cat": span.tasks[0].kind.name.lower() if span.tasks else "resident_set",
+                "dur": round(end - begin, 3),
+                "cname": _COLOURS[span.tasks[0].kind] if span.tasks else _RESIDENT_COLOUR,
+            }
+
+    def _meta(self, name: str, tid: int, args: _Event) -> _Event:
+        return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "args": args}
+
+    def _event(self, phase: str, name: str, begin_ms: float, tid: int, args: _Event) -> _Event:
+        return {"ph": phase, "name": name, "pid": self._pid, "tid": tid, "ts": _us(begin_ms), "args": args}
+
+    def _args(self, span: Span) -> _Event:
+        """The same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
+        if not span.tasks:
+            return {"task": span.name, "pack": -1, "layers": "", "micro_batch": -1, "bytes": 0}
+        task = span.tasks[0]
+        whole = task.kind is TaskKind.NORM
+        pack = self._plan.packs[task.pack]
+        return {
+            "task": str(task),
+            "pack": -1 if whole else task.pack,
+            "layers": "" if whole else self._layers(pack),
+            "micro_batch": task.micro_batch,
+            "bytes": self._bytes(task, pack),
+        }
+
+    def _layers(self, pack: Pack) -> str:
+        names = [self._layer_names[i] if self._layer_names else str(i) for i in pack.layers]
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+    def _bytes(self, task: Task, pack: Pack) -> int:
+        """What the task moves between host and device."""
+        match task.kind:
+            case TaskKind.SWAP_IN:
+                return pack.weight_bytes
+            case TaskKind.SWAP_OUT:
+                return pack.gradient_bytes
+            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
+                return sum(self._costs.costs[p].stash_bytes for p in pack.positions)
+            case _:
+                return 0
+
+
+def _us(ms: float) -> float:
+    """To the nanosecond, so that what follows on a track begins where the one before it ends."""
+    return round(ms * _US_PER_MS, 3)

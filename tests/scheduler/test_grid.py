@@ -1,0 +1,89 @@
+"""Plans as tables: readable, within the width, and the same for the same plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Plan, Policy, compose_step
+from harmony_ds.scheduler.grid import amount, ranges
+from tests.scheduler.examples import packs_of
+
+
+def plan_of(packs: int, micro_batches: int, policy: Policy) -> Plan:
+    packing = Packing.reused(packs_of(*[True] * packs, weight_bytes=3 * 2**20, gradient_bytes=2**20))
+    tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
+    return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=5 * 2**30)
+
+
+def test_a_row_for_each_time_that_a_pack_runs() -> None:
+    assert plan_of(3, 4, Policy()).format().splitlines() == [
+        "2 packs forward, 3 backward (the same packs both ways), 4 micro-batches in a group",
+        "device peak 5.0 GiB planned, 64 B of it all the time",
+        "stash on the device; updates when the norm of all gradients is known; swap-ins one pack ahead",
+        "",
+        "pass      pack  calls  weights  gradients  swap in  runs   swap out  then",
+        "forward      0  0      3.0 MiB             0-1      F 0-3            evicted",
+        "forward      1  1      3.0 MiB             2        F 0-3            evicted",
+        "fused        2  2      3.0 MiB    1.0 MiB  1        L 0-3  2         evicted",
+        "backward     1  1      3.0 MiB    1.0 MiB  0        B 0-3  1         evicted",
+        "backward     0  0      3.0 MiB    1.0 MiB           B 0-3  0         evicted",
+        "then      norm of all gradients; updates of 0-2 on the host, under the next forward pass",
+        "",
+        "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,",
+        "B recompute and backward.",
+    ]
+
+
+def test_stash_updates_kept_and_resident_packs_are_shown() -> None:
+    policy = Policy(prefetch=False, stash_on_host=1, deferred_update=False, kept=(2,), resident=(3,))
+    lines = plan_of(4, 2, policy).format().splitlines()
+
+    assert lines[2] == "stash of 1 forward packs on the host; updates as gradients arrive; swap-ins when needed"
+    assert [line.split() for line in lines[5:12]] == [
+        "forward 0 0 3.0 MiB 0 F 0-1 out 0-1 evicted".split(),
+        "forward 1 1 3.0 MiB 1 F 0-1 evicted".split(),
+        "forward 2 2 3.0 MiB 2 F 0-1 kept".split(),
+        "fused 3 3 3.0 MiB 1.0 MiB L 0-1 on device resident".split(),
+        "backward 2 2 3.0 MiB 1.0 MiB B 0-1 2 on host 2 evicted".split(),
+        "backward 1 1 3.0 MiB 1.0 MiB 1 B 0-1 1 on host 1 evicted".split(),
+        "backward 0 0 3.0 MiB 1.0 MiB 0 B 0-1 in 0-1 0 on host 0 evicted".split(),
+    ]
+
+
+def test_every_pass_of_a_long_plan_is_cut_in_the_middle() -> None:
+    lines = plan_of(200, 64, Policy(stash_on_host=ALL_PACKS)).format().splitlines()
+
+    assert [line for line in lines if line.startswith("...")] == ["... 151 more", "... 151 more"]
+    assert len(lines) < 120
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.integers(1, 60), st.integers(1, 6), st.booleans(), st.booleans())
+def test_any_plan_prints_within_the_width_and_always_the_same(
+    data: st.DataObject, packs: int, micro_batches: int, prefetch: bool, defer: bool
+) -> None:
+    some = st.sets(st.integers(0, packs - 1), max_size=5).map(lambda numbers: tuple(sorted(numbers)))
+    stash = data.draw(st.integers(0, packs))
+    plan = plan_of(packs, micro_batches, Policy(prefetch, stash, defer, kept=data.draw(some), resident=data.draw(some)))
+    lines = plan.format().splitlines()
+
+    assert max(map(len, lines)) <= 120
+    assert plan.format() == Plan.from_json(plan.to_json()).format()
+    rows = [line for line in lines if line.startswith(("forward", "fused", "backward"))]
+    more = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
+    assert len(rows) + more == len(plan.packing.forward) + len(plan.packing.backward)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([3, 2, 1], "3-1"), ([1, 2, 1], "1-2,1"), ([4, 7], "4,7")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1,024.0 GiB")])
+def test_amounts(nbytes: int, text: str) -> None:
+    assert amount(nbytes) == text
