@@ -6,19 +6,18 @@ A key that nobody knows is an error that names the nearest one.
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harmony_ds.config.harmony_block import harmony_settings
+from harmony_ds.config.read import read_config
+from harmony_ds.config.settings import Config, LossScale, Section
+from harmony_ds.config.unknown import unknown_key
 from harmony_ds.errors import ConfigError
-
-_GIB = 2**30
 
 _HONOURED = frozenset(
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "
@@ -56,10 +55,6 @@ _ZERO = frozenset(
     "mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
     "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
 )
-_HARMONY = frozenset(
-    "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile "
-    "residency".split()
-)
 _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -68,93 +63,6 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A `type` and its `params`: the optimizer or the scheduler block."""
-
-    type: str
-    params: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LossScale:
-    """The fp16 block. `static` is 0 for dynamic scaling; the rest is DeepSpeed's, under its names."""
-
-    static: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class HarmonySettings:
-    """The "harmony" block.
-
-    Attributes:
-        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
-        device_memory_gib: device memory budget in GiB (None: on CUDA nine tenths of what is free, on the CPU
-            unlimited).
-        pack_layers: layer calls in a pack (None: what the search finds fastest).
-        layers: shell patterns over module names that override the repeated blocks found otherwise.
-        stash: where stashed inputs wait: "auto" (on the device if they fit), "device" or "host".
-        prefetch: swap the next pack in while this one computes.
-        pin_memory: page-lock host memory (CUDA).
-        seed: of the micro-batches' random numbers (None: torch.initial_seed() at initialize).
-        gradient_slabs: host buffers for gradients on their way to an update that is not deferred.
-        plan: a file with a plan to run, in the place of a search.
-        profile: a file that times and rates are kept in, and taken from where it was measured on the same.
-        residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
-    """
-
-    device: str = "auto"
-    device_memory_gib: float | None = None
-    pack_layers: int | None = None
-    layers: tuple[str, ...] = ()
-    stash: str = "auto"
-    prefetch: bool = True
-    pin_memory: bool = True
-    seed: int | None = None
-    gradient_slabs: int = 3
-    plan: str | None = None
-    profile: str | None = None
-    residency: str | int = "auto"
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return None if self.device_memory_gib is None else int(self.device_memory_gib * _GIB)
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Everything the engine wants to know.
-
-    Attributes:
-        raw: the JSON as it was given.
-        without_meaning: keys that DeepSpeed knows and that mean nothing here.
-    """
-
-    micro_batch: int
-    gradient_accumulation_steps: int
-    train_batch_size: int
-    gradient_clipping: float
-    optimizer: Section | None
-    scheduler: Section | None
-    compute_dtype: torch.dtype
-    accumulation_dtype: torch.dtype
-    loss_scale: LossScale | None
-    steps_per_print: int | None
-    harmony: HarmonySettings
-    raw: dict[str, Any]
-    without_meaning: tuple[str, ...]
-
-    @property
-    def deferred_update(self) -> bool:
-        """Whether no layer may be updated before the norm of all gradients is known."""
-        return self.gradient_clipping > 0 or self.loss_scale is not None
 
 
 def load_config(
@@ -168,7 +76,7 @@ def load_config(
     Raises:
         ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
     """
-    raw = _read(source)
+    raw = read_config(source)
     if sizes:
         raw = _resized(raw, sizes)
     _check_keys(raw)
@@ -185,35 +93,10 @@ def load_config(
         accumulation_dtype=_accumulation_dtype(raw, compute),
         loss_scale=loss_scale,
         steps_per_print=_steps_per_print(raw.get("steps_per_print")),
-        harmony=_harmony(raw.get("harmony", {})),
+        harmony=harmony_settings(raw.get("harmony", {})),
         raw=raw,
         without_meaning=tuple(sorted(raw.keys() & _WITHOUT_MEANING)),
     )
-
-
-def _read(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return dict(source)
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigError(
-            f"Expected a string path to an existing deepspeed config, or a dictionary. Received: {str(source)!r}"
-        )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}.")
-    return data
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    duplicates = sorted({key for key in keys if keys.count(key) > 1})
-    if duplicates:
-        raise ConfigError(f"Duplicate keys in DeepSpeed config: {duplicates}")
-    return dict(pairs)
 
 
 def _resized(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -227,7 +110,7 @@ def _check_keys(raw: dict[str, Any]) -> None:
     known = _HONOURED | _WITHOUT_MEANING | _REFUSED.keys()
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(_unknown(str(key), "the ds_config", known))
+            raise ConfigError(unknown_key(str(key), "the ds_config", known))
         enabled = value.get("enabled", True) if isinstance(value, dict) else value
         if key in _REFUSED and enabled:
             raise ConfigError(f'"{key}": {_REFUSED[key]}.')
@@ -237,19 +120,13 @@ def _check_keys(raw: dict[str, Any]) -> None:
     zero = _block(raw, "zero_optimization")
     for key in zero:
         if key not in _ZERO:
-            raise ConfigError(_unknown(str(key), "zero_optimization", _ZERO))
+            raise ConfigError(unknown_key(str(key), "zero_optimization", _ZERO))
     for block in ("offload_optimizer", "offload_param"):
         offload = zero.get(block)
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             raise ConfigError(
                 f'zero_optimization.{block}.device is "nvme": training state lives in host memory here; use "cpu".'
             )
-
-
-def _unknown(key: str, where: str, known: frozenset[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(sorted(known))}."
-    return f'unknown key "{key}" in {where}.{hint}'
 
 
 def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -378,54 +255,3 @@ def _count(raw: Mapping[str, Any], key: str) -> int | None:
     if value <= 0:
         raise ConfigError(f'"{key}": {value} has to be greater than 0')
     return value
-
-
-def _harmony(block: object) -> HarmonySettings:
-    if not isinstance(block, Mapping):
-        raise ConfigError(f'"harmony" must be an object, not {block!r}.')
-    for key in block:
-        if key not in _HARMONY:
-            raise ConfigError(_unknown(str(key), '"harmony"', _HARMONY))
-    values = dict(block)
-    if "layers" in values:
-        layers = values["layers"]
-        if not isinstance(layers, (list, tuple)) or not all(isinstance(pattern, str) for pattern in layers):
-            raise ConfigError(f'harmony.layers must be a list of patterns such as ["model.layers.*"], not {layers!r}.')
-        values["layers"] = tuple(layers)
-    settings = HarmonySettings(**values)
-    _check_harmony(settings)
-    return settings
-
-
-def _check_harmony(settings: HarmonySettings) -> None:
-    if settings.stash not in ("auto", "device", "host"):
-        raise ConfigError(f'harmony.stash is {settings.stash!r}: it must be "auto", "device" or "host".')
-    resident = settings.residency
-    counted = isinstance(resident, int) and not isinstance(resident, bool) and resident >= 0
-    if resident not in ("auto", "off") and not counted:
-        raise ConfigError(f'harmony.residency is {resident!r}: it must be "auto", "off" or a number of packs.')
-    for key in ("pack_layers", "gradient_slabs"):
-        value = getattr(settings, key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"harmony.{key} must be a whole number of at least 1, not {value!r}.")
-    gib = settings.device_memory_gib
-    if gib is not None and (isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < math.inf):
-        raise ConfigError(f"harmony.device_memory_gib must be a number above 0, not {gib!r}.")
-    if not isinstance(settings.device, str):
-        raise ConfigError(f'harmony.device must be a name such as "cpu" or "cuda:0", not {settings.device!r}.')
-    _check_files(settings)
-    seed = settings.seed
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ConfigError(f"harmony.seed must be a whole number, not {seed!r}.")
-    for key in ("prefetch", "pin_memory"):
-        if not isinstance(getattr(settings, key), bool):
-            raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
-
-
-def _check_files(settings: HarmonySettings) -> None:
-    for key in ("plan", "profile"):
-        value = getattr(settings, key)
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"harmony.{key} must be the path of a JSON file, not {value!r}.")
-    if settings.plan is not None and settings.pack_layers is not None:
-        raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")

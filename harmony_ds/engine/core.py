@@ -1,10 +1,8 @@
-"""The DeepSpeed face of harmony_ds: `initialize`, forward, backward, step. No arithmetic and no policy of its own."""
+"""The engine in DeepSpeed's words: forward, backward, step. No arithmetic and no policy of its own."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import logging
 import time
 import warnings
 from collections import deque
@@ -17,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.config import Config, load_config
-from harmony_ds.device import Device
-from harmony_ds.errors import BatchError, ConfigError, OptimizerError
+from harmony_ds.assembly import Assembly
+from harmony_ds.config import Config
+from harmony_ds.errors import BatchError, OptimizerError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
-from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
@@ -32,76 +28,8 @@ from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.schedules import build_scheduler
 
-_logger = logging.getLogger(__name__)
-
 LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
-
-
-def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
-    args: argparse.Namespace | None = None,
-    model: nn.Module | None = None,
-    optimizer: ClientOptimizer | None = None,
-    model_parameters: ParameterGroups | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,  # noqa: ARG001
-    mpu: Any = None,  # noqa: ARG001
-    dist_init_required: bool | None = None,  # noqa: ARG001
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
-    mesh_param: Any = None,  # noqa: ARG001
-    config_params: Mapping[str, Any] | str | Path | None = None,
-    *,
-    device: Device | None = None,
-) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
-
-    Args:
-        args: may carry the path of a ds_config in `deepspeed_config`.
-        model: any `nn.Module`, in host memory.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
-        model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data: a dataset; the third result is a DataLoader over it with the ds_config's micro-batch size.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
-        config, config_params: the ds_config: a dict or a path.
-        device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, dist_init_required, mesh_param: accepted for DeepSpeed's sake; one process is used.
-
-    Returns:
-        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
-
-    Raises:
-        ConfigError: the ds_config cannot be meant.
-        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
-        ModelError: the model cannot be decomposed.
-    """
-    if model is None:
-        raise ConfigError("harmony_ds.initialize requires a model")
-    settings = load_config(_the_one_config(args, config if config is not None else config_params))
-    if settings.without_meaning:
-        _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
-    assembly = assemble(model, settings, optimizer, model_parameters, device)
-    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
-    loader = None
-    if training_data is not None:
-        loader = torch.utils.data.DataLoader(
-            training_data, batch_size=settings.micro_batch, shuffle=True, collate_fn=collate_fn
-        )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _the_one_config(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    named = getattr(args, "deepspeed_config", None)
-    if named is not None and config is not None:
-        raise ConfigError(
-            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
-            "initialize() function call"
-        )
-    chosen = config if config is not None else named
-    if chosen is None:
-        raise ConfigError("harmony_ds requires a ds_config: pass config=..., or --deepspeed_config in args")
-    return chosen
 
 
 class HarmonyEngine(nn.Module):
@@ -471,7 +399,7 @@ class HarmonyEngine(nn.Module):
 
 def _users_frame() -> int:
     """The stack level, as seen from the caller of `warnings.warn`, of the innermost line that is the user's own."""
-    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    ours = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     level = 1
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(ours):
