@@ -15,13 +15,18 @@ _HARMONY = frozenset(
 )
 
 
-def harmony_settings(block: object) -> HarmonySettings:
+def harmony_settings(block: object, pin_memory: bool = True) -> HarmonySettings:
+    """The settings in `block`; `pin_memory` is what DeepSpeed's offload blocks say.
+
+    Raises:
+        ConfigError: a key is unknown, or a value cannot be meant.
+    """
     if not isinstance(block, Mapping):
         raise ConfigError(f'"harmony" must be an object, not {block!r}.')
     for key in block:
         if key not in _HARMONY:
             raise ConfigError(unknown_key(str(key), '"harmony"', _HARMONY))
-    values = dict(block)
+    values = {"pin_memory": pin_memory, **block}
     if "layers" in values:
         layers = values["layers"]
         if not isinstance(layers, (list, tuple)) or not all(isinstance(pattern, str) for pattern in layers):

@@ -13,56 +13,14 @@ from typing import Any
 
 import torch
 
+from harmony_ds.config.check import Values, given_without_meaning, read_values
 from harmony_ds.config.harmony_block import harmony_settings
+from harmony_ds.config.keys import DTYPES
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
-from harmony_ds.config.unknown import unknown_key
-from harmony_ds.errors import ConfigError
+from harmony_ds.errors import ConfigError, ContradictionError
 
-_HONOURED = frozenset(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "
-    "fp16 bf16 bfloat16 data_types steps_per_print harmony zero_optimization zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer".split()
-)
-_WITHOUT_MEANING = frozenset(
-    "wall_clock_breakdown memory_breakdown prescale_gradients gradient_predivide_factor gradient_allreduce_op "
-    "communication_data_type managed_gradient_accumulation dataloader_drop_last log_level sparse_gradients "
-    "disable_allgather dump_state checkpoint timers activation_checkpointing aio comms_logger tensorboard wandb "
-    "csv_monitor comet flops_profiler autotuning elasticity compile zero_gather_16bit_weights_on_model_save "
-    "data_efficiency curriculum_learning hybrid_engine seed use_data_before_expert_parallelism load_universal "
-    "disable_python_gc check_overflow weight_quantization seq_parallel_communication_data_type "
-    "vocabulary_size expert_parallel".split()
-)
-_REFUSED = {
-    "amp": 'Apex AMP is not supported: use "bf16" or "fp16", or torch.autocast around the call',
-    "torch_autocast": "torch_autocast is not supported here: put torch.autocast around the engine's call",
-    "pipeline": "pipeline parallelism is not supported",
-    "tensor_parallel": "tensor parallelism is not supported",
-    "compression_training": "compression training is not supported",
-    "sparse_attention": "sparse attention is not supported",
-}
-_ZERO = frozenset(
-    "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
-    "allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer "
-    "sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size "
-    "param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
-    "gather_16bit_weights_on_model_save stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
-    "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save module_granularity_threshold "
-    "stage3_module_granularity_threshold use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
-    "ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights "
-    "zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size "
-    "mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
-    "log_trace_cache_warnings leaf_module zenflow enable_sanity_checks use_cpu_offload".split()
-)
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_config(
@@ -79,23 +37,27 @@ def load_config(
     raw = read_config(source)
     if sizes:
         raw = _resized(raw, sizes)
-    _check_keys(raw)
-    compute, loss_scale = _precision(raw)
+    optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
+    values = read_values(raw)
+    compute, loss_scale = _precision(raw, values)
     micro_batch, steps, batch = _batch_triple(raw, world_size)
+    clipping = _clipping(values)
     return Config(
         micro_batch=micro_batch,
         gradient_accumulation_steps=steps,
         train_batch_size=batch,
-        gradient_clipping=_number(raw, "gradient_clipping", 1.0),
-        optimizer=_section(raw, "optimizer"),
-        scheduler=_section(raw, "scheduler"),
+        gradient_clipping=clipping,
+        optimizer=optimizer,
+        scheduler=scheduler,
         compute_dtype=compute,
-        accumulation_dtype=_accumulation_dtype(raw, compute),
+        accumulation_dtype=_accumulation_dtype(values, compute),
         loss_scale=loss_scale,
+        skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
         steps_per_print=_steps_per_print(raw.get("steps_per_print")),
-        harmony=harmony_settings(raw.get("harmony", {})),
+        harmony=harmony_settings(raw.get("harmony", {}), _pin_memory(values)),
         raw=raw,
-        without_meaning=tuple(sorted(raw.keys() & _WITHOUT_MEANING)),
+        values=values,
+        without_meaning=given_without_meaning(raw),
     )
 
 
@@ -104,29 +66,6 @@ def _resized(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= changed.keys():
         changed.pop("train_batch_size", None)
     return changed
-
-
-def _check_keys(raw: dict[str, Any]) -> None:
-    known = _HONOURED | _WITHOUT_MEANING | _REFUSED.keys()
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigError(unknown_key(str(key), "the ds_config", known))
-        enabled = value.get("enabled", True) if isinstance(value, dict) else value
-        if key in _REFUSED and enabled:
-            raise ConfigError(f'"{key}": {_REFUSED[key]}.')
-    zero = raw.get("zero_optimization")
-    if zero is None or isinstance(zero, bool):  # DeepSpeed's old way of saying stage 1
-        return
-    zero = _block(raw, "zero_optimization")
-    for key in zero:
-        if key not in _ZERO:
-            raise ConfigError(unknown_key(str(key), "zero_optimization", _ZERO))
-    for block in ("offload_optimizer", "offload_param"):
-        offload = zero.get(block)
-        if isinstance(offload, dict) and offload.get("device") == "nvme":
-            raise ConfigError(
-                f'zero_optimization.{block}.device is "nvme": training state lives in host memory here; use "cpu".'
-            )
 
 
 def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -138,18 +77,15 @@ def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _flag(block: Mapping[str, Any], name: str) -> bool:
-    value = block.get("enabled", False)
-    if not isinstance(value, bool):
-        raise ConfigError(f'"{name}.enabled" must be true or false, not {value!r}.')
-    return value
+def _clipping(values: Values) -> float:
+    norm: float = values["gradient_clipping"]
+    if isinstance(norm, bool) or not math.isfinite(norm) or norm < 0:
+        raise ConfigError(f'"gradient_clipping" must be a number that is not negative, not {norm!r}.')
+    return float(norm)
 
 
-def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f'"{key}" must be a number that is not negative, not {value!r}.')
-    return float(value)
+def _pin_memory(values: Values) -> bool:
+    return all(values[f"zero_optimization.{block}.pin_memory"] for block in ("offload_optimizer", "offload_param"))
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Section | None:
@@ -171,43 +107,50 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
     return Section(value["type"], dict(params))
 
 
-def _precision(raw: Mapping[str, Any]) -> tuple[torch.dtype, LossScale | None]:
-    name = "bf16" if "bf16" in raw else "bfloat16"
-    fp16 = _block(raw, "fp16")
-    bf16_on, fp16_on = _flag(_block(raw, name), name), _flag(fp16, "fp16")
+def _bf16_name(raw: Mapping[str, Any]) -> str:
+    return "bf16" if raw.get("bf16") is not None else "bfloat16"
+
+
+def _checks_bf16(raw: Mapping[str, Any], values: Values, clipping: float) -> bool:
+    """Whether steps with inf or NaN are skipped in bf16."""
+    name = _bf16_name(raw)
+    # Without clipping nothing else makes updates wait for all gradients, so that has to be asked for.
+    wanted = clipping > 0 or "check_grad_overflow" in _block(raw, name)
+    return bool(wanted and values[f"{name}.enabled"] and values[f"{name}.check_grad_overflow"])
+
+
+def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, LossScale | None]:
+    bf16_on, fp16_on = values[f"{_bf16_name(raw)}.enabled"], values["fp16.enabled"]
     if bf16_on and fp16_on:
-        raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+        raise ContradictionError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+    compute = torch.bfloat16 if bf16_on else torch.float16 if fp16_on else torch.float32
+    asked = values["data_types.param_dtype"]
+    if asked is not None and _DTYPES[DTYPES[asked]] != compute:
+        raise ContradictionError(
+            f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
+            "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
+        )
     if not fp16_on:
-        return (torch.bfloat16 if bf16_on else torch.float32), None
-    scale = fp16.get("loss_scale", 0)
-    if isinstance(scale, bool):
-        raise ConfigError("fp16.loss_scale must be a number, not bool")
-    if not isinstance(scale, (int, float)):
-        raise ConfigError(f"fp16.loss_scale must be a number, not {scale!r}")
-    if not math.isfinite(scale):
-        raise ConfigError("fp16.loss_scale must be a finite number (0 enables dynamic loss scaling)")
-    if scale < 0:
-        raise ConfigError("fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)")
-    window = _number(fp16, "loss_scale_window", 1000)
-    if scale == 0 and window <= 0:
-        raise ConfigError("fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled")
-    return torch.float16, LossScale(
-        static=float(scale),
-        initial_scale_power=int(_number(fp16, "initial_scale_power", 16)),
-        loss_scale_window=int(window),
-        hysteresis=int(_number(fp16, "hysteresis", 2)),
-        consecutive_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
-        min_loss_scale=_number(fp16, "min_loss_scale", 1),
+        return compute, None
+    scale = values["fp16.loss_scale"]
+    for key in ("loss_scale_window", "min_loss_scale"):
+        if scale == 0 and values[f"fp16.{key}"] <= 0:
+            raise ConfigError(f"fp16.{key} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
+    return compute, LossScale(
+        static=scale,
+        initial_scale_power=values["fp16.initial_scale_power"],
+        loss_scale_window=values["fp16.loss_scale_window"],
+        hysteresis=values["fp16.hysteresis"],
+        consecutive_hysteresis=values["fp16.consecutive_hysteresis"],
+        min_loss_scale=float(values["fp16.min_loss_scale"]),
     )
 
 
-def _accumulation_dtype(raw: Mapping[str, Any], compute: torch.dtype) -> torch.dtype:
-    name = _block(raw, "data_types").get("grad_accum_dtype")
+def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
+    name = values["data_types.grad_accum_dtype"]
     if name is None:
         return torch.float32
-    if name not in _DTYPES:
-        raise ConfigError(f'data_types.grad_accum_dtype is "{name}": it must be one of {sorted(_DTYPES)}.')
-    dtype = _DTYPES[name]
+    dtype = _DTYPES[DTYPES[name]]
     if dtype not in (torch.float32, compute):
         raise ConfigError(
             f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that.'
@@ -221,7 +164,7 @@ def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     micro = _count(raw, "train_micro_batch_size_per_gpu")
     steps = _count(raw, "gradient_accumulation_steps")
     if batch is None and micro is None:
-        raise ConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+        raise ContradictionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
     if micro is None:
         assert batch is not None
         steps = steps or 1
@@ -231,7 +174,7 @@ def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     if batch is None:
         batch = micro * steps * world_size
     if batch != micro * steps * world_size:
-        raise ConfigError(
+        raise ContradictionError(
             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
             f"* world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
         )
@@ -246,6 +189,13 @@ def _steps_per_print(value: object) -> int | None:
     return value
 
 
+_SPOKEN = {
+    "train_batch_size": "Train batch size",
+    "train_micro_batch_size_per_gpu": "Micro batch size per gpu",
+    "gradient_accumulation_steps": "Gradient accumulation steps",
+}
+
+
 def _count(raw: Mapping[str, Any], key: str) -> int | None:
     value = raw.get(key)
     if value is None:
@@ -253,5 +203,5 @@ def _count(raw: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f'"{key}" must be a whole number, not {value!r}.')
     if value <= 0:
-        raise ConfigError(f'"{key}": {value} has to be greater than 0')
+        raise ContradictionError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
     return value

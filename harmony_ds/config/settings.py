@@ -73,7 +73,9 @@ class Config:
     """Everything the engine wants to know.
 
     Attributes:
+        skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
+        values: of every key in `harmony_ds.config.keys`, by its path; defaults where `raw` says nothing.
         without_meaning: keys that DeepSpeed knows and that mean nothing here.
     """
 
@@ -86,12 +88,14 @@ class Config:
     compute_dtype: torch.dtype
     accumulation_dtype: torch.dtype
     loss_scale: LossScale | None
+    skip_overflow: bool
     steps_per_print: int | None
     harmony: HarmonySettings
     raw: dict[str, Any]
+    values: dict[str, Any]
     without_meaning: tuple[str, ...]
 
     @property
     def deferred_update(self) -> bool:
         """Whether no layer may be updated before the norm of all gradients is known."""
-        return self.gradient_clipping > 0 or self.loss_scale is not None
+        return self.gradient_clipping > 0 or self.skip_overflow

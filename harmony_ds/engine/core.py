@@ -192,9 +192,7 @@ class HarmonyEngine(nn.Module):
         assembly.device.reset_peak()
         clipping = None
         if self._settings.deferred_update:
-            clipping = Clipping(
-                self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None
-            )
+            clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.skip_overflow)
         begin = time.perf_counter()
         try:
             ran = group.run(assembly.host_optimizer.hyper(), clipping)
