@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harmony_ds import utils, zero
+    from harmony_ds.arguments import add_config_arguments
+    from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         OptimizerError,
         ParameterOutsideLayerError,
         ProfileError,
+        UnscaledLossError,
         UnsupportedError,
         UsageError,
     )
@@ -40,9 +44,13 @@ _HOMES = {
     "SwapReport": "reports",
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
+    "add_config_arguments": "arguments",
+    "init_distributed": "distributed",
     "initialize": "engine",
     "micro_batch_seed": "runtime.random_streams",
 }
+
+_ROOMS = ("utils", "zero")
 
 __all__ = [
     "BatchError",
@@ -67,11 +75,16 @@ __all__ = [
     "SwapReport",
     "Task",
     "TaskKind",
+    "UnscaledLossError",
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "micro_batch_seed",
+    "utils",
+    "zero",
 ]
 
 
@@ -79,4 +92,6 @@ def __getattr__(name: str) -> Any:
     # Loaded when asked for: importing the package stays quick.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

@@ -4,7 +4,8 @@
     ├── ConfigError (ValueError)            a ds_config that cannot be meant
     │   └── ContradictionError (AssertionError)  settings or arguments that contradict each other, or are missing
     ├── BatchError (ValueError)             a micro-batch that cannot be trained on
-    │   └── NotScalarError (AssertionError)  backward from what is no scalar loss
+    │   ├── NotScalarError (AssertionError)  backward from what is no scalar loss
+    │   └── UnscaledLossError (RuntimeError)  backward of the user's own from a loss that fp16 needs scaled
     ├── UsageError (AssertionError)         calls of the engine in an order that cannot be meant
     ├── UnsupportedError (NotImplementedError)  what DeepSpeed's engine can do and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that broke a promise while running
@@ -45,6 +46,10 @@ class BatchError(HarmonyError, ValueError):
 
 class NotScalarError(BatchError, AssertionError):
     """What is to be propagated back from is not a scalar tensor."""
+
+
+class UnscaledLossError(BatchError, RuntimeError):
+    """With fp16, `backward()` was called on a loss that neither `engine.backward` nor `engine.scale` has scaled."""
 
 
 class UsageError(HarmonyError, AssertionError):

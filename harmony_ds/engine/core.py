@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
-from harmony_ds.errors import BatchError, OptimizerError
+from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.surface import Surface
+from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.updater import Clipping, GradientNorm
+from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.pending import PendingLoss
@@ -32,7 +35,7 @@ LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
 
 
-class HarmonyEngine(nn.Module):
+class HarmonyEngine(Surface):
     """Trains one model. Unknown attributes are looked up in the model."""
 
     def __init__(self, model: nn.Module, config: Config, assembly: Assembly, lr_scheduler: Any) -> None:
@@ -49,6 +52,9 @@ class HarmonyEngine(nn.Module):
         self.skipped_steps = 0
         self._group_began = 0  # micro_steps when the group that is queued now began
         self._boundary: bool | None = None
+        self._backwards = 0  # of the group that is queued now
+        self._scaled_backward = False  # inside engine.backward
+        self._backwards_scaled_by_hand = 0  # announced by engine.scale
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
         self._traffic: Traffic | None = None
@@ -58,6 +64,19 @@ class HarmonyEngine(nn.Module):
         self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
         self._looked_early = False
         self._scaler = LossScaler(config.loss_scale)
+        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, assembly.finish_updates)
+        self._reports = StepReports(config)
+        self._inside_no_sync = False
+        self._destroyed = False
+        self.training_data: Any = None
+        self.training_dataloader: Any = None
+        self.collate_fn: Callable[[Any], Any] | None = None
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.mpu: Any = None
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self._own_batches: Iterator[Any] | None = None
+        self._tell_optimizer()
         seed = config.harmony.seed
         self._group_parts = GroupParts(
             model,
@@ -67,6 +86,7 @@ class HarmonyEngine(nn.Module):
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
             self._warn_about_looking,
+            self._check_scaled if config.loss_scale is not None else None,
         )
         self._group = self._new_group()
 
@@ -96,25 +116,31 @@ class HarmonyEngine(nn.Module):
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
-        self._need_optimizer()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BatchError(
-                "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
-            )
+        self._need_optimizer("backward")
+        _need_scalar(
+            loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
+        self._backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
-        if isinstance(scaled, PendingLoss):
-            scaled.propagate()
-        else:
-            torch.autograd.backward(scaled, retain_graph=retain_graph)
+        scaled = self._scaled(loss)
+        self._scaled_backward = True
+        try:
+            if isinstance(scaled, PendingLoss):
+                scaled.propagate()
+            else:
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        finally:
+            self._scaled_backward = False
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
-        self._need_optimizer()
+        if self._inside_no_sync:
+            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
+        self._need_optimizer("step")
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             try:
                 self._optimizer_step(lr_kwargs or {})
             except BaseException:
@@ -137,7 +163,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             StopIteration: `data_iter` is at its end.
         """
-        self._need_optimizer()
+        self._need_optimizer("train_batch")
         if self._group:
             raise BatchError(
                 f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for "
@@ -149,13 +175,16 @@ class HarmonyEngine(nn.Module):
             scale = self._scaler.scale
             for micro_batch in queued:
                 micro_batch.backward_from_loss(len(batches), scale)
+            self._backwards = len(batches)
             self._optimizer_step({})
         except BaseException:
             self._group = self._new_group()
             raise
         self.micro_steps += len(batches)
         self._group_began = self.micro_steps
-        return torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
+        loss = torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
+        self._reports.train_loss(self, loss)
+        return loss
 
     def eval_batch(self, data_iter: Iterator[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
@@ -174,7 +203,7 @@ class HarmonyEngine(nn.Module):
 
     def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
         if data_iter is None:
-            raise BatchError("train_batch and eval_batch need an iterator over micro-batches.")
+            data_iter = self._training_batches()
         batches = []
         for _ in range(self.gradient_accumulation_steps()):
             try:
@@ -190,6 +219,7 @@ class HarmonyEngine(nn.Module):
         assert assembly.host_optimizer is not None
         group, count = self._group, len(self._group)
         assembly.device.reset_peak()
+        self._reports.begin()
         clipping = None
         if self._settings.deferred_update:
             clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.skip_overflow)
@@ -223,8 +253,10 @@ class HarmonyEngine(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         self._scaler.update(overflow)
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_step()
         self._group = self._new_group()
+        self._tell_optimizer()
+        self._reports.boundary(self, self._traffic_micro_batches)
 
     def _new_group(self) -> StepGroup:
         return StepGroup(self._group_parts, self.global_steps)
@@ -241,11 +273,39 @@ class HarmonyEngine(nn.Module):
                 stacklevel=_users_frame(),
             )
 
-    def _need_optimizer(self) -> None:
+    def _need_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise OptimizerError(
-                "must provide optimizer during init in order to use backward/step: name one in the ds_config or pass one"
+            raise NoOptimizerError(
+                f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
             )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
+        self._need_optimizer("scale")
+        _need_scalar(
+            loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        self._backwards_scaled_by_hand += 1
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
+
+    def _check_scaled(self) -> None:
+        if self._scaled_backward:
+            return
+        if self._backwards_scaled_by_hand == 0:
+            raise UnscaledLossError(
+                "Loss scaling is required for this configuration, but backward() was called directly without scaling the "
+                "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
+            )
+        self._backwards_scaled_by_hand -= 1
+
+    def _samples_of_step(self) -> int:
+        backwards, self._backwards = self._backwards, 0
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return backwards * self.train_micro_batch_size_per_gpu()
 
     # ---- accumulation boundary, in DeepSpeed's words
 
@@ -253,23 +313,18 @@ class HarmonyEngine(nn.Module):
         """Whether the next `step()` updates the weights."""
         if self._boundary is not None:
             return self._boundary
+        if not self.managed_gradient_accumulation():
+            return False
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
+                "the caller owns the boundary by calling step()"
+            )
         self._boundary = is_boundary
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._settings.gradient_accumulation_steps
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._settings.micro_batch
-
-    def train_batch_size(self) -> int:
-        return self._settings.train_batch_size
-
-    def gradient_clipping(self) -> float:
-        return self._settings.gradient_clipping
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights (no boundary, or an overflow: it did not)."""
@@ -279,29 +334,10 @@ class HarmonyEngine(nn.Module):
         """The norm of all gradients of the last step, before clipping, unscaled; None before the first."""
         return None if self._norm is None else self._norm.result().total
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        self._need_optimizer()
-        assert self.optimizer is not None
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with (1.0 without fp16)."""
-        return self._scaler.scale
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ds_config as it was given."""
-        return self._settings.raw
-
     @property
     def device(self) -> torch.device:
         """Where layers run."""
         return self._assembly.device.torch_device
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients live for one step only; there is nothing to do between steps."""
 
     # ---- without gradients
 
@@ -339,7 +375,7 @@ class HarmonyEngine(nn.Module):
 
     def on_progress(self, callback: Callable[[int, int, str], None] | None) -> None:
         """`callback(done, total, task)` is called after each task of a step."""
-        self._runner.executor.on_progress = callback
+        self._runner.executor.on_progress = self._reports.progress(callback)
 
     def swap_report(self) -> SwapReport:
         """Bytes between host and device in the last optimizer step.
@@ -391,8 +427,17 @@ class HarmonyEngine(nn.Module):
 
     def destroy(self) -> None:
         """Finishes updates, ends threads, and gives the model its own forward back."""
+        if self._destroyed:
+            return
+        self._destroyed = True
         self._group.abandon()
+        self._links.remove()
         self._assembly.destroy()
+
+
+def _need_scalar(loss: object, message: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise NotScalarError(message)
 
 
 def _users_frame() -> int:
