@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,11 +53,10 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
     """Keeps DeepSpeed from compiling (for a minute) what lets several processes on one host exchange tensors."""
-    from deepspeed.comm import torch as backend
-
+    backend = import_module("deepspeed.comm.torch")
     build = backend.build_shm_op
-    backend.build_shm_op = lambda: None
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        backend.build_shm_op = build
+        backend.build_shm_op = build  # type: ignore[attr-defined]

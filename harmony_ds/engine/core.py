@@ -77,6 +77,7 @@ class HarmonyEngine(Surface):
         self.loaded_checkpoint_dp_world_size: int | None = None
         self._own_batches: Iterator[Any] | None = None
         self._tell_optimizer()
+        self.on_progress(None)
         seed = config.harmony.seed
         self._group_parts = GroupParts(
             model,
