@@ -79,7 +79,11 @@ def start(api: Api, script: Script) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(Sgd(net().parameters(), lr=0.1), 1)
     script.row(
         "initialize: a scheduler object with an optimizer to be made",
-        lambda: api.start(optimizer=lambda parameters: Sgd(parameters, lr=0.1), lr_scheduler=schedule),
+        lambda: api.start(
+            config(zero_optimization={"stage": 0}),
+            optimizer=lambda parameters: Sgd(parameters, lr=0.1),
+            lr_scheduler=schedule,
+        ),
         "is not instantiated but Client LR Scheduler is instantiated",
     )
     script.row(
@@ -95,6 +99,7 @@ def start(api: Api, script: Script) -> None:
     script.row(
         "initialize: an optimizer that nobody knows",
         lambda: api.start(config(optimizer={"type": "Adamm", "params": {}})),
+        "Adamm is not a supported DeepSpeed Optimizer",
     )
     script.row(
         "initialize: a client's optimizer under offload",
@@ -140,9 +145,9 @@ def training(api: Api, script: Script) -> None:
         script.row("weights after training", model.second.weight.float)
         script.row("engine.lr_scheduler.get_last_lr()", engine.lr_scheduler.get_last_lr)
         script.row("engine.lr_scheduler.state_dict()", engine.lr_scheduler.state_dict)
-        states(api, script, engine, model)
         with torch.no_grad():
             script.row("engine(...) without gradients", lambda: engine(*data[0]).item())
+        states(api, script, engine, model)
     with api.engine(config(2), model=net()) as engine:
         loss = engine(*batches(1)[0])
         script.row(

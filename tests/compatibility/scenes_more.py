@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from tests.compatibility.engines import Api, batches, config, net, train
-from tests.compatibility.record import Script
+from tests.compatibility.record import Script, about
 
 
 def half(api: Api, script: Script) -> None:
@@ -46,7 +46,7 @@ def half(api: Api, script: Script) -> None:
         scaled.backward()
         engine.step()
         script.row("fp16: a step after scale(loss).backward()", engine.was_step_applied)
-        script.row("fp16: losses with a static scale", lambda: [round(loss, 2) for loss in train(engine, 2)])
+        script.row("fp16: losses with a static scale", lambda: about(train(engine, 2)))
     with api.engine(config(1, bf16={"enabled": True})) as engine:
         script.row("bf16: bfloat16_enabled()", engine.bfloat16_enabled)
         script.row("bf16: dtype of the weights", lambda: engine.module.first.weight.dtype)
@@ -58,7 +58,7 @@ def half(api: Api, script: Script) -> None:
         engine.backward(loss)
         engine.step()
         script.row("bf16: a step with NaN is skipped", lambda: [engine.was_step_applied(), engine.skipped_steps])
-        script.row("bf16: losses go on", lambda: [round(loss, 1) for loss in train(engine, 2)])
+        script.row("bf16: losses go on", lambda: about(train(engine, 2)))
 
 
 def sizes_and_contexts(api: Api, script: Script) -> None:
