@@ -35,8 +35,8 @@ _HEAD = """# Compatibility with DeepSpeed 0.19.8
 
 Each row is asked of both engines, on the CPU, by the same lines: `python -m tests.compatibility.run` asks them and
 writes this page; a test does so too and fails where the page, or a row, is out of date. *Same* means: equal values
-(numbers to 1e-5, losses in half precision to 1e-2), or errors that the same `except` catches and that say the same. The rows are in
-`tests/compatibility/scenes_*.py`.
+(numbers to 1e-5, losses in half precision to 1e-2), or errors that the same `except` catches and that say the same. The
+rows are in `tests/compatibility/scenes_*.py`.
 """
 
 
