@@ -6,20 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harmony_ds import utils, zero
+    from harmony_ds.arguments import add_config_arguments
+    from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
         CompilerMissingError,
         ConfigError,
+        ContradictionError,
         DeviceOutOfMemoryError,
         DoesNotFitError,
         EngineFailedError,
         HarmonyError,
         LossScaleError,
         ModelError,
+        NoOptimizerError,
+        NotScalarError,
         OptimizerError,
         ParameterOutsideLayerError,
         ProfileError,
+        UnscaledLossError,
+        UnsupportedError,
+        UsageError,
     )
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
@@ -37,14 +46,19 @@ _HOMES = {
     "SwapReport": "reports",
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
+    "add_config_arguments": "arguments",
+    "init_distributed": "distributed",
     "initialize": "engine",
     "micro_batch_seed": "runtime.random_streams",
 }
+
+_ROOMS = ("utils", "zero")
 
 __all__ = [
     "BatchError",
     "CompilerMissingError",
     "ConfigError",
+    "ContradictionError",
     "DeviceOutOfMemoryError",
     "DoesNotFitError",
     "EngineFailedError",
@@ -54,6 +68,8 @@ __all__ = [
     "LossScaleError",
     "MemoryReport",
     "ModelError",
+    "NoOptimizerError",
+    "NotScalarError",
     "OptimizerError",
     "ParameterOutsideLayerError",
     "Plan",
@@ -62,9 +78,16 @@ __all__ = [
     "SwapReport",
     "Task",
     "TaskKind",
+    "UnscaledLossError",
+    "UnsupportedError",
+    "UsageError",
     "__version__",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "micro_batch_seed",
+    "utils",
+    "zero",
 ]
 
 
@@ -72,4 +95,6 @@ def __getattr__(name: str) -> Any:
     # Loaded when asked for: importing the package stays quick.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

@@ -2,10 +2,16 @@
 
     HarmonyError
     ├── ConfigError (ValueError)            a ds_config that cannot be meant
+    │   └── ContradictionError (AssertionError)  settings or arguments that contradict each other, or are missing
     ├── BatchError (ValueError)             a micro-batch that cannot be trained on
+    │   ├── NotScalarError (AssertionError)  backward from what is no scalar loss
+    │   └── UnscaledLossError (RuntimeError)  backward of the user's own from a loss that fp16 needs scaled
+    ├── UsageError (AssertionError)         calls of the engine in an order that cannot be meant
+    ├── UnsupportedError (NotImplementedError)  what DeepSpeed's engine can do and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that broke a promise while running
     │   └── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
+    │   ├── NoOptimizerError (AssertionError)  backward or step without an optimizer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
@@ -13,6 +19,7 @@
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
     └── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
 
+Where DeepSpeed has an `assert`, ours is an AssertionError too, so that what catches its errors catches these.
 Errors of the user's own code (a layer, a loss, an optimizer, Ctrl-C) are never wrapped: they surface as themselves.
 """
 
@@ -29,8 +36,28 @@ class ConfigError(HarmonyError, ValueError):
     """The ds_config has a key or value that cannot be meant."""
 
 
+class ContradictionError(ConfigError, AssertionError):
+    """Settings or arguments contradict each other, or something that is needed was left out."""
+
+
 class BatchError(HarmonyError, ValueError):
     """A micro-batch holds no tensor, or the model returned no loss for it."""
+
+
+class NotScalarError(BatchError, AssertionError):
+    """What is to be propagated back from is not a scalar tensor."""
+
+
+class UnscaledLossError(BatchError, RuntimeError):
+    """With fp16, `backward()` was called on a loss that neither `engine.backward` nor `engine.scale` has scaled."""
+
+
+class UsageError(HarmonyError, AssertionError):
+    """A method of the engine was called where its state does not allow it."""
+
+
+class UnsupportedError(HarmonyError, NotImplementedError):
+    """DeepSpeed's engine can do this, and this one cannot."""
 
 
 class ModelError(HarmonyError):
@@ -43,6 +70,10 @@ class ParameterOutsideLayerError(ModelError):
 
 class OptimizerError(HarmonyError):
     """The optimizer cannot be stepped layer by layer on the host."""
+
+
+class NoOptimizerError(OptimizerError, AssertionError):
+    """The engine was built without an optimizer, and cannot train."""
 
 
 class CompilerMissingError(OptimizerError):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from harmony_ds.config import Section
-from harmony_ds.errors import ConfigError
+from harmony_ds.errors import ConfigError, ContradictionError
 
 
 def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -26,7 +26,7 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
 
     cls = getattr(lr_schedules, section.type, None) or getattr(torch.optim.lr_scheduler, section.type, None)
     if cls is None:
-        raise ConfigError(f"DeepSpeed does not recognize LR scheduler {section.type}")
+        raise ContradictionError(f"DeepSpeed does not recognize LR scheduler {section.type}")
     try:
         return cls(optimizer, **section.params)
     except TypeError as error:

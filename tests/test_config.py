@@ -1,7 +1,8 @@
-"""What a ds_config may say, what it means, and what is said about one that cannot be meant."""
+"""What a ds_config may say and what it means."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds import ConfigError
+from harmony_ds import ConfigError, ContradictionError
 from harmony_ds.config import HarmonySettings, LossScale, Section, load_config
 
 MICRO = {"train_micro_batch_size_per_gpu": 2}
-DS_CONFIGS = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.1}}
 
 
 def load(**more: Any) -> Any:
@@ -75,9 +76,9 @@ def test_fp16_block() -> None:
         "loss_scale_window": 10,
         "hysteresis": 3,
         "consecutive_hysteresis": True,
-        "min_loss_scale": 0.5,
+        "min_loss_scale": 4,
     }
-    assert load(fp16=block).loss_scale == LossScale(128.0, 8, 10, 3, True, 0.5)
+    assert load(fp16=block).loss_scale == LossScale(128.0, 8, 10, 3, True, 4.0)
 
 
 @pytest.mark.parametrize("key", ["bf16", "bfloat16"])
@@ -133,14 +134,103 @@ def test_optimizer_and_scheduler_are_handed_on() -> None:
 
 def test_keys_without_meaning_are_listed_sorted() -> None:
     config = load(
-        wall_clock_breakdown=True, aio={"block_size": 1}, tensorboard={"enabled": True}, gradient_clipping=1.0
+        zero_optimization={"stage": 3, "reduce_bucket_size": 5e8, "offload_param": {"buffer_count": 4}},
+        aio={"block_size": 1},
+        activation_checkpointing={"profile": False},
+        wall_clock_breakdown=True,
     )
 
-    assert config.without_meaning == ("aio", "tensorboard", "wall_clock_breakdown")
+    assert config.without_meaning == (
+        "activation_checkpointing",
+        "aio",
+        "zero_optimization.offload_param.buffer_count",
+        "zero_optimization.reduce_bucket_size",
+    )
 
 
-def test_what_is_refused_may_be_there_switched_off() -> None:
-    assert load(amp={"enabled": False}, torch_autocast={"enabled": False}).without_meaning == ()
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"amp": {"enabled": False}},
+        {"torch_autocast": {"enabled": False}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"compile": {"debug_log": True}},
+        {"hybrid_engine": {"max_out_tokens": 8}},
+        {"weight_quantization": {"enabled": False}},
+        {"sparse_gradients": False},
+        {"elasticity": {"enabled": False, "max_train_batch_size": 2000}},
+        {"datastates_ckpt": False},
+        {"sequence_parallel_size": 1, "data_parallel_size": 1},
+        {"zero_optimization": {"zenflow": None}},
+    ],
+    ids=str,
+)
+def test_what_is_refused_may_be_there_switched_off(block: dict[str, Any]) -> None:
+    assert load(**block).without_meaning == ()
+
+
+@pytest.mark.parametrize(
+    ("bf16", "clip", "skips", "deferred"),
+    [
+        ({"enabled": True}, 1.0, True, True),
+        ({"enabled": True}, 0.0, False, False),
+        ({"enabled": True, "check_grad_overflow": True}, 0.0, True, True),
+        ({"enabled": True, "check_grad_overflow": False}, 1.0, False, True),
+        ({"enabled": False, "check_grad_overflow": True}, 0.0, False, False),
+    ],
+)
+def test_steps_that_overflow_in_bf16(bf16: dict[str, Any], clip: float, skips: bool, deferred: bool) -> None:
+    config = load(bf16=bf16, gradient_clipping=clip)
+
+    assert (config.skip_overflow, config.deferred_update) == (skips, deferred)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("true", True), (1, True), ("off", False), (0.0, False), ("No", False), (False, False)]
+)
+def test_flags_are_read_as_pydantic_reads_them(given: object, expected: bool) -> None:
+    assert load(fp16={"enabled": given}).values["fp16.enabled"] is expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("500", 500), (5e8, 500_000_000), (True, 1)])
+def test_integers_are_read_as_pydantic_reads_them(given: object, expected: int) -> None:
+    assert (
+        load(zero_optimization={"reduce_bucket_size": given}).values["zero_optimization.reduce_bucket_size"] == expected
+    )
+
+
+def test_keys_of_zero3_have_two_names() -> None:
+    for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
+        values = load(zero_optimization={name: 7}).values
+        assert values["zero_optimization.prefetch_bucket_size"] == 7
+        assert values["zero_optimization.stage3_prefetch_bucket_size"] == 7
+    old = load(zero_optimization={"stage3_gather_fp16_weights_on_model_save": True}).values
+    assert old["zero_optimization.stage3_gather_16bit_weights_on_model_save"] is True
+
+
+def test_deprecated_offload_flags() -> None:
+    values = load(zero_optimization={"stage": 2, "cpu_offload": True, "cpu_offload_param": False}).values
+
+    assert values["zero_optimization.offload_optimizer.device"] == "cpu"
+    assert values["zero_optimization.offload_param.device"] == "none"
+    assert load(zero_optimization=True).values["zero_optimization.stage"] == 1
+    assert load(zero_optimization=False).values["zero_optimization.stage"] == 0
+
+
+@pytest.mark.parametrize("block", ["offload_optimizer", "offload_param"])
+def test_pinning_follows_the_offload_blocks_unless_ours_says_otherwise(block: str) -> None:
+    pageable = {"stage": 3, block: {"device": "cpu", "pin_memory": False}}
+
+    assert load(zero_optimization=pageable).harmony.pin_memory is False
+    assert load(zero_optimization=pageable, harmony={"pin_memory": True}).harmony.pin_memory is True
+    assert load(zero_optimization={"stage": 3, block: {"device": "cpu"}}).harmony.pin_memory is True
+
+
+def test_auto_in_a_key_without_meaning_is_deepspeeds_default() -> None:
+    values = load(zero_optimization={"stage3_prefetch_bucket_size": "auto", "overlap_comm": "auto"}).values
+
+    assert values["zero_optimization.prefetch_bucket_size"] == 50_000_000
+    assert values["zero_optimization.overlap_comm"] is False
 
 
 def test_the_json_is_kept_as_it_was_given() -> None:
@@ -201,132 +291,8 @@ def test_batch_sizes_that_contradict_each_other_are_an_error_with_all_numbers(
     batch: int, micro: int | None, steps: int | None, world_size: int, numbers: str
 ) -> None:
     source = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    with pytest.raises(ConfigError, match=f"Check batch related parameters.*{numbers}"):
+    with pytest.raises(ContradictionError, match=f"Check batch related parameters.*{numbers}"):
         load_config(source, world_size)
-
-
-# ---- malformed configs
-
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.1}}
-MALFORMED: list[tuple[dict[str, Any], str]] = [
-    # keys
-    ({"gradient_cliping": 1.0}, r'unknown key "gradient_cliping" in the ds_config. Did you mean "gradient_clipping"\?'),
-    ({"optimiser": OPTIMIZER}, r'unknown key "optimiser" in the ds_config. Did you mean "optimizer"\?'),
-    ({"qqqqq": 1}, r'unknown key "qqqqq" in the ds_config. Known keys: .*train_batch_size'),
-    ({"harmony": {"pack_layer": 2}}, r'unknown key "pack_layer" in "harmony". Did you mean "pack_layers"\?'),
-    ({"harmony": {"zzz": 2}}, r'unknown key "zzz" in "harmony". Known keys: device, device_memory_gib'),
-    # batch sizes
-    ({"train_micro_batch_size_per_gpu": None}, "Either train_batch_size or train_micro_batch_size_per_gpu needs"),
-    ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu": 0 has to be greater than 0'),
-    ({"train_micro_batch_size_per_gpu": -2}, '"train_micro_batch_size_per_gpu": -2 has to be greater than 0'),
-    ({"train_micro_batch_size_per_gpu": 2.0}, '"train_micro_batch_size_per_gpu" must be a whole number, not 2.0'),
-    ({"train_micro_batch_size_per_gpu": "auto"}, "must be a whole number, not 'auto'"),
-    ({"train_micro_batch_size_per_gpu": True}, "must be a whole number, not True"),
-    ({"train_batch_size": 0}, '"train_batch_size": 0 has to be greater than 0'),
-    ({"train_batch_size": "8"}, "\"train_batch_size\" must be a whole number, not '8'"),
-    ({"gradient_accumulation_steps": 0}, '"gradient_accumulation_steps": 0 has to be greater than 0'),
-    ({"gradient_accumulation_steps": [4]}, r'"gradient_accumulation_steps" must be a whole number, not \[4\]'),
-    # clipping
-    ({"gradient_clipping": -1.0}, '"gradient_clipping" must be a number that is not negative, not -1.0'),
-    ({"gradient_clipping": "1.0"}, "must be a number that is not negative, not '1.0'"),
-    ({"gradient_clipping": True}, "must be a number that is not negative, not True"),
-    ({"gradient_clipping": None}, "must be a number that is not negative, not None"),
-    ({"gradient_clipping": float("nan")}, "must be a number that is not negative, not nan"),
-    ({"gradient_clipping": float("inf")}, "must be a number that is not negative, not inf"),
-    # optimizer and scheduler
-    ({"optimizer": "AdamW"}, '"optimizer" must be an object with a "type"'),
-    ({"optimizer": {}}, '"optimizer" must be an object with a "type"'),
-    ({"optimizer": {"type": 3}}, '"optimizer" must be an object with a "type"'),
-    ({"scheduler": {"params": {}}}, '"scheduler" must be an object with a "type"'),
-    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "please switch to .* 'gradient_clipping'"),
-    (
-        {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
-        r"\"optimizer.params\" still says \"auto\" for \['lr'\]",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"b": "auto", "a": "auto", "c": 1}}},
-        r"\"scheduler.params\" still says \"auto\" for \['a', 'b'\]: give numbers",
-    ),
-    # precision
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bfloat16 and fp16 modes cannot be simultaneously"),
-    ({"fp16": {"enabled": True, "loss_scale": -1}}, "loss_scale must be >= 0"),
-    ({"fp16": {"enabled": True, "loss_scale": True}}, "loss_scale must be a number, not bool"),
-    ({"fp16": {"enabled": True, "loss_scale": float("inf")}}, "loss_scale must be a finite number"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window must be > 0 when dynamic"),
-    ({"data_types": {"grad_accum_dtype": "fp64"}}, 'grad_accum_dtype is "fp64": it must be one of'),
-    (
-        {"data_types": {"grad_accum_dtype": "fp16"}},
-        'grad_accum_dtype is "fp16" but the model computes in torch.float32',
-    ),
-    (
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-        'grad_accum_dtype is "fp16" but the model computes in torch.bfloat16: use "fp32" or that',
-    ),
-    # what is not supported
-    ({"amp": {"enabled": True}}, '"amp": Apex AMP is not supported: use "bf16" or "fp16"'),
-    ({"torch_autocast": {"enabled": True}}, '"torch_autocast": .* put torch.autocast around'),
-    ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel": tensor parallelism is not supported'),
-    ({"pipeline": {"stages": 2}}, '"pipeline": pipeline parallelism is not supported'),
-    ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention": sparse attention is not supported'),
-    ({"compression_training": {"weight_quantization": {}}}, "compression training is not supported"),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-        'zero_optimization.offload_optimizer.device is "nvme": .* use "cpu"',
-    ),
-    ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device is "nvme"'),
-    # our own block
-    ({"harmony": 3}, '"harmony" must be an object, not 3'),
-    ({"harmony": None}, '"harmony" must be an object, not None'),
-    ({"harmony": {"stash": "disk"}}, 'harmony.stash is \'disk\': it must be "auto", "device" or "host"'),
-    ({"harmony": {"stash": None}}, "harmony.stash is None"),
-    ({"harmony": {"pack_layers": 0}}, "harmony.pack_layers must be a whole number of at least 1, not 0"),
-    ({"harmony": {"pack_layers": 1.5}}, "harmony.pack_layers must be a whole number of at least 1, not 1.5"),
-    ({"harmony": {"pack_layers": True}}, "harmony.pack_layers must be a whole number of at least 1, not True"),
-    ({"harmony": {"gradient_slabs": 0}}, "harmony.gradient_slabs must be a whole number of at least 1, not 0"),
-    ({"harmony": {"gradient_slabs": "3"}}, "harmony.gradient_slabs must be a whole number of at least 1, not '3'"),
-    ({"harmony": {"device_memory_gib": 0}}, "harmony.device_memory_gib must be a number above 0, not 0"),
-    ({"harmony": {"device_memory_gib": -1.5}}, "harmony.device_memory_gib must be a number above 0, not -1.5"),
-    ({"harmony": {"device_memory_gib": "4"}}, "harmony.device_memory_gib must be a number above 0, not '4'"),
-    ({"harmony": {"device_memory_gib": float("nan")}}, "harmony.device_memory_gib must be a number above 0, not nan"),
-    ({"harmony": {"layers": "h.*"}}, r"harmony.layers must be a list of patterns such as .*, not 'h.\*'"),
-    ({"harmony": {"layers": ["h.*", 3]}}, r"harmony.layers must be a list of patterns .*, not \['h.\*', 3\]"),
-    ({"harmony": {"prefetch": 1}}, "harmony.prefetch must be true or false, not 1"),
-    ({"harmony": {"pin_memory": "yes"}}, "harmony.pin_memory must be true or false, not 'yes'"),
-]
-
-
-@pytest.mark.parametrize(("more", "message"), MALFORMED, ids=lambda value: str(value)[:60])
-def test_a_malformed_config_is_an_error_that_names_the_key(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(**more)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"fp16": True},
-        {"bf16": True},
-        {"bf16": {"enabled": "false"}},
-        {"bf16": {"enabled": "auto"}},
-        {"fp16": {"enabled": True, "loss_scale": "128"}},
-        {"fp16": {"enabled": True, "loss_scale_window": "1000"}},
-        {"fp16": {"enabled": True, "initial_scale_power": "16"}},
-        {"fp16": {"enabled": True, "hysteresis": -1}},
-        {"data_types": "fp32"},
-        {"optimizer": {"type": "AdamW", "params": [0.1]}},
-        {"steps_per_print": "often"},
-        {"zero_optimization": {"stge": 2}},
-        {"harmony": {"device": 0}},
-        {"harmony": {"seed": "x"}},
-        {"harmony": {"layers": None}},
-        {"harmony": {"device_memory_gib": float("inf")}},
-        {3: 1},
-    ],
-    ids=str,
-)
-def test_more_malformed_configs_are_errors(more: dict[Any, Any]) -> None:
-    with pytest.raises(ConfigError):
-        load_config({**MICRO, **more})
 
 
 # ---- files
@@ -343,8 +309,7 @@ def test_a_file_gives_what_its_dict_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"train_batch_size": 8,}', "ds_config.json is not JSON: .*line 1 column"),
-        ("", "ds_config.json is not JSON"),
+        ('{"train_batch_size": [8}', "ds_config.json is not JSON: .*line 1 column"),
         ("[1, 2]", "ds_config.json must hold a JSON object, not list"),
         ('"text"', "ds_config.json must hold a JSON object, not str"),
         (
@@ -362,118 +327,25 @@ def test_a_malformed_file_is_an_error_that_names_it(content: str, message: str, 
 
 
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"existing deepspeed config, or a dictionary. Received: '.*none.json'"):
+    with pytest.raises(ConfigError, match=r"existing deepspeed config, or a dictionary or .* base64. Received: .*none"):
         load_config(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="existing deepspeed config"):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_loads(path: Path) -> None:
-    config = load_config(path)
+def test_comments_and_trailing_commas_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  // two\n  "train_batch_size": 8, # a comment\n  /* none */ "bf16": {"enabled": true,},\n}')
 
-    assert config.without_meaning == ()
-    assert config.optimizer is not None
-    assert config.harmony.budget_bytes is not None
+    assert load_config(path) == load_config({"train_batch_size": 8, "bf16": {"enabled": True}})
 
 
-def test_there_are_shipped_configs() -> None:
-    assert len(DS_CONFIGS) >= 4
+def test_base64_of_json() -> None:
+    source = {"train_batch_size": 8, "optimizer": OPTIMIZER}
+    encoded = base64.urlsafe_b64encode(json.dumps(source).encode()).decode()
 
-
-# ---- the examples of DeepSpeed's documentation
-
-DOCUMENTED: dict[str, dict[str, Any]] = {
-    "getting started": {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-        "fp16": {"enabled": True},
-        "zero_optimization": True,
-    },
-    "CIFAR-10": {
-        "train_batch_size": 4,
-        "steps_per_print": 2000,
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
-        },
-        "wall_clock_breakdown": False,
-    },
-    "BERT pre-training": {
-        "train_batch_size": 4096,
-        "train_micro_batch_size_per_gpu": 32,
-        "steps_per_print": 1000,
-        "prescale_gradients": False,
-        "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False}},
-        "gradient_clipping": 1.0,
-        "wall_clock_breakdown": False,
-        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    },
-    "ZeRO-Offload": {
-        "train_batch_size": 16,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-        },
-    },
-    "ZeRO-3 with offload": {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "contiguous_gradients": True,
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_prefetch_bucket_size": 1e7,
-            "stage3_param_persistence_threshold": 1e5,
-            "reduce_bucket_size": 1e7,
-            "sub_group_size": 1e9,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
-        "zero_allow_untested_optimizer": True,
-    },
-    "the blocks of the reference": {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_predivide_factor": 1.0,
-        "communication_data_type": "fp16",
-        "sparse_gradients": False,
-        "dump_state": False,
-        "memory_breakdown": False,
-        "dataloader_drop_last": False,
-        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
-        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True},
-        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "profile": False},
-        "tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"},
-        "wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"},
-        "csv_monitor": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"},
-        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
-        "autotuning": {"enabled": False, "arg_mappings": None},
-        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "checkpoint": {"tag_validation": "Warn", "load_universal": False},
-        "data_efficiency": {"enabled": False, "seed": 1234},
-        "curriculum_learning": {"enabled": False},
-    },
-}
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_documented_examples_of_deepspeed_load(name: str) -> None:
-    config = load_config(DOCUMENTED[name])
-
-    assert config.train_batch_size >= 1
-
-
-@pytest.mark.parametrize(
-    "key", ["disable_python_gc", "check_overflow", "seq_parallel_communication_data_type", "weight_quantization"]
-)
-def test_more_keys_of_deepspeed_are_known(key: str) -> None:
-    assert load(**{key: {"enabled": False}}).without_meaning == (key,)
+    assert load_config(encoded) == load_config(source)
+    with pytest.raises(ConfigError, match="Duplicate keys"):
+        load_config(base64.urlsafe_b64encode(b'{"train_batch_size": 8, "train_batch_size": 9}').decode())
+    with pytest.raises(ConfigError, match="valid base64"):
+        load_config("bm90IGpzb24=" * 50)

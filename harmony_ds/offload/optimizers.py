@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Section
-from harmony_ds.errors import ConfigError, OptimizerError
+from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
 from harmony_ds.offload.native import make_native
 
 ParameterGroups = Iterable[Any]
@@ -99,9 +99,9 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
         if known.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
             optimizer: torch.optim.Optimizer = cls(groups, **options)
             return optimizer
-    raise ConfigError(
-        f'unknown optimizer "{section.type}" in the ds_config: name Adam, AdamW, Adagrad, Lion or one of torch.optim, '
-        "or hand an optimizer object to initialize."
+    raise ContradictionError(
+        f"{section.type} is not a supported DeepSpeed Optimizer: name Adam, AdamW, Adagrad, Lion or one of torch.optim in "
+        "the ds_config, or hand an optimizer object to initialize."
     )
 
 
@@ -112,7 +112,7 @@ def _adam(name: str, options: dict[str, Any], groups: list[dict[str, Any]]) -> t
     if torch_adam:
         options.pop("bias_correction", None)
         options.pop("fp32_optimizer_states", None)
-        options.setdefault("weight_decay", 0.0)
+        options.pop("foreach", None)  # fused is as fast as any, and takes no memory for lists of tensors
         cls = torch.optim.AdamW if decoupled else torch.optim.Adam
         return cls(groups, fused=True, **options)
     return make_native("DeepSpeedCPUAdam", groups, {**options, "adamw_mode": decoupled})

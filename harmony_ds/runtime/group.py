@@ -96,6 +96,8 @@ class QueuedMicroBatch:
         return bool(self._objectives)
 
     def backward(self, loss: PendingLoss) -> None:
+        if self._group is not None:
+            self._group.propagating()
         self._objectives.append(lambda own: loss.evaluate(lambda _: own))
 
     def backward_from_loss(self, divisor: int, scale: float) -> None:
@@ -153,7 +155,12 @@ class QueuedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """What every group of an engine works with."""
+    """What every group of an engine works with.
+
+    Attributes:
+        looked: called when an output is looked at before its boundary.
+        propagating: called when somebody propagates back from one (None: nobody minds).
+    """
 
     module: nn.Module
     device: Device
@@ -162,6 +169,7 @@ class GroupParts:
     kinds: OutputKinds
     seed: int
     looked: Callable[[], None]
+    propagating: Callable[[], None] | None = None
 
 
 class StepGroup:
@@ -175,6 +183,7 @@ class StepGroup:
         self._seed = parts.seed
         self._kinds = parts.kinds
         self._looked = parts.looked
+        self._propagating = parts.propagating
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
 
@@ -269,6 +278,15 @@ class StepGroup:
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
+        if self._propagating is not None:
+            for output in tensors_in(ticket.micro_batch.outputs):
+                if output.requires_grad:
+                    output.register_hook(lambda grad: self.propagating())
+
+    def propagating(self) -> None:
+        """Somebody propagates back from an output."""
+        if self._propagating is not None:
+            self._propagating()
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.

@@ -121,7 +121,7 @@ def test_fp16_with_a_static_loss_scale(clip: float | None) -> None:
     losses = train_plainly_half(plain, groups, torch.float16, adamw, clip=clip, scale=128.0)
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(4, clip, fp16={"enabled": True, "loss_scale": 128})) as engine:
-        assert engine.loss_scale == 128.0
+        assert engine.cur_scale == 128.0
         assert train_groups(engine, groups) == means_of(losses)
         assert engine.skipped_steps == 0
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
@@ -145,7 +145,7 @@ def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresi
                 engine.step()
             else:
                 engine.train_batch(iter([batch]))
-            scales.append(engine.loss_scale)
+            scales.append(engine.cur_scale)
             applied.append(engine.was_step_applied())
         # The first overflow only uses the hysteresis up.
         assert scales == [2.0**40, 2.0**39, 2.0**38, 2.0**37]
@@ -161,11 +161,11 @@ def test_fp16_goes_on_exactly_after_an_overflow() -> None:
     config = config_of(2, 0.5, **fp16(initial_scale_power=24, hysteresis=1))
     with engine_for(model, adamw, config) as engine:
         while not engine.was_step_applied():
-            scale = engine.loss_scale
+            scale = engine.cur_scale
             engine.train_batch(iter(groups[0]))
         skipped = engine.skipped_steps
         assert skipped > 0
-        assert engine.loss_scale == scale == 2.0**24 / 2.0**skipped
+        assert engine.cur_scale == scale == 2.0**24 / 2.0**skipped
         assert engine.get_global_grad_norm() > 0.0
     plain = LLAMA.build(0.0)
     train_plainly_half(plain, groups[:1], torch.float16, adamw, clip=0.5, scale=scale)
@@ -178,7 +178,7 @@ def test_fp16_doubles_the_scale_after_the_window() -> None:
         scales = []
         for index in range(6):
             engine.train_batch(iter([LLAMA.batch(index)]))
-            scales.append(engine.loss_scale)
+            scales.append(engine.cur_scale)
     assert scales == scales_of_deepspeed(6, window=2, power=4)
 
 

@@ -172,7 +172,7 @@ def test_fp16_goes_on_exactly_after_an_overflow(residency: int) -> None:
         while not engine.was_step_applied():
             assert_same(weights_of(model), before, bitwise=True)
             assert not engine.optimizer.state
-            scale = engine.loss_scale
+            scale = engine.cur_scale
             engine.train_batch(iter(GROUPS[0]))
         assert engine.skipped_steps > 0
     plain = LLAMA.build(0.0)

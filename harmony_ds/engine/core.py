@@ -1,10 +1,8 @@
-"""The DeepSpeed face of harmony_ds: `initialize`, forward, backward, step. No arithmetic and no policy of its own."""
+"""The engine in DeepSpeed's words: forward, backward, step. No arithmetic and no policy of its own."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import logging
 import time
 import warnings
 from collections import deque
@@ -17,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.config import Config, load_config
-from harmony_ds.device import Device
-from harmony_ds.errors import BatchError, ConfigError, OptimizerError
+from harmony_ds.assembly import Assembly
+from harmony_ds.config import Config
+from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.surface import Surface
+from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
-from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.offload.updater import Clipping, GradientNorm
+from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.pending import PendingLoss
@@ -33,79 +32,11 @@ from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
 
-_logger = logging.getLogger(__name__)
-
 LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
 
 
-def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
-    args: argparse.Namespace | None = None,
-    model: nn.Module | None = None,
-    optimizer: ClientOptimizer | None = None,
-    model_parameters: ParameterGroups | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,  # noqa: ARG001
-    mpu: Any = None,  # noqa: ARG001
-    dist_init_required: bool | None = None,  # noqa: ARG001
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
-    mesh_param: Any = None,  # noqa: ARG001
-    config_params: Mapping[str, Any] | str | Path | None = None,
-    *,
-    device: Device | None = None,
-) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
-
-    Args:
-        args: may carry the path of a ds_config in `deepspeed_config`.
-        model: any `nn.Module`, in host memory.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
-        model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data: a dataset; the third result is a DataLoader over it with the ds_config's micro-batch size.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
-        config, config_params: the ds_config: a dict or a path.
-        device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, dist_init_required, mesh_param: accepted for DeepSpeed's sake; one process is used.
-
-    Returns:
-        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
-
-    Raises:
-        ConfigError: the ds_config cannot be meant.
-        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
-        ModelError: the model cannot be decomposed.
-    """
-    if model is None:
-        raise ConfigError("harmony_ds.initialize requires a model")
-    settings = load_config(_the_one_config(args, config if config is not None else config_params))
-    if settings.without_meaning:
-        _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
-    assembly = assemble(model, settings, optimizer, model_parameters, device)
-    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
-    loader = None
-    if training_data is not None:
-        loader = torch.utils.data.DataLoader(
-            training_data, batch_size=settings.micro_batch, shuffle=True, collate_fn=collate_fn
-        )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _the_one_config(args: object, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    named = getattr(args, "deepspeed_config", None)
-    if named is not None and config is not None:
-        raise ConfigError(
-            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
-            "initialize() function call"
-        )
-    chosen = config if config is not None else named
-    if chosen is None:
-        raise ConfigError("harmony_ds requires a ds_config: pass config=..., or --deepspeed_config in args")
-    return chosen
-
-
-class HarmonyEngine(nn.Module):
+class HarmonyEngine(Surface):
     """Trains one model. Unknown attributes are looked up in the model."""
 
     def __init__(self, model: nn.Module, config: Config, assembly: Assembly, lr_scheduler: Any) -> None:
@@ -122,6 +53,9 @@ class HarmonyEngine(nn.Module):
         self.skipped_steps = 0
         self._group_began = 0  # micro_steps when the group that is queued now began
         self._boundary: bool | None = None
+        self._backwards = 0  # of the group that is queued now
+        self._scaled_backward = False  # inside engine.backward
+        self._backwards_scaled_by_hand = 0  # announced by engine.scale
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
         self._traffic: Traffic | None = None
@@ -131,6 +65,20 @@ class HarmonyEngine(nn.Module):
         self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
         self._looked_early = False
         self._scaler = LossScaler(config.loss_scale)
+        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, assembly.finish_updates)
+        self._reports = StepReports(config)
+        self._inside_no_sync = False
+        self._destroyed = False
+        self.training_data: Any = None
+        self.training_dataloader: Any = None
+        self.collate_fn: Callable[[Any], Any] | None = None
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.mpu: Any = None
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self._own_batches: Iterator[Any] | None = None
+        self._tell_optimizer()
+        self.on_progress(None)
         seed = config.harmony.seed
         self._group_parts = GroupParts(
             model,
@@ -140,6 +88,7 @@ class HarmonyEngine(nn.Module):
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
             self._warn_about_looking,
+            self._check_scaled if config.loss_scale is not None else None,
         )
         self._group = self._new_group()
 
@@ -169,25 +118,31 @@ class HarmonyEngine(nn.Module):
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
-        self._need_optimizer()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise BatchError(
-                "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
-            )
+        self._need_optimizer("backward")
+        _need_scalar(
+            loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
+        self._backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
-        if isinstance(scaled, PendingLoss):
-            scaled.propagate()
-        else:
-            torch.autograd.backward(scaled, retain_graph=retain_graph)
+        scaled = self._scaled(loss)
+        self._scaled_backward = True
+        try:
+            if isinstance(scaled, PendingLoss):
+                scaled.propagate()
+            else:
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        finally:
+            self._scaled_backward = False
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
-        self._need_optimizer()
+        if self._inside_no_sync:
+            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
+        self._need_optimizer("step")
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             try:
                 self._optimizer_step(lr_kwargs or {})
             except BaseException:
@@ -210,7 +165,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             StopIteration: `data_iter` is at its end.
         """
-        self._need_optimizer()
+        self._need_optimizer("train_batch")
         if self._group:
             raise BatchError(
                 f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for "
@@ -222,13 +177,16 @@ class HarmonyEngine(nn.Module):
             scale = self._scaler.scale
             for micro_batch in queued:
                 micro_batch.backward_from_loss(len(batches), scale)
+            self._backwards = len(batches)
             self._optimizer_step({})
         except BaseException:
             self._group = self._new_group()
             raise
         self.micro_steps += len(batches)
         self._group_began = self.micro_steps
-        return torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
+        loss = torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
+        self._reports.train_loss(self, loss)
+        return loss
 
     def eval_batch(self, data_iter: Iterator[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
@@ -247,7 +205,7 @@ class HarmonyEngine(nn.Module):
 
     def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
         if data_iter is None:
-            raise BatchError("train_batch and eval_batch need an iterator over micro-batches.")
+            data_iter = self._training_batches()
         batches = []
         for _ in range(self.gradient_accumulation_steps()):
             try:
@@ -263,11 +221,10 @@ class HarmonyEngine(nn.Module):
         assert assembly.host_optimizer is not None
         group, count = self._group, len(self._group)
         assembly.device.reset_peak()
+        self._reports.begin()
         clipping = None
         if self._settings.deferred_update:
-            clipping = Clipping(
-                self._settings.gradient_clipping, self._scaler.scale, self._settings.loss_scale is not None
-            )
+            clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.skip_overflow)
         begin = time.perf_counter()
         try:
             ran = group.run(assembly.host_optimizer.hyper(), clipping)
@@ -298,8 +255,10 @@ class HarmonyEngine(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         self._scaler.update(overflow)
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_step()
         self._group = self._new_group()
+        self._tell_optimizer()
+        self._reports.boundary(self, self._traffic_micro_batches)
 
     def _new_group(self) -> StepGroup:
         return StepGroup(self._group_parts, self.global_steps)
@@ -316,11 +275,39 @@ class HarmonyEngine(nn.Module):
                 stacklevel=_users_frame(),
             )
 
-    def _need_optimizer(self) -> None:
+    def _need_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise OptimizerError(
-                "must provide optimizer during init in order to use backward/step: name one in the ds_config or pass one"
+            raise NoOptimizerError(
+                f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
             )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
+        self._need_optimizer("scale")
+        _need_scalar(
+            loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        self._backwards_scaled_by_hand += 1
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
+
+    def _check_scaled(self) -> None:
+        if self._scaled_backward:
+            return
+        if self._backwards_scaled_by_hand == 0:
+            raise UnscaledLossError(
+                "Loss scaling is required for this configuration, but backward() was called directly without scaling the "
+                "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
+            )
+        self._backwards_scaled_by_hand -= 1
+
+    def _samples_of_step(self) -> int:
+        backwards, self._backwards = self._backwards, 0
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return backwards * self.train_micro_batch_size_per_gpu()
 
     # ---- accumulation boundary, in DeepSpeed's words
 
@@ -328,23 +315,18 @@ class HarmonyEngine(nn.Module):
         """Whether the next `step()` updates the weights."""
         if self._boundary is not None:
             return self._boundary
+        if not self.managed_gradient_accumulation():
+            return False
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
+                "the caller owns the boundary by calling step()"
+            )
         self._boundary = is_boundary
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._settings.gradient_accumulation_steps
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._settings.micro_batch
-
-    def train_batch_size(self) -> int:
-        return self._settings.train_batch_size
-
-    def gradient_clipping(self) -> float:
-        return self._settings.gradient_clipping
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights (no boundary, or an overflow: it did not)."""
@@ -354,29 +336,10 @@ class HarmonyEngine(nn.Module):
         """The norm of all gradients of the last step, before clipping, unscaled; None before the first."""
         return None if self._norm is None else self._norm.result().total
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        self._need_optimizer()
-        assert self.optimizer is not None
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with (1.0 without fp16)."""
-        return self._scaler.scale
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ds_config as it was given."""
-        return self._settings.raw
-
     @property
     def device(self) -> torch.device:
         """Where layers run."""
         return self._assembly.device.torch_device
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients live for one step only; there is nothing to do between steps."""
 
     # ---- without gradients
 
@@ -414,7 +377,7 @@ class HarmonyEngine(nn.Module):
 
     def on_progress(self, callback: Callable[[int, int, str], None] | None) -> None:
         """`callback(done, total, task)` is called after each task of a step."""
-        self._runner.executor.on_progress = callback
+        self._runner.executor.on_progress = self._reports.progress(callback)
 
     def swap_report(self) -> SwapReport:
         """Bytes between host and device in the last optimizer step.
@@ -490,13 +453,22 @@ class HarmonyEngine(nn.Module):
 
     def destroy(self) -> None:
         """Finishes updates, ends threads, and gives the model its own forward back."""
+        if self._destroyed:
+            return
+        self._destroyed = True
         self._group.abandon()
+        self._links.remove()
         self._assembly.destroy()
+
+
+def _need_scalar(loss: object, message: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise NotScalarError(message)
 
 
 def _users_frame() -> int:
     """The stack level, as seen from the caller of `warnings.warn`, of the innermost line that is the user's own."""
-    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    ours = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     level = 1
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(ours):

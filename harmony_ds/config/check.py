@@ -1,0 +1,142 @@
+"""From JSON to the value of every key in the table, or to an error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harmony_ds.config.keys import BLOCKS, BY_PATH, Effect, Key, names_in
+from harmony_ds.config.unknown import unknown_key
+from harmony_ds.errors import ConfigError, ContradictionError
+
+Raw = Mapping[str, Any]
+Values = dict[str, Any]
+
+_ZERO = "zero_optimization"
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read_values(raw: Raw) -> Values:
+    """The value of every key by its path: what `raw` says, else the default.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or a value is none that the key takes.
+    """
+    given = _flattened(_with_old_names_replaced(raw), "")
+    values = {path: key.default for path, key in BY_PATH.items()}
+    for path, value in given.items():
+        key = BY_PATH[path]
+        if value == "auto" and path not in _BATCH_KEYS:
+            _refuse_auto(key)
+            continue
+        values[path] = _value(key, value)
+        _refuse(key, values[path])
+    _follow_aliases(given, values)
+    _check_zero(values)
+    return values
+
+
+def given_without_meaning(raw: Raw) -> tuple[str, ...]:
+    """The keys of `raw`, as high up as possible, that mean nothing here."""
+    paths = _flattened(_with_old_names_replaced(raw), "")
+    idle = {path for path in paths if BY_PATH[path].effect is Effect.NONE}
+    whole = {path.split(".")[0] for path in idle} - {path.split(".")[0] for path in paths if path not in idle}
+    return tuple(sorted(whole | {path for path in idle if path.split(".")[0] not in whole}))
+
+
+def _flattened(block: Raw, path: str) -> dict[str, Any]:
+    """The keys of `block` and of the blocks in it by their paths."""
+    flat: dict[str, Any] = {}
+    known = names_in(path)
+    for name, value in block.items():
+        if name not in known:
+            raise ConfigError(unknown_key(str(name), path or "the ds_config", known))
+        inner = f"{path}.{name}" if path else name
+        if inner not in BLOCKS:
+            flat[inner] = value
+        elif isinstance(value, Mapping):
+            flat |= _flattened(value, inner)
+        elif value is not None:
+            raise ConfigError(f'"{inner}" must be an object, not {value!r}.')
+    return flat
+
+
+def _with_old_names_replaced(raw: Raw) -> Raw:
+    """DeepSpeed's deprecated forms: zero_optimization as a flag, and cpu_offload."""
+    zero = raw.get(_ZERO)
+    if isinstance(zero, bool):
+        return {**raw, _ZERO: {"stage": int(zero)}}
+    if not isinstance(zero, Mapping):
+        return raw
+    changed = dict(zero)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if old not in zero or zero[old] is None:
+            continue
+        if zero.get(new) is not None:
+            raise ContradictionError(
+                f"Cannot provide deprecated parameter '{old}' and replacing parameter '{new}' together"
+            )
+        if changed.pop(old) is True:
+            changed[new] = {"device": "cpu"}
+    return {**raw, _ZERO: changed}
+
+
+def _value(key: Key, value: object) -> object:
+    try:
+        return key.kind.read(value)
+    except ValueError as error:
+        text = str(error)
+        if not text.startswith(key.path):
+            text = f'"{key.path}": {text}, not {value!r}.'
+        raise ConfigError(text) from None
+
+
+def _refuse_auto(key: Key) -> None:
+    if key.effect is not Effect.NONE:  # DeepSpeed takes its default
+        raise ConfigError(
+            f'"{key.path}" still says "auto": Hugging Face\'s Trainer and accelerate fill it in before they call '
+            "initialize. Without them, write a value or leave the key out."
+        )
+
+
+def _refuse(key: Key, value: object) -> None:
+    if key.path.endswith(".device") and value == "nvme":
+        raise ConfigError(f'"{key.path}" is "nvme": training state lives in host memory here; use "cpu".')
+    if key.effect is Effect.REFUSED and _is_on(key, value):
+        raise ConfigError(f'"{key.path}": {key.note}.')
+
+
+def _is_on(key: Key, value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = value.get(key.switch[0], key.switch[1]) if key.open else value
+    if isinstance(value, bool) or value is None:
+        return value is True
+    return value not in (0, 1, "auto")
+
+
+def _follow_aliases(given: Mapping[str, Any], values: Values) -> None:
+    """ZeRO-3's keys have two names each."""
+    for path in [path for path in values if path.startswith(f"{_ZERO}.stage3_")]:
+        short = path.replace(".stage3_", ".")
+        if short in values:
+            source = path if path in given else short
+            values[path] = values[short] = values[source]
+    if given.get(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save") is True:
+        for prefix in ("stage3_", ""):
+            values[f"{_ZERO}.{prefix}gather_16bit_weights_on_model_save"] = True
+
+
+def _check_zero(values: Values) -> None:
+    if values[f"{_ZERO}.overlap_comm"] is None:
+        values[f"{_ZERO}.overlap_comm"] = values[f"{_ZERO}.stage"] == 3
+    if values[f"{_ZERO}.offload_optimizer.ratio"] < 1.0 and values[f"{_ZERO}.stage"] != 3:
+        raise ContradictionError("Partial offloading only supported for ZeRO Stage 3.")
+    if not values[f"{_ZERO}.compute_grad_norm"] and values[f"{_ZERO}.stage"] not in (1, 2):
+        raise ConfigError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
+    if values["gradient_allreduce_op"] == "sum" and values[f"{_ZERO}.stage"] == 3:
+        raise ConfigError("gradient_allreduce_op='sum' is not supported with ZeRO stage 3")
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        if values[key] is not None and str(values[key]).lower() not in ("fp16", "bf16", "fp32"):
+            raise ConfigError(
+                f"Invalid communication_data_type. Supported data types: ['fp16', 'bf16', 'fp32']. Got: {values[key]}"
+            )

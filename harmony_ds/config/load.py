@@ -1,0 +1,218 @@
+"""The ds_config: DeepSpeed's JSON in, frozen dataclasses out. The only reader of JSON and of defaults.
+
+Keys that DeepSpeed knows keep their spelling, meaning and default; ours live under "harmony", which DeepSpeed ignores.
+A key that nobody knows is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harmony_ds.config.check import Values, given_without_meaning, read_values
+from harmony_ds.config.harmony_block import harmony_settings
+from harmony_ds.config.keys import DTYPES
+from harmony_ds.config.read import read_config
+from harmony_ds.config.settings import Config, LossScale, Section
+from harmony_ds.errors import ConfigError, ContradictionError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_config(
+    source: Mapping[str, Any] | str | Path, world_size: int = 1, sizes: Mapping[str, int] | None = None
+) -> Config:
+    """Reads a ds_config from a dict or a JSON file.
+
+    Args:
+        sizes: micro-batch and accumulation steps, by DeepSpeed's keys, in the place of those in `source`.
+
+    Raises:
+        ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
+    """
+    raw = read_config(source)
+    if sizes:
+        raw = _resized(raw, sizes)
+    optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
+    values = read_values(raw)
+    compute, loss_scale = _precision(raw, values)
+    micro_batch, steps, batch = _batch_triple(raw, world_size)
+    clipping = _clipping(values)
+    return Config(
+        micro_batch=micro_batch,
+        gradient_accumulation_steps=steps,
+        train_batch_size=batch,
+        gradient_clipping=clipping,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        compute_dtype=compute,
+        accumulation_dtype=_accumulation_dtype(values, compute),
+        loss_scale=loss_scale,
+        skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
+        steps_per_print=_steps_per_print(raw.get("steps_per_print")),
+        harmony=harmony_settings(
+            # A micro-batch that is left to the engine is a whole batch, taken through layers as the search finds best.
+            raw.get("harmony", {}),
+            _pin_memory(values),
+            "auto" if raw.get(_MICRO_BATCH) == "auto" else "config",
+        ),
+        raw=raw,
+        values=values,
+        without_meaning=given_without_meaning(raw),
+    )
+
+
+def _resized(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    changed = {**raw, **sizes}
+    if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= changed.keys():
+        changed.pop("train_batch_size", None)
+    return changed
+
+
+def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f'"{key}" must be an object, not {value!r}.')
+    return value
+
+
+def _clipping(values: Values) -> float:
+    norm: float = values["gradient_clipping"]
+    if isinstance(norm, bool) or not math.isfinite(norm) or norm < 0:
+        raise ConfigError(f'"gradient_clipping" must be a number that is not negative, not {norm!r}.')
+    return float(norm)
+
+
+def _pin_memory(values: Values) -> bool:
+    return all(values[f"zero_optimization.{block}.pin_memory"] for block in ("offload_optimizer", "offload_param"))
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Section | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise ConfigError(f'"{key}" must be an object with a "type", such as {{"type": "AdamW", "params": {{...}}}}.')
+    params = _block(value, "params")
+    if key == "optimizer" and "max_grad_norm" in params:
+        raise ConfigError(
+            "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
+            "parameter 'gradient_clipping' see: https://www.deepspeed.ai/docs/config-json/#gradient-clipping for more "
+            "details"
+        )
+    automatic = sorted(name for name, v in params.items() if v == "auto")
+    if automatic:
+        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: give numbers.')
+    return Section(value["type"], dict(params))
+
+
+def _bf16_name(raw: Mapping[str, Any]) -> str:
+    return "bf16" if raw.get("bf16") is not None else "bfloat16"
+
+
+def _checks_bf16(raw: Mapping[str, Any], values: Values, clipping: float) -> bool:
+    """Whether steps with inf or NaN are skipped in bf16."""
+    name = _bf16_name(raw)
+    # Without clipping nothing else makes updates wait for all gradients, so that has to be asked for.
+    wanted = clipping > 0 or "check_grad_overflow" in _block(raw, name)
+    return bool(wanted and values[f"{name}.enabled"] and values[f"{name}.check_grad_overflow"])
+
+
+def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, LossScale | None]:
+    bf16_on, fp16_on = values[f"{_bf16_name(raw)}.enabled"], values["fp16.enabled"]
+    if bf16_on and fp16_on:
+        raise ContradictionError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+    compute = torch.bfloat16 if bf16_on else torch.float16 if fp16_on else torch.float32
+    asked = values["data_types.param_dtype"]
+    if asked is not None and _DTYPES[DTYPES[asked]] != compute:
+        raise ContradictionError(
+            f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
+            "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
+        )
+    if not fp16_on:
+        return compute, None
+    scale = values["fp16.loss_scale"]
+    for key in ("loss_scale_window", "min_loss_scale"):
+        if scale == 0 and values[f"fp16.{key}"] <= 0:
+            raise ConfigError(f"fp16.{key} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
+    return compute, LossScale(
+        static=scale,
+        initial_scale_power=values["fp16.initial_scale_power"],
+        loss_scale_window=values["fp16.loss_scale_window"],
+        hysteresis=values["fp16.hysteresis"],
+        consecutive_hysteresis=values["fp16.consecutive_hysteresis"],
+        min_loss_scale=float(values["fp16.min_loss_scale"]),
+    )
+
+
+def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
+    name = values["data_types.grad_accum_dtype"]
+    if name is None:
+        return torch.float32
+    dtype = _DTYPES[DTYPES[name]]
+    if dtype not in (torch.float32, compute):
+        raise ConfigError(
+            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that.'
+        )
+    return dtype
+
+
+def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+    """Micro-batch, accumulation steps and batch, by DeepSpeed's rules: batch = micro-batch * steps * world size."""
+    batch = _count(raw, "train_batch_size")
+    automatic = raw.get(_MICRO_BATCH) == "auto"
+    if automatic and batch is None:
+        raise ContradictionError(
+            f'"{_MICRO_BATCH}" is "auto", which leaves it to the engine: give "train_batch_size", the rows of a step.'
+        )
+    micro = None if automatic else _count(raw, _MICRO_BATCH)
+    steps = _count(raw, "gradient_accumulation_steps")
+    if batch is None and micro is None:
+        raise ContradictionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+    if micro is None:
+        assert batch is not None
+        steps = steps or 1
+        micro = batch // (steps * world_size)
+    if steps is None:
+        steps = 1 if batch is None else batch // (micro * world_size)
+    if batch is None:
+        batch = micro * steps * world_size
+    if batch != micro * steps * world_size:
+        raise ContradictionError(
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
+            f"* world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
+        )
+    return micro, steps, batch
+
+
+def _steps_per_print(value: object) -> int | None:
+    if value is None or value == math.inf:  # accelerate writes infinity for "never"
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'"steps_per_print" must be a whole number, not {value!r}.')
+    return value
+
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_SPOKEN = {
+    "train_batch_size": "Train batch size",
+    "train_micro_batch_size_per_gpu": "Micro batch size per gpu",
+    "gradient_accumulation_steps": "Gradient accumulation steps",
+}
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'"{key}" must be a whole number, not {value!r}.')
+    if value <= 0:
+        raise ContradictionError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
+    return value

@@ -1,0 +1,213 @@
+"""What the engine says after a step, as the ds_config asks: progress lines, times, memory, monitors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harmony_ds.config import Config
+from harmony_ds.distributed import init_distributed
+
+_logger = logging.getLogger("harmony_ds.progress")
+Progress = Callable[[int, int, str], None]
+Event = tuple[str, float, int]
+_FIRST_TIMED = 2  # DeepSpeed's throughput leaves two steps out
+
+_TIMERS = {
+    "fwd": "F",
+    "fwd_bwd": "L",
+    "bwd": "B",
+    "swap_in": "IT",
+    "swap_out": "OSEG",
+    "step": "UDN",
+}
+"""Name of a timer: the kinds of tasks whose time it is."""
+
+
+class TaskTimes:
+    """Where the time of a step goes, by kind of task, on the engine's thread.
+
+    On CUDA tasks are only issued, so that time is found where the thread waits.
+    """
+
+    def __init__(self) -> None:
+        self.callback: Progress | None = None
+        self.last: dict[str, float] = {}
+        self._ms = dict.fromkeys(_TIMERS, 0.0)
+        self._since = time.perf_counter()
+        self._name_of = {kind: name for name, kinds in _TIMERS.items() for kind in kinds}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._ms = dict.fromkeys(_TIMERS, 0.0)
+        self._since = time.perf_counter()
+
+    def __call__(self, done: int, total: int, task: str) -> None:
+        self._note(self._name_of[task[0]])
+        if self.callback is not None:
+            self.callback(done, total, task)
+            self._since = time.perf_counter()
+
+    def end(self) -> None:
+        """A step is over; what came behind its tasks is the update's."""
+        self._note("step")
+        self.last = dict(self._ms)
+
+    def _note(self, name: str) -> None:
+        now = time.perf_counter()
+        self._ms[name] += (now - self._since) * 1e3
+        self._since = now
+
+
+class Throughput:
+    """Samples per second from step to step, under the names of DeepSpeed's `ThroughputTimer`."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.global_step_count = 0
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self._samples = 0
+        self._began = 0.0
+        self._last = 0.0
+        self.current = 0.0
+
+    def update_epoch_count(self) -> None:
+        """The caller begins another epoch."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Time runs from step to step."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Time runs from step to step."""
+
+    def step(self, samples: int, micro_batches: int) -> None:
+        """An optimizer step over `samples` is over."""
+        now = time.perf_counter()
+        self.global_step_count += 1
+        self.micro_step_count += micro_batches
+        if self.global_step_count == _FIRST_TIMED:
+            self._began = now
+        elif self.global_step_count > _FIRST_TIMED:
+            self._samples += samples
+            self.current = samples / max(now - self._last, 1e-9)
+        self._last = now
+
+    def avg_samples_per_sec(self) -> float:
+        """Since the second step; -inf before the third."""
+        return self._samples / max(self._last - self._began, 1e-9) if self._samples else float("-inf")
+
+
+class StepReports:
+    """Told of every boundary, says what was asked for."""
+
+    def __init__(self, config: Config) -> None:
+        values = config.values
+        self._every = config.steps_per_print
+        self._breakdown = bool(values["wall_clock_breakdown"])
+        self._memory = bool(values["memory_breakdown"])
+        self.times = TaskTimes()
+        self.throughput = Throughput(bool(values["timers.throughput.enabled"]))
+        self.monitor = make_monitor(config)
+        if values["log_level"] is not None:
+            logging.getLogger("harmony_ds").setLevel(values["log_level"].upper())
+        if self._every or self._breakdown or self._memory or values["dump_state"]:
+            _let_progress_be_seen()
+        if values["dump_state"]:
+            for path, value in sorted(values.items()):
+                _logger.info("  %s = %r", path, value)
+
+    def progress(self, callback: Progress | None) -> Progress | None:
+        """What the executor calls after each task: `callback`, and the timers if times are wanted."""
+        self.times.callback = callback
+        return self.times if self._breakdown else callback
+
+    def begin(self) -> None:
+        """A group is about to run."""
+        self.times.begin()
+
+    def boundary(self, engine: Any, micro_batches: int) -> None:
+        """An optimizer step is over, and the engine's counters are those after it."""
+        if self._breakdown:
+            self.times.end()
+        self.throughput.step(engine.train_batch_size(), micro_batches)
+        if self._every and engine.global_steps % self._every == 0:
+            self._progress(engine)
+        if self.monitor.enabled:
+            self.monitor.write_events(self._events(engine))
+        if self._breakdown:
+            _logger.info("time (ms) | %s", " | ".join(f"{n}: {ms:.2f}" for n, ms in self.times.last.items()))
+        if self._memory:
+            _logger.info("%s", engine.memory_report())
+
+    def train_loss(self, engine: Any, loss: Any) -> None:
+        """The mean loss of a `train_batch`, to the monitors (as DeepSpeed's pipeline engine does)."""
+        if self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), engine.global_samples)])
+
+    def _progress(self, engine: Any) -> None:
+        _logger.info(
+            "step=%d, skipped=%d, lr=%s, mom=%s",
+            engine.global_steps,
+            engine.skipped_steps,
+            engine.get_lr(),
+            engine.get_mom(),
+        )
+        timer = self.throughput
+        if timer.enabled and timer.global_step_count > _FIRST_TIMED:
+            _logger.info(
+                "epoch=%d/micro_step=%d/global_step=%d, RunningAvgSamplesPerSec=%s, CurrSamplesPerSec=%s",
+                timer.epoch_count,
+                timer.micro_step_count,
+                timer.global_step_count,
+                timer.avg_samples_per_sec(),
+                timer.current,
+            )
+
+    def _events(self, engine: Any) -> list[Event]:
+        samples = engine.global_samples
+        events: list[Event] = [("Train/Samples/lr", engine.get_lr()[0], samples)]
+        if engine.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", engine.cur_scale, samples))
+        if self._breakdown:
+            events += [(f"Train/Samples/elapsed_time_ms_{name}", ms, samples) for name, ms in self._named_times()]
+        return events
+
+    def _named_times(self) -> list[tuple[str, float]]:
+        names = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward_backward"}
+        return [(names.get(name, name), ms) for name, ms in self.times.last.items()]
+
+
+class NoMonitor:
+    """Writes nothing."""
+
+    enabled = False
+
+    def write_events(self, event_list: list[Event]) -> None:
+        """Nobody asked for them."""
+
+
+def make_monitor(config: Config) -> Any:
+    """DeepSpeed's monitors, as far as the ds_config enables them."""
+    names = ("tensorboard", "csv_monitor", "wandb", "comet")
+    if not any(config.values[f"{name}.enabled"] for name in names):
+        return NoMonitor()
+    init_distributed()  # they ask for this process's rank
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    return MonitorMaster(get_monitor_config(config.raw))
+
+
+def _let_progress_be_seen() -> None:
+    """Progress was asked for by name: without a handler of the program's own it goes to standard output."""
+    _logger.setLevel(logging.INFO)
+    if not _logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [harmony_ds] %(message)s"))
+        _logger.addHandler(handler)

@@ -1,0 +1,134 @@
+"""`initialize`: arguments in DeepSpeed's form to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.assembly import assemble
+from harmony_ds.config import load_config
+from harmony_ds.config.optimizers import refuse_what_is_not_run
+from harmony_ds.device import Device
+from harmony_ds.distributed import init_distributed
+from harmony_ds.engine.core import HarmonyEngine
+from harmony_ds.errors import ContradictionError, UnsupportedError
+from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
+
+_logger = logging.getLogger(__name__)
+
+
+def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: ParameterGroups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,  # noqa: ARG001
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    device: Device | None = None,
+) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
+    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
+
+    Args:
+        args: may carry the path of a ds_config in `deepspeed_config`.
+        model: any `nn.Module`, in host memory.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
+        model_parameters: parameters or parameter groups to train (all that require gradients).
+        training_data: a dataset; the third result is DeepSpeed's loader of it with the ds_config's micro-batch size.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
+        collate_fn: of the loader.
+        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON.
+        dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized for this one process.
+        device: an explicit device, instead of the ds_config's.
+        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for one process.
+
+    Returns:
+        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
+
+    Raises:
+        ConfigError: the ds_config cannot be meant.
+        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
+        ModelError: the model cannot be decomposed.
+        UnsupportedError: `mpu` or `mesh_param` asks for several processes.
+    """
+    if model is None:
+        raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError("harmony_ds trains in one process: leave mpu and mesh_param out.")
+    settings = load_config(_the_one_config(args, config if config is not None else config_params))
+    if settings.without_meaning:
+        _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
+    if dist_init_required:
+        init_distributed()
+    if optimizer is None:
+        refuse_what_is_not_run(settings.optimizer)
+    _check_schedule(optimizer, lr_scheduler)
+    parameters = None if model_parameters is None else list(model_parameters)
+    _check_for_duplicates(model, optimizer, parameters)
+    assembly = assemble(model, settings, optimizer, parameters, device)
+    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+    engine.training_data, engine.collate_fn = training_data, collate_fn
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:
+    made_later = optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer)
+    if made_later and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ContradictionError(
+            f"Client Optimizer (type = {type(optimizer)} is not instantiated but Client LR Scheduler is instantiated"
+        )
+
+
+def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[Any] | None) -> None:
+    groups: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
+    counts: Counter[int] = Counter()
+    for entry in groups:
+        held = entry["params"] if isinstance(entry, dict) else [entry]
+        for parameter in [held] if isinstance(held, torch.Tensor) else list(held):
+            counts[id(parameter[1] if isinstance(parameter, tuple) else parameter)] += 1
+    for name, parameter in model.named_parameters():
+        if counts[id(parameter)] > 1:
+            raise ContradictionError(
+                f"Parameter with name: {name} occurs multiple times in optimizer.param_groups. Make sure it only appears "
+                "once to prevent undefined behavior."
+            )
+
+
+def _the_one_config(args: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+    named = getattr(args, "deepspeed_config", None)
+    deprecated = getattr(args, "deepscale_config", None)
+    if deprecated is not None:
+        _logger.warning("--deepscale_config is deprecated, please use --deepspeed_config")
+        if named is not None:
+            raise ContradictionError(
+                "Not sure how to proceed, we were given both a deepscale_config and deepspeed_config"
+            )
+        named = deprecated
+    if named is not None and config is not None:
+        raise ContradictionError(
+            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
+            "deepspeed.initialize() function call"
+        )
+    chosen = config if config is not None else named
+    if chosen is None:
+        raise ContradictionError(
+            "DeepSpeed requires --deepspeed_config to specify configuration file, or config=... in initialize"
+        )
+    return chosen

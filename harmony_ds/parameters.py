@@ -1,0 +1,133 @@
+"""What a model's parameters know of their engine: masters, optimizer state, and what changing them by hand entails.
+
+Each parameter carries a `ParameterLink` under the names that DeepSpeed's helpers look for (`_hp_mapping`,
+`get_full_hp_param`, ...), so that `deepspeed.utils.safe_get_full_fp32_param` and its like work as ours do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.errors import UnsupportedError
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.host_store import HostStore
+
+_ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
+
+
+class ParameterLinks:
+    """Gives every parameter of a model its link, and takes them back."""
+
+    def __init__(
+        self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, finish: Callable[[], None]
+    ) -> None:
+        """`finish` makes every weight, master and state on the host true."""
+        self._parameters = store.parameters
+        for name, parameter in store.parameters.items():
+            trained = optimizer is not None and optimizer.trains(name)
+            link = ParameterLink(parameter, store.masters[name] if trained else None, optimizer, finish)
+            parameter.__dict__["_hp_mapping"] = link
+            for attribute in _ATTRIBUTES:
+                parameter.__dict__[attribute] = getattr(link, attribute)
+        self._hook = model.register_load_state_dict_post_hook(lambda module, keys: self.take_over())
+
+    def take_over(self) -> None:
+        """Makes masters follow what was written into the parameters."""
+        take_over(self._parameters.values())
+
+    def remove(self) -> None:
+        """Leaves the parameters as plain ones."""
+        self._hook.remove()
+        for parameter in self._parameters.values():
+            for attribute in ("_hp_mapping", *_ATTRIBUTES):
+                parameter.__dict__.pop(attribute, None)
+
+
+class ParameterLink:
+    """One parameter, its master and its state. Copies and pickles of it are empty."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter | None = None,
+        master: nn.Parameter | None = None,
+        optimizer: HostOptimizer | None = None,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._parameter = parameter
+        self._master = master
+        self._optimizer = optimizer
+        self.finish = finish
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParameterLink, ()
+
+    def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor | None:
+        """A copy of the fp32 master, or of the optimizer state of that name; None if the parameter is not trained.
+
+        Raises:
+            ValueError: there is no such state (yet).
+        """
+        self.finish()
+        if self._master is None:
+            return None
+        source = self._master if optim_state_key is None else self._state(optim_state_key)
+        return source.detach().float().clone()
+
+    def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces the master (and the weight with it), or the optimizer state of that name."""
+        self.finish()
+        if self._master is None:
+            return
+        with torch.no_grad():
+            if optim_state_key is not None:
+                self._state(optim_state_key).copy_(value)
+                return
+            self._master.copy_(value)
+            if self._parameter is not self._master and self._parameter is not None:
+                self._parameter.copy_(self._master)
+
+    def _state(self, key: str) -> Tensor:
+        assert self._optimizer is not None and self._master is not None
+        state = self._optimizer.optimizer.state
+        found = state[self._master].get(key) if self._master in state else None
+        if not isinstance(found, Tensor) or found.shape != self._master.shape:
+            raise ValueError(f"{key} not found in optimizer state fragment")
+        return found
+
+    def get_full_hp_grad(self) -> Tensor | None:
+        """Not there."""
+        raise UnsupportedError(
+            "gradients exist only inside engine.step(), which runs the whole group layer by layer and uses each gradient "
+            "as soon as it may. engine.get_global_grad_norm() gives their norm after the step."
+        )
+
+    def set_full_hp_grad(self, value: Tensor) -> None:
+        """Not there."""
+        self.get_full_hp_grad()
+
+    def take_over(self) -> None:
+        """Makes the master follow the parameter, if that was changed by hand."""
+        if self._master is None or self._parameter is None or self._parameter is self._master:
+            return
+        with torch.no_grad():
+            if not torch.equal(self._parameter, self._master.to(self._parameter.dtype)):
+                self._master.copy_(self._parameter)
+
+
+def link_of(parameter: object) -> ParameterLink | None:
+    """The link of a parameter that an engine trains or holds."""
+    link = getattr(parameter, "_hp_mapping", None)
+    return link if isinstance(link, ParameterLink) else None
+
+
+def take_over(parameters: Iterable[object]) -> None:
+    """Makes the masters of `parameters` follow them, where they were changed by hand."""
+    links = [link for parameter in parameters if (link := link_of(parameter)) is not None]
+    for finish in {id(link.finish): link.finish for link in links}.values():
+        finish()
+    for link in links:
+        link.take_over()

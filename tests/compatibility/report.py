@@ -1,0 +1,68 @@
+"""The document: same; different, and why; not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.compatibility.record import brief, same
+
+WHY = {
+    "ds_config: an unknown key": "DeepSpeed ignores it, and trains with a setting that was never meant",
+    "ds_config: bf16.enabled auto": "DeepSpeed takes its default silently",
+    "ds_config refused: micro-batch size 0 with a batch size": "a message in the place of a division by zero",
+    "ds_config refused: batch size auto": "a message in the place of a TypeError",
+    "ds_config refused: nvme offload": "training state lives in host memory",
+    "ds_config refused: no such file": "DeepSpeed's message is lost behind base64's own error",
+    "the optimizer is a torch.optim.Optimizer": "DeepSpeed wraps it; here it is the optimizer itself",
+    "engine.get_batch_info()": "DeepSpeed returns its three methods, not called",
+    "engine.get_data_parallel_rank()": "there is one process, and it is ready at once",
+    "engine.get_sequence_parallel_group()": "there is one process",
+    "initialize: a client's optimizer under offload": "any elementwise optimizer runs layer by layer",
+    "backward() returns a graph": "the value is detached, so that it keeps no graph alive",
+    "type of get_global_grad_norm()": "a float; DeepSpeed's is a tensor under ZeRO and a float elsewhere",
+    "losses after weights and states were set": "the weight follows its master at once, not after the next step",
+    "learning rates of StepLR, stage 2": "torch's schedulers refuse DeepSpeed's wrapper, and take the optimizer itself",
+    "initialize: a scheduler object with an optimizer to be made": "it would step another optimizer than the one made",
+    "no_sync() with ZeRO stage 2": "one process has nothing to synchronize",
+    "wall_clock_breakdown: names of get_wall_clock_timers()": "a group's tasks are timed, with the swaps",
+}
+"""Each row that differs, with its reason. A row that is not here is the same, or the test fails."""
+NOT_THERE = {
+    "safe_get_full_grad between backward and step": "gradients exist only inside step(), which runs the group",
+    "compile()": "layers are called with copies of their weights; compile functions inside them before initialize",
+}
+_HEAD = """# Compatibility with DeepSpeed 0.19.8
+
+Each row is asked of both engines, on the CPU, by the same lines: `python -m tests.compatibility.run` asks them and
+writes this page; a test does so too and fails where the page, or a row, is out of date. *Same* means: equal values
+(numbers to 1e-5, losses in half precision to 1e-2), or errors that the same `except` catches and that say the same. The
+rows are in `tests/compatibility/scenes_*.py`.
+"""
+
+
+def split(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """The names of rows that are the same, different, not there."""
+    assert theirs.keys() == ours.keys()
+    equal = [name for name in theirs if same(theirs[name], ours[name])]
+    others = [name for name in theirs if name not in equal]
+    return equal, [name for name in others if name not in NOT_THERE], [name for name in others if name in NOT_THERE]
+
+
+def document(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """docs/compatibility.md."""
+    equal, different, missing = split(theirs, ours)
+    lines = [_HEAD, f"{len(theirs)} rows: {len(equal)} same, {len(different)} different, {len(missing)} not there.", ""]
+    lines += ["## Different, and why", "", "| row | DeepSpeed | harmony_ds | why |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {_cell(theirs[name])} | {_cell(ours[name])} | {WHY.get(name, '**unexplained**')} |"
+        for name in different
+    ]
+    lines += ["", "## Not there", "", "| row | why, and what to do |", "|---|---|"]
+    lines += [f"| {name} | {NOT_THERE[name]} |" for name in missing]
+    lines += ["", "## Same", "", "| row | both |", "|---|---|"]
+    lines += [f"| {name} | {_cell(ours[name])} |" for name in equal]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcome: Any) -> str:
+    return "`" + brief(outcome).replace("|", "/").replace("\n", " ").replace("`", "'") + "`"

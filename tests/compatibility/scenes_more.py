@@ -1,0 +1,186 @@
+"""Rows about precision, batch sizes, contexts, data, monitors."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from tests.compatibility.engines import Api, batches, config, net, train
+from tests.compatibility.record import Script, about
+
+
+def half(api: Api, script: Script) -> None:
+    """fp16 with a scale that overflows, fp16 by hand, bf16 with a NaN."""
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 3}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}}
+    with api.engine(config(1, fp16=fp16, scheduler=schedule)) as engine:
+        script.row("fp16: fp16_enabled()", engine.fp16_enabled)
+        script.row("fp16: loss_scale()", engine.loss_scale)
+        script.row("fp16: dtype of the weights", lambda: engine.module.first.weight.dtype)
+        script.row("fp16: optimizer.dynamic_loss_scale", lambda: engine.optimizer.dynamic_loss_scale)
+        seen = []
+        for step in range(4):
+            train(engine, 1, first=step)
+            seen.append([engine.optimizer.cur_scale, engine.optimizer.overflow, engine.skipped_steps, engine.get_lr()])
+        script.row("fp16: scale, overflow, skipped_steps, lr while it overflows", lambda: seen)
+        script.row("fp16: was_step_applied() after an overflow", engine.was_step_applied)
+        script.row("fp16: optimizer.loss_scale", lambda: engine.optimizer.loss_scale)
+        script.row("fp16: global_steps with skipped ones", lambda: engine.global_steps)
+        loss = engine(*batches(1)[0])
+        script.row(
+            "fp16: loss.backward() unscaled",
+            loss.backward,
+            "Loss scaling is required for this configuration, but backward() was called directly without scaling the loss",
+        )
+    static = {"enabled": True, "loss_scale": 128}
+    with api.engine(config(1, fp16=static)) as engine:
+        script.row("fp16: static scale", lambda: engine.optimizer.cur_scale)
+        script.row("fp16: dynamic_loss_scale() with a static scale", engine.dynamic_loss_scale)
+        loss = engine(*batches(1)[0])
+        scaled = engine.scale(loss)
+        script.row("fp16: engine.scale(loss)", lambda: scaled.item() / loss.item())
+        scaled.backward()
+        engine.step()
+        script.row("fp16: a step after scale(loss).backward()", engine.was_step_applied)
+        script.row("fp16: losses with a static scale", lambda: about(train(engine, 2)))
+    with api.engine(config(1, bf16={"enabled": True})) as engine:
+        script.row("bf16: bfloat16_enabled()", engine.bfloat16_enabled)
+        script.row("bf16: dtype of the weights", lambda: engine.module.first.weight.dtype)
+        train(engine, 1)
+        master = api.helpers.safe_get_full_fp32_param(engine.module.first.weight)
+        script.row("bf16: dtype of masters", lambda: master.dtype)
+        inputs, targets = batches(1)[0]
+        loss = engine(inputs, targets * float("nan"))
+        engine.backward(loss)
+        engine.step()
+        script.row("bf16: a step with NaN is skipped", lambda: [engine.was_step_applied(), engine.skipped_steps])
+        script.row("bf16: losses go on", lambda: about(train(engine, 2)))
+
+
+def sizes_and_contexts(api: Api, script: Script) -> None:
+    with api.engine(config(2)) as engine:
+        script.row("set_train_batch_size(8)", lambda: engine.set_train_batch_size(8))
+        script.row("gradient_accumulation_steps() then", engine.gradient_accumulation_steps)
+        script.row("losses then", lambda: train(engine, 2))
+        script.row(
+            "set_train_batch_size(7)",
+            lambda: engine.set_train_batch_size(7),
+            "Train batch size must be divisible by micro-batch data parallelism",
+        )
+        script.row("set_train_micro_batch_size(4)", lambda: engine.set_train_micro_batch_size(4))
+        script.row("train_batch_size() then", engine.train_batch_size)
+        script.row("no_sync() with ZeRO stage 2", lambda: entered(engine.no_sync()))
+        script.row("coalesce_grad_reduction()", lambda: entered(engine.coalesce_grad_reduction()))
+        script.row("get_wall_clock_timers() without wall_clock_breakdown", engine.get_wall_clock_timers)
+        script.row("compile()", lambda: engine.compile(backend="eager"))
+        script.row("empty_partition_cache()", engine.empty_partition_cache)
+        script.row(
+            "_zero3_consolidated_16bit_state_dict() with stage 2",
+            engine._zero3_consolidated_16bit_state_dict,
+            "this function requires ZeRO-3 mode",
+        )
+        script.row(
+            "_consolidated_16bit_state_dict() with stage 2",
+            engine._consolidated_16bit_state_dict,
+            "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned",
+        )
+        before = engine.module_state_dict()
+        state = {"module": {name: torch.zeros_like(value) for name, value in before.items()}}
+        script.row("load_module_state_dict()", lambda: engine.load_module_state_dict(state))
+        script.row("weights then", engine.module.second.weight.float)
+        script.row(
+            "load_module_state_dict() with a missing key",
+            lambda: engine.load_module_state_dict({"module": {}}),
+            "Missing key(s) in state_dict",
+        )
+    with api.engine(
+        config(2, zero_optimization={"stage": 0}, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    ) as engine:
+        script.row("no_sync() with stage 0", lambda: entered(engine.no_sync()))
+        with engine.no_sync():
+            script.row("no_sync() inside no_sync()", lambda: entered(engine.no_sync()), "reentry is unsupported")
+            script.row("step() inside no_sync()", engine.step, "It is illegal to call Engine.step() inside no_sync")
+    with api.engine(config(2, managed_gradient_accumulation=False)) as engine:
+        for inputs, targets in batches(3):
+            engine.backward(engine(inputs, targets))
+        script.row("unmanaged: is_gradient_accumulation_boundary()", engine.is_gradient_accumulation_boundary)
+        engine.step()
+        script.row("unmanaged: every step is a boundary", lambda: [engine.global_steps, engine.was_step_applied()])
+        script.row("unmanaged: global_samples", lambda: engine.global_samples)
+        script.row(
+            "unmanaged: set_gradient_accumulation_boundary()",
+            lambda: engine.set_gradient_accumulation_boundary(True),
+            "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False",
+        )
+        script.row("unmanaged: losses", lambda: engine(*batches(1)[0]).item())
+
+
+def entered(context: Any) -> bool:
+    with context:
+        return True
+
+
+def data(api: Api, script: Script) -> None:
+    dataset = TensorDataset(torch.arange(7.0).view(7, 1), torch.arange(7.0))
+    engine, _, loader, _ = api.start(config(2), training_data=dataset)
+    script.row("training_data: the loader", lambda: type(loader).__name__)
+    script.row("training_data: engine.training_dataloader is it", lambda: engine.training_dataloader is loader)
+    script.row("training_data: number of batches", lambda: len(loader))
+    script.row("training_data: attributes", lambda: [loader.batch_size, loader.dataloader_drop_last])
+    options = {"num_local_io_workers": 0, "pin_memory": False}
+    script.row(
+        "deepspeed_io: order of samples", lambda: [b[1].tolist() for b in engine.deepspeed_io(dataset, **options)]
+    )
+    again = engine.deepspeed_io(dataset, batch_size=3, route="eval", **options)
+    script.row("deepspeed_io: route eval, a batch size of its own", lambda: [b[1].tolist() for b in again])
+    script.row("deepspeed_io: no dataset", lambda: engine.deepspeed_io(3), "Training data must be a torch Dataset")
+    stacked = engine.deepspeed_io(dataset, collate_fn=len, **options)
+    script.row("deepspeed_io: collate_fn", lambda: list(stacked))
+    repeating = api.utils.RepeatingLoader([1, 2])
+    script.row("utils.RepeatingLoader", lambda: [next(repeating) for _ in range(5)])
+    engine.destroy()
+    dropping, *_ = api.start(config(2, dataloader_drop_last=True))
+    script.row("dataloader_drop_last", lambda: len(dropping.deepspeed_io(dataset, **options)))
+    dropping.destroy()
+    with api.package.zero.Init(config_dict_or_path=config(), enabled=False):
+        model = net()
+    script.row("zero.Init", lambda: model.first.weight.shape)
+
+
+def monitors(api: Api, script: Script, folder: Path) -> None:
+    csv_monitor = {"enabled": True, "output_path": str(folder / api.name), "job_name": "job"}
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    with api.engine(config(2, csv_monitor=csv_monitor, fp16=fp16)) as engine:
+        script.row("csv_monitor: engine.monitor", lambda: [type(engine.monitor).__name__, engine.monitor.enabled])
+        train(engine, 2)
+    files = sorted((folder / api.name / "job").glob("*.csv"))
+    script.row("csv_monitor: files", lambda: [path.name for path in files])
+    for path in files:
+        with path.open(newline="") as file:
+            rows = [[number(cell) for cell in row] for row in csv.reader(file)]
+        script.row(f"csv_monitor: {path.name}", lambda rows=rows: rows)
+    timed = config(2, wall_clock_breakdown=True)
+    with api.engine(timed) as engine:
+        train(engine, 1)
+        script.row(
+            "wall_clock_breakdown: names of get_wall_clock_timers()", lambda: sorted(engine.get_wall_clock_timers())
+        )
+    script.row("init_distributed: rank and world", lambda: distributed(api))
+
+
+def distributed(api: Api) -> list[Any]:
+    from deepspeed import comm
+
+    api.package.init_distributed()
+    return [comm.is_initialized(), comm.get_rank(), comm.get_world_size(), torch.distributed.get_world_size()]
+
+
+def number(cell: str) -> object:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell

@@ -1,0 +1,391 @@
+"""What DeepSpeed's engine offers beside forward, backward and step, where more than its presence matters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import harmony_ds
+from harmony_ds import BatchError, ConfigError, UnscaledLossError, UnsupportedError, UsageError
+from harmony_ds.engine.reporting import Throughput
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
+from tests.oracle import assert_same
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 2, 4)
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+class Squares(nn.Module):
+    """A loss from two tensors, for data loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(1, 1)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.line(inputs) - targets).pow(2).mean()
+
+
+# ---- batch sizes and boundaries
+
+
+def test_a_changed_batch_size_is_that_of_the_next_group() -> None:
+    groups = [*groups_of(LLAMA, 2, 2), groups_of(LLAMA, 2, 4)[1]]
+    plain, losses = plainly(LLAMA, 0.0, groups, sgd)
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(2)) as engine:
+        rows = loop(engine, groups[:2])
+        engine.set_train_batch_size(8)
+        assert (engine.gradient_accumulation_steps(), engine.get_batch_info()) == (4, (8, 2, 4))
+        rows += loop(engine, groups[2:])
+        assert engine.global_samples == 4 + 4 + 8
+        engine.set_train_micro_batch_size(3)
+        assert engine.get_batch_info() == (12, 3, 4)
+        for wrong in (7, 0, -2):
+            with pytest.raises(ConfigError, match="must be divisible"):
+                engine.set_train_batch_size(wrong)
+        with pytest.raises(ConfigError, match="greater than 0"):
+            engine.set_train_micro_batch_size(0)
+    assert rows == losses
+    assert_same(model, plain, bitwise=True)
+
+
+def test_every_step_is_a_boundary_where_accumulation_is_the_callers() -> None:
+    reference = LLAMA.build(0.0)
+    optimizer = sgd(reference.parameters())
+    for batch in GROUPS[0][:3]:
+        (reference(**batch).loss / 4).backward()
+    optimizer.step()
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(4, managed_gradient_accumulation=False)) as engine:
+        for batch in GROUPS[0][:3]:
+            engine.backward(engine(**batch).loss)
+        assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 1, 6)
+        with pytest.raises(UsageError, match="not supported with managed_gradient_accumulation=False"):
+            engine.set_gradient_accumulation_boundary(True)
+    assert_same(model, reference, bitwise=True)
+
+
+def test_no_sync_changes_nothing_but_forbids_steps() -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(4, zero_optimization={"stage": 3})) as engine:
+        for position, batch in enumerate(GROUPS[0]):
+            with engine.no_sync():
+                engine.backward(engine(**batch).loss)
+                assert engine.inside_no_sync_ctxt
+                with pytest.raises(UsageError, match="illegal to call Engine"):
+                    engine.step()
+                with pytest.raises(UsageError, match="reentry"), engine.no_sync():
+                    pass
+            engine.set_gradient_accumulation_boundary(position == 3)
+            engine.step()
+        assert not engine.inside_no_sync_ctxt
+    assert_same(model, plain, bitwise=True)
+
+
+# ---- fp16 and backward of the user's own
+
+
+def test_a_scaled_backward_by_hand_is_engine_backward() -> None:
+    models = [LLAMA.build(0.0), LLAMA.build(0.0)]
+    for model, by_hand in zip(models, (False, True), strict=True):
+        with engine_for(model, sgd, config_of(2, **FP16)) as engine:
+            for batch in GROUPS[0][:2]:
+                loss = engine(**batch).loss
+                if by_hand:
+                    engine.scale(loss / 2).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+            assert engine.was_step_applied()
+    assert_same(models[1], models[0], bitwise=True)
+
+
+def unscaled_loss(engine: Any, batch: dict[str, Any]) -> None:
+    engine(**batch).loss.backward()
+
+
+def unscaled_known_loss(engine: Any, batch: dict[str, Any]) -> None:
+    loss = engine(**batch).loss
+    loss.item()
+    loss.backward()
+
+
+def unscaled_logits(engine: Any, batch: dict[str, Any]) -> None:
+    engine(**batch).logits.float().mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+@pytest.mark.parametrize("backward", [unscaled_loss, unscaled_known_loss, unscaled_logits])
+def test_an_unscaled_backward_in_fp16_is_an_error_and_not_a_wrong_gradient(backward: Any) -> None:
+    said = r"1\. engine.backward\(loss\) 2\. engine.scale\(loss\)"
+    with (
+        engine_for(LLAMA.build(0.0), sgd, config_of(2, **FP16)) as engine,
+        pytest.raises(UnscaledLossError, match=said),
+    ):
+        backward(engine, GROUPS[0][0])
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_looking_at_losses_in_fp16_is_no_unscaled_backward() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4, **FP16)) as engine:
+        loop(engine, GROUPS[:1], look=lambda i: i in (0, 2))
+        for batch in GROUPS[1]:
+            logits = engine(**batch).logits
+            engine.backward(logits.float().pow(2).mean())
+            engine.step()
+        assert engine.global_steps == 2
+
+
+# ---- masters, states and weights by hand
+
+
+HALF_AND_RESIDENT = [
+    {"bf16": {"enabled": False}},
+    {"bf16": {"enabled": True}},
+    {"bf16": {"enabled": True}, "harmony": {"residency": 2, "device_memory_gib": 0.01}},
+]
+
+
+@pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
+def test_what_is_set_by_hand_is_what_training_goes_on_with(more: dict[str, Any]) -> None:
+    harmony = more.get("harmony")
+    rest = {key: value for key, value in more.items() if key != "harmony"}
+    one, other = LLAMA.build(0.0), LLAMA.build(0.0)
+    with (
+        engine_for(one, adamw, config_of(4, None, harmony, **rest)) as left,
+        engine_for(other, adamw, config_of(4, None, harmony, **rest)) as right,
+    ):
+        train_groups(left, GROUPS[:1])
+        train_groups(right, GROUPS)  # elsewhere, then brought to where the first one is
+        for (name, source), target in zip(one.named_parameters(), other.parameters(), strict=True):
+            master = harmony_ds.utils.safe_get_full_fp32_param(source)
+            assert master is not None and master.dtype == torch.float32, name
+            harmony_ds.utils.safe_set_full_fp32_param(target, master)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state = harmony_ds.utils.safe_get_local_optimizer_state(source, key)
+                assert state is not None and state.shape == (source.numel(),)
+                harmony_ds.utils.safe_set_local_optimizer_state(target, state, key)
+        for state in right.optimizer.state.values():  # type: ignore[union-attr]
+            state["step"] -= 1
+        assert_same(other, one, bitwise=True)
+        assert train_groups(right, GROUPS[1:]) == train_groups(left, GROUPS[1:])
+    assert_same(other, one, bitwise=True)
+
+
+@pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
+@pytest.mark.parametrize("way", ["gathered", "loaded", "engine", "module_state_dict"])
+def test_weights_changed_by_hand_reach_masters_and_the_device(way: str, more: dict[str, Any]) -> None:
+    harmony = more.get("harmony")
+    rest = {key: value for key, value in more.items() if key != "harmony"}
+    model = LLAMA.build(0.0)
+    weight = model.model.layers[2].mlp.up_proj.weight
+    with engine_for(model, sgd, config_of(4, None, harmony, **rest)) as engine:
+        before = train_groups(engine, GROUPS[:1])
+        changed = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        if way == "gathered":
+            with harmony_ds.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        elif way == "loaded":
+            model.load_state_dict(changed)
+        elif way == "engine":
+            engine.load_state_dict({f"module.{name}": value for name, value in changed.items()})
+        else:
+            engine.load_module_state_dict({"module": changed})
+        master = harmony_ds.utils.safe_get_full_fp32_param(weight)
+        assert master is not None and not master.any()
+        flat = torch.tensor(96.0).log().item()
+        assert train_groups(engine, GROUPS[:1])[0] == pytest.approx(flat, rel=1e-2) != pytest.approx(before[0])
+
+
+def test_deepspeeds_helpers_work_on_our_parameters() -> None:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+    model = LLAMA.build(0.0)
+    model.lm_head.requires_grad_(False)
+    weight = model.model.norm.weight
+    with engine_for(model, adamw, config_of(4, bf16={"enabled": True})) as engine:
+        with pytest.raises(ValueError, match="exp_avg not found in optimizer state fragment"):
+            safe_get_full_optimizer_state(weight, "exp_avg")
+        train_groups(engine, GROUPS[:1])
+        safe_set_full_fp32_param(weight, torch.full_like(weight, 2.0, dtype=torch.float32))
+        assert safe_get_full_fp32_param(weight).eq(2.0).all()
+        assert weight.eq(2.0).all()
+        assert safe_get_full_optimizer_state(weight, "exp_avg").any()
+        assert safe_get_full_fp32_param(model.lm_head.weight) is None
+        with pytest.raises(UnsupportedError, match="get_global_grad_norm"):
+            harmony_ds.utils.safe_get_full_grad(weight)
+        assert harmony_ds.utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(1))) is None
+        assert harmony_ds.utils.safe_get_full_grad(nn.Parameter(torch.ones(1))) is None
+
+
+def test_links_are_neither_copied_nor_pickled_and_go_with_the_engine() -> None:
+    model = Squares()
+    with engine_for(model, sgd, config_of(1)):
+        assert hasattr(model.line.weight, "_hp_mapping")
+        twin = copy.deepcopy(model)
+        assert harmony_ds.utils.safe_get_full_fp32_param(twin.line.weight) is None
+        again = pickle.loads(pickle.dumps(list(model.parameters())))
+        assert harmony_ds.utils.safe_get_full_fp32_param(again[0]) is None
+    assert not hasattr(model.line.weight, "_hp_mapping")
+    assert not hasattr(model.line.weight, "get_full_hp_param")
+
+
+def test_offloaded_states_come_back_with_the_next_step() -> None:
+    harmony = {"residency": 2, "device_memory_gib": 0.01}
+    one, other = LLAMA.build(0.0), LLAMA.build(0.0)
+    with (
+        engine_for(one, adamw, config_of(4, None, harmony)) as left,
+        engine_for(other, adamw, config_of(4, None, harmony)) as right,
+    ):
+        train_groups(left, GROUPS)
+        train_groups(right, GROUPS[:1])
+        held = right._assembly.device.allocated_bytes()
+        right.offload_states()
+        assert right._assembly.device.allocated_bytes() < held
+        right.reload_states()
+        train_groups(right, GROUPS[1:])
+    assert_same(other, one, bitwise=True)
+
+
+# ---- data
+
+
+def test_training_data_is_handed_over_again_and_again() -> None:
+    dataset = TensorDataset(torch.arange(5.0).view(5, 1), torch.ones(5, 1))
+    model = Squares()
+    engine, _, loader, _ = harmony_ds.initialize(
+        model=model, optimizer=sgd(model.parameters()), training_data=dataset, config=config_of(2)
+    )
+    try:
+        assert loader is engine.training_dataloader
+        assert len(loader) == 3
+        for _ in range(4):
+            assert engine.train_batch().isfinite()
+        assert engine.micro_steps == 8
+        assert engine.global_steps == 4
+        engine.set_dataiterator(iter([(torch.ones(2, 1), torch.ones(2, 1))]))
+        engine.train_batch()
+        with pytest.raises(StopIteration):
+            engine.train_batch()
+        engine.set_dataloader([])
+        with pytest.raises(BatchError, match="loader is empty"):
+            engine.train_batch()
+        engine.set_dataloader(None)
+        with pytest.raises(BatchError, match="need an iterator"):
+            engine.train_batch()
+        with pytest.raises(ValueError, match="Training data must be a torch Dataset"):
+            engine.deepspeed_io(3)
+    finally:
+        engine.destroy()
+
+
+# ---- what is said
+
+
+def test_progress_times_and_memory_are_logged_as_asked(caplog: pytest.LogCaptureFixture) -> None:
+    more = {"steps_per_print": 2, "wall_clock_breakdown": True, "memory_breakdown": True}
+    with (
+        caplog.at_level(logging.INFO),
+        engine_for(LLAMA.build(0.0), sgd, config_of(2, None, {"pack_layers": 1}, **more)) as engine,
+    ):
+        tasks: list[str] = []
+        engine.on_progress(lambda done, total, task: tasks.append(task))
+        train_groups(engine, [group[:2] for group in GROUPS for _ in range(2)])
+        times = engine.get_wall_clock_timers()
+    lines = [record.getMessage() for record in caplog.records if record.name == "harmony_ds.progress"]
+    steps = [line for line in lines if line.startswith("step=")]
+    assert steps == ["step=2, skipped=0, lr=[0.01], mom=[0.0]", "step=4, skipped=0, lr=[0.01], mom=[0.0]"]
+    assert len([line for line in lines if line.startswith("time (ms) | fwd: ")]) == 4
+    assert len([line for line in lines if line.startswith("device peak")]) == 4
+    assert any("RunningAvgSamplesPerSec=" in line for line in lines)
+    assert tasks
+    assert times.keys() == {"fwd", "fwd_bwd", "bwd", "swap_in", "swap_out", "step"}
+    assert all(ms >= 0.0 for ms in times.values())
+    assert times["fwd"] > 0.0 < times["bwd"]
+
+
+def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
+        train_groups(engine, [GROUPS[0][:2]])
+        assert engine.get_wall_clock_timers() == {}
+    assert not [record for record in caplog.records if record.name == "harmony_ds.progress"]
+
+
+def test_settings_are_dumped_as_asked(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), engine_for(Squares(), sgd, config_of(2, dump_state=True)):
+        assert "  gradient_accumulation_steps = 2" in caplog.text
+
+
+def test_samples_per_second_leave_the_first_steps_out() -> None:
+    timer = Throughput(enabled=True)
+    for _ in range(2):
+        timer.step(8, 2)
+        assert timer.avg_samples_per_sec() == float("-inf")
+    timer.step(8, 2)
+    assert timer.avg_samples_per_sec() > 0.0
+    assert (timer.global_step_count, timer.micro_step_count) == (3, 6)
+
+
+def test_monitors_get_the_loss_of_a_train_batch(tmp_path: Path) -> None:
+    csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4, csv_monitor=csv_monitor)) as engine:
+        losses = train_groups(engine, GROUPS)
+    rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()
+    assert [float(row.split(",")[1]) for row in rows[1:]] == pytest.approx(losses)
+    assert [int(row.split(",")[0]) for row in rows[1:]] == [8, 16]
+
+
+# ---- one process
+
+
+def test_one_process_needs_no_launcher_no_environment_and_no_mpi() -> None:
+    code = """
+import os
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+    os.environ.pop(name, None)
+import harmony_ds
+harmony_ds.init_distributed()
+harmony_ds.init_distributed()
+import torch
+from deepspeed import comm
+total = torch.ones(2)
+torch.distributed.all_reduce(total)
+print(comm.get_rank(), comm.get_world_size(), total.tolist())
+try:
+    harmony_ds.init_distributed(world_size=2)
+except harmony_ds.UnsupportedError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "0 1 [1.0, 1.0]" in run.stdout
+    assert "2 processes were asked for" in run.stdout
+
+
+def test_what_asks_for_several_processes_is_refused() -> None:
+    for arguments in ({"mpu": object()}, {"mesh_param": (2, 1)}):
+        with pytest.raises(UnsupportedError, match="one process"):
+            harmony_ds.initialize(model=Squares(), config=config_of(1), **arguments)  # type: ignore[arg-type]
+
+
+def test_compile_is_refused_with_what_to_do() -> None:
+    with engine_for(Squares(), sgd, config_of(1)) as engine:
+        assert engine.is_compiled is False
+        with pytest.raises(UnsupportedError, match="before initialize"):
+            engine.compile()
