@@ -38,6 +38,7 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_config.forms(api, script, folder)
         scenes_engine.start(api, script)
         scenes_engine.training(api, script)
+        scenes_engine.gradients(api, script)
         scenes_engine.schedules(api, script)
         scenes_engine.optimizers(api, script)
         scenes_more.half(api, script)

@@ -193,11 +193,32 @@ def states(api: Api, script: Script, engine: Any, model: Any) -> None:
     with api.package.zero.GatheredParameters(weight, enabled=False):
         pass
     script.row("losses after weights and states were set", lambda: train(engine, 1, first=6)[-1])
-    engine.backward(engine(*batches(1)[0]))
-    script.row("safe_get_full_grad between backward and step", lambda: api.utils.safe_get_full_grad(weight))
-    engine.set_gradient_accumulation_boundary(True)
-    engine.step()
-    engine.set_gradient_accumulation_boundary(None)
+
+
+def gradients(api: Api, script: Script) -> None:
+    """Between the backward of a group's last micro-batch and step()."""
+    model = net()
+    weight = model.first.weight
+    with api.engine(config(2, gradient_clipping=10.0), model=model) as engine:
+        first, second, third, fourth = batches(4)
+        engine.backward(engine(*first))
+        engine.step()
+        engine.backward(engine(*second))
+        for kind, helpers in (("deepspeed", api.helpers), ("its own", api.utils)):
+            script.row(f"{kind} safe_get_full_grad", lambda helpers=helpers: helpers.safe_get_full_grad(weight))
+            helpers.safe_set_full_grad(weight, torch.full_like(weight, 0.5))
+            script.row(f"{kind} safe_set_full_grad", lambda helpers=helpers: helpers.safe_get_full_grad(weight))
+        api.utils.safe_update_full_grad_vectorized([weight], lambda old, _: old * 0.5)
+        script.row("safe_update_full_grad_vectorized", lambda: api.utils.safe_get_full_grad(weight))
+        engine.step()
+        script.row("grad norm after gradients were set", lambda: float(engine.get_global_grad_norm()))
+        script.row("weights after gradients were set", lambda: weight.detach().float())
+        engine.backward(engine(*third))
+        script.row("safe_get_full_grad in the middle of a group", lambda: api.utils.safe_get_full_grad(weight))
+        engine.step()
+        engine.backward(engine(*fourth))
+        engine.step()
+        script.row("global_steps after gradients were set", lambda: engine.global_steps)
 
 
 def rates_while_training(api: Api, section: dict[str, Any], zero: dict[str, Any]) -> list[list[float]]:
