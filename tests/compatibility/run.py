@@ -42,6 +42,8 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_engine.schedules(api, script)
         scenes_engine.optimizers(api, script)
         scenes_more.half(api, script)
+        scenes_more.scales(api, script)
+        scenes_more.progress(api, script)
         scenes_more.sizes_and_contexts(api, script)
         scenes_more.data(api, script)
         scenes_more.monitors(api, script, folder)

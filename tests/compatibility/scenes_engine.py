@@ -238,6 +238,13 @@ def schedules(api: Api, script: Script) -> None:
     section = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
     script.row("learning rates of StepLR, stage 0", lambda: rates_while_training(api, section, {"stage": 0}))
     script.row("learning rates of StepLR, stage 2", lambda: rates_while_training(api, section, OFFLOAD))
+    section = {"type": "OneCycle", "params": {**SCHEDULES["OneCycle"], "cycle_min_mom": 0.8, "cycle_max_mom": 0.95}}
+    with api.engine(config(1, scheduler=section)) as engine:
+        momenta = []
+        for step in range(4):
+            train(engine, 1, first=step)
+            momenta.append(engine.get_mom())
+        script.row("get_mom() with OneCycle", lambda: momenta)
     made = config(1)
     with api.engine(
         made, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

@@ -159,7 +159,7 @@ def test_looking_at_losses_in_fp16_is_no_unscaled_backward() -> None:
 HALF_AND_RESIDENT = [
     {"bf16": {"enabled": False}},
     {"bf16": {"enabled": True}},
-    {"bf16": {"enabled": True}, "harmony": {"residency": 2, "device_memory_gib": 0.01}},
+    {"bf16": {"enabled": True}, "harmony": {"pack_layers": 1, "residency": 2}},
 ]
 
 
@@ -247,7 +247,7 @@ def test_links_are_neither_copied_nor_pickled_and_go_with_the_engine() -> None:
 
 
 def test_offloaded_states_come_back_with_the_next_step() -> None:
-    harmony = {"residency": 2, "device_memory_gib": 0.01}
+    harmony = {"pack_layers": 1, "residency": 2}
     one, other = LLAMA.build(0.0), LLAMA.build(0.0)
     with (
         engine_for(one, adamw, config_of(4, None, harmony)) as left,
@@ -255,6 +255,7 @@ def test_offloaded_states_come_back_with_the_next_step() -> None:
     ):
         train_groups(left, GROUPS)
         train_groups(right, GROUPS[:1])
+        assert right.plan is not None and len(right.plan.policy.resident) == 2
         held = right._assembly.device.allocated_bytes()
         right.offload_states()
         assert right._assembly.device.allocated_bytes() < held
