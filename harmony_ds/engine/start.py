@@ -80,7 +80,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, optimizer, parameters)
     assembly = assemble(model, settings, optimizer, parameters, device)
-    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    try:
+        engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    except BaseException:
+        assembly.destroy()
+        raise
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     if training_data is not None:

@@ -259,6 +259,11 @@ class DeviceStore:
     # ---- gradients and updates
 
     @torch.no_grad()
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits for its update here; the tensor itself."""
+        return self._sum(name)
+
+    @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:
         """Takes the norms of the gradients of `names`, whose backward passes are finished."""
         for name in names:
