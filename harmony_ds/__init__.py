@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
+        CheckpointError,
         CompilerMissingError,
         ConfigError,
         DeviceOutOfMemoryError,
@@ -41,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "CompilerMissingError",
     "ConfigError",
     "DeviceOutOfMemoryError",

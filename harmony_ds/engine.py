@@ -11,16 +11,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harmony_ds import checkpoint
 from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.device import Device
-from harmony_ds.errors import BatchError, ConfigError, OptimizerError
+from harmony_ds.errors import BatchError, CheckpointError, ConfigError, OptimizerError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
@@ -462,6 +465,123 @@ class HarmonyEngine(nn.Module):
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.name == "cpu" else "allocator",
         )
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves everything the run goes on from, as `save_dir`/`tag`; a kill on the way leaves what was saved before.
+
+        Args:
+            tag: the folder's name ("global_step<N>").
+            client_state: what `load_checkpoint` gives back: plain data and tensors.
+            save_latest: make it the one that is loaded by default.
+            exclude_frozen_parameters: leave parameters out that are not trained.
+
+        Raises:
+            CheckpointError: it cannot be written, or `client_state` holds something else.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        snapshot = self._captured(client_state, exclude_frozen_parameters)
+        checkpoint.write(
+            snapshot, Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag), save_latest
+        )
+        return True
+
+    def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on from a checkpoint: harmony_ds's own, or one of DeepSpeed's (ZeRO-0 to 3, universal).
+
+        Returns:
+            The checkpoint's folder and the client state; (None, None) if no tag is given and there is no `latest`.
+
+        Raises:
+            CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
+        """
+        folder = checkpoint.find(Path(load_dir), tag)
+        if folder is None:
+            return None, None
+        snapshot = checkpoint.read_any(folder)
+        wanted = checkpoint.Wanted(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        )
+        self._runner.check_usable()
+        self.finish_updates()
+        try:
+            checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            self._runner.failed = f"loading {folder} stopped half-way: {error!r}"
+            raise
+        self._go_on_from(snapshot.progress, load_module_only)
+        return str(folder), snapshot.client_state
+
+    def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
+        self._runner.check_usable()
+        self._assembly.wait_for_updates()
+        if self._group:
+            _logger.warning(
+                "%d micro-batches are queued whose step is not taken yet: the checkpoint is of the step before, and they "
+                "have to be handed over again after loading it.",
+                len(self._group),
+            )
+        progress = checkpoint.Progress(
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            skipped_steps=self.skipped_steps,
+            micro_steps=self._group_began,
+            accumulation=self.gradient_accumulation_steps(),
+            seed=self._group_parts.seed,
+            loss_scaler=self._scaler.state_dict(),
+        )
+        plan = self._runner.plan
+        plan_text = None if plan is None else plan.to_json()
+        return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
+
+    def _trained(self) -> checkpoint.Trained:
+        parts = self._assembly
+        loader = getattr(self, "training_dataloader", None)
+        return checkpoint.Trained(
+            self.module,
+            parts.store,
+            parts.device,
+            parts.parts.device_store,
+            parts.host_optimizer,
+            self.lr_scheduler,
+            loader if hasattr(loader, "load_state_dict") else None,
+        )
+
+    def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:
+        self._group.abandon()
+        self._norm, self._applied = None, False
+        if not module_only:
+            self.global_steps = progress.global_steps
+            self.global_samples = progress.global_samples
+            self.skipped_steps = progress.skipped_steps
+            self.micro_steps = progress.micro_steps_with(self.gradient_accumulation_steps())
+            self._scaler.load_state_dict(progress.loss_scaler)
+            if self._settings.harmony.seed is None and progress.seed is not None:
+                self._group_parts = replace(self._group_parts, seed=progress.seed)
+        else:
+            self.micro_steps = self._group_began
+        self._group_began = self.micro_steps
+        self._group = self._new_group()
 
     def destroy(self) -> None:
         """Finishes updates, ends threads, and gives the model its own forward back."""

@@ -7,6 +7,7 @@
     │   └── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
+    ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
@@ -47,6 +48,10 @@ class OptimizerError(HarmonyError):
 
 class CompilerMissingError(OptimizerError):
     """DeepSpeed's CPU optimizers are compiled on first use and no working C++ compiler was found."""
+
+
+class CheckpointError(HarmonyError):
+    """A checkpoint cannot be written or read, is torn or foreign, or is of another model or optimizer."""
 
 
 class ProfileError(HarmonyError):

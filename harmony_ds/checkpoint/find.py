@@ -1,0 +1,64 @@
+"""Which folder is meant, and which layout it has."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from harmony_ds.checkpoint import layout
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST
+from harmony_ds.checkpoint.snapshot import Snapshot, listed
+from harmony_ds.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
+
+
+def find(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of `tag`, or of what `latest` names; None, with a warning, where there is no `latest`.
+
+    Raises:
+        CheckpointError: that folder does not exist.
+    """
+    latest = load_dir / LATEST
+    if tag is None:
+        if not latest.is_file():
+            _logger.warning(
+                "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists or "
+                "pass an explicit checkpoint tag when loading a checkpoint.",
+                latest,
+            )
+            return None
+        tag = _tag_in(latest)
+    folder = load_dir / str(tag)
+    if not folder.is_dir():
+        there = sorted(child.name for child in load_dir.glob("*/") if not child.name.startswith("."))
+        raise CheckpointError(
+            f"there is no checkpoint {folder}; {load_dir} holds {listed(there) if there else 'no folder at all'}."
+        )
+    return folder
+
+
+def _tag_in(latest: Path) -> str:
+    text = latest.read_bytes()[:4096]
+    try:
+        tag = text.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or not tag.isprintable():
+        raise CheckpointError(f"{latest} names no tag: it must hold one line of text, not {text[:20]!r}.")
+    return tag
+
+
+def read_any(folder: Path) -> Snapshot:
+    """The checkpoint in a tag's folder, of any layout that is known.
+
+    Raises:
+        CheckpointError: it is of none, or torn.
+    """
+    if layout.is_ours(folder):
+        return layout.read(folder)
+    holds = sorted(child.name for child in folder.iterdir())
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it holds {listed(holds) if holds else 'nothing'}, neither {MANIFEST} of "
+        "harmony_ds nor the *_model_states.pt of DeepSpeed. A save that was killed leaves such a folder."
+    )
