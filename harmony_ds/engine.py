@@ -88,9 +88,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
     loader = None
     if training_data is not None:
-        loader = torch.utils.data.DataLoader(
-            training_data, batch_size=settings.micro_batch, shuffle=True, collate_fn=collate_fn
+        loader = checkpoint.ResumableLoader(
+            torch.utils.data.DataLoader(
+                training_data, batch_size=settings.micro_batch, shuffle=True, collate_fn=collate_fn
+            )
         )
+        engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -118,6 +121,7 @@ class HarmonyEngine(nn.Module):
         self._runner = assembly.runner
         self.optimizer = assembly.optimizer
         self.lr_scheduler = build_scheduler(config.scheduler, lr_scheduler, self.optimizer)
+        self.training_dataloader: Any = None
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
@@ -556,7 +560,7 @@ class HarmonyEngine(nn.Module):
 
     def _trained(self) -> checkpoint.Trained:
         parts = self._assembly
-        loader = getattr(self, "training_dataloader", None)
+        loader = self.training_dataloader
         return checkpoint.Trained(
             self.module,
             parts.store,
@@ -564,7 +568,8 @@ class HarmonyEngine(nn.Module):
             parts.parts.device_store,
             parts.host_optimizer,
             self.lr_scheduler,
-            loader if hasattr(loader, "load_state_dict") else None,
+            loader if isinstance(loader, checkpoint.ResumableLoader) else None,
+            len(self._group),
         )
 
     def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.random_state import capture_random
 from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Progress, SchedulerState, Snapshot, Source
 from harmony_ds.device.base import Device
@@ -20,7 +21,8 @@ class Trained:
     """What of an engine a checkpoint is of, at rest: no update is under way.
 
     Attributes:
-        loader: the engine's own data loader, if it made one: has `state_dict` and `load_state_dict`.
+        loader: the engine's own data loader, if it made one.
+        queued: micro-batches that were taken from it, but whose step is not taken yet.
     """
 
     module: nn.Module
@@ -29,7 +31,8 @@ class Trained:
     device_store: DeviceStore
     optimizer: HostOptimizer | None
     scheduler: Any
-    loader: Any
+    loader: ResumableLoader | None
+    queued: int = 0
 
 
 def capture(
@@ -57,7 +60,7 @@ def capture(
         optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer, trained.device_store),
         scheduler=_scheduler(trained.scheduler),
         random=capture_random(trained.device),
-        data=None if trained.loader is None else trained.loader.state_dict(),
+        data=None if trained.loader is None else trained.loader.state_dict(trained.queued),
         client_state=dict(client_state),
         plan=plan,
     )
@@ -75,9 +78,15 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Other names of parameters that have several -> the first one."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        # As a plain dict: what is only asked for its name need not be brought from the device.
+        for key, parameter in dict.items(part._parameters):
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter is not None and first.setdefault(id(parameter), name) != name:
+                tied[name] = first[id(parameter)]
+    return tied
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:

@@ -131,11 +131,8 @@ def _refusals_of_scheduler(scheduler: Any, snapshot: Snapshot) -> list[str]:
 @contextmanager
 def _given_back_if_refused(trained: Trained, where: str) -> Iterator[None]:
     """Foreign objects may refuse their state while taking it: they are given their old one back."""
-    kept = [
-        (part, copy.deepcopy(part.state_dict()))
-        for part in (trained.scheduler, trained.loader)
-        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-    ]
+    parts: tuple[Any, ...] = (trained.scheduler, trained.loader)
+    kept = [(part, copy.deepcopy(part.state_dict())) for part in parts if hasattr(part, "load_state_dict")]
     try:
         yield
     except Exception as error:
