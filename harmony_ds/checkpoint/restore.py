@@ -45,7 +45,7 @@ def restore(trained: Trained, snapshot: Snapshot, wanted: Wanted, where: str) ->
     found = _renamed(snapshot, trained)
     complaints = [] if wanted.custom is not None else _refusals_of_model(trained, found, wanted.strict)
     optimizer, scheduler = _has_optimizer(trained, wanted), _has_scheduler(trained, wanted)
-    if optimizer and trained.optimizer is not None:
+    if optimizer and trained.optimizer is not None and not complaints:  # of another model, it would say all twice
         complaints += refusals_of_optimizer(trained.optimizer, found.optimizer)
     if scheduler:
         complaints += _refusals_of_scheduler(trained.scheduler, found)
