@@ -536,6 +536,19 @@ class HarmonyEngine(nn.Module):
         self._go_on_from(snapshot.progress, load_module_only)
         return str(folder), snapshot.client_state
 
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Saves the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         self._runner.check_usable()
         self._assembly.wait_for_updates()

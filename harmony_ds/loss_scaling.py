@@ -28,17 +28,26 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any] | None:
         """What the scale of later steps depends on; None where it never changes."""
-        if self._settings is None or self._settings.static > 0:
+        settings = self._settings
+        if settings is None or settings.static > 0:
             return None
         return {
             "scale": self.scale,
             "hysteresis": self._hysteresis,
             "step": self._step,
             "last_overflow": self._last_overflow,
+            "settings": {
+                "loss_scale_window": settings.loss_scale_window,
+                "min_loss_scale": settings.min_loss_scale,
+                "hysteresis": settings.hysteresis,
+                "consecutive_hysteresis": settings.consecutive_hysteresis,
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on from `state`. A scale that the ds_config fixes, and one that nobody saved, stay as they are."""
+        """Goes on from `state`, by the rules of this ds_config. A scale that the ds_config fixes, and one that nobody
+        saved, stay as they are.
+        """
         if state is None or self._settings is None or self._settings.static > 0:
             return
         self.scale = float(state["scale"])

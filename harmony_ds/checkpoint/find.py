@@ -6,11 +6,26 @@ import logging
 from pathlib import Path
 
 from harmony_ds.checkpoint import layout
+from harmony_ds.checkpoint.deepspeed.universal_read import is_universal, read_universal
+from harmony_ds.checkpoint.deepspeed.zero_read import is_deepspeeds, read_zero
 from harmony_ds.checkpoint.folders import LATEST, MANIFEST
 from harmony_ds.checkpoint.snapshot import Snapshot, listed
 from harmony_ds.errors import CheckpointError
 
+_LATEST_UNIVERSAL = "latest_universal"
 _logger = logging.getLogger(__name__)
+
+
+_LAYOUTS = (
+    (layout.is_ours, layout.read),
+    (is_universal, read_universal),
+    (is_deepspeeds, read_zero),
+)
+
+
+def recognized(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself."""
+    return any(fits(folder) for fits, _ in _LAYOUTS)
 
 
 def find(load_dir: Path, tag: str | None) -> Path | None:
@@ -20,7 +35,9 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
         CheckpointError: that folder does not exist.
     """
     latest = load_dir / LATEST
+    universal = load_dir / _LATEST_UNIVERSAL
     if tag is None:
+        latest = latest if latest.is_file() or not universal.is_file() else universal
         if not latest.is_file():
             _logger.warning(
                 "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists or "
@@ -55,8 +72,9 @@ def read_any(folder: Path) -> Snapshot:
     Raises:
         CheckpointError: it is of none, or torn.
     """
-    if layout.is_ours(folder):
-        return layout.read(folder)
+    for fits, read in _LAYOUTS:
+        if fits(folder):
+            return read(folder)
     holds = sorted(child.name for child in folder.iterdir())
     raise CheckpointError(
         f"{folder} is no checkpoint: it holds {listed(holds) if holds else 'nothing'}, neither {MANIFEST} of "

@@ -16,6 +16,7 @@ A folder under way is locked by its process; a lock ends with its process, so wh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -56,6 +57,25 @@ def saving(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """A folder to write any layout in; it becomes `target`, which must not exist, if nothing is raised."""
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "it exists already", str(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / (_SAVING + uuid.uuid4().hex[:12])
+    staging.mkdir()
+    try:
+        with _locked(staging, wait=True):
+            yield staging
+            for part in (*staging.rglob("*"), staging):
+                sync_folder(part)
+            os.rename(staging, target)  # noqa: PTH104
+            sync_folder(target.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def _publish(staging: Path, target: Path) -> None:
     data = next(staging.glob(_DATA + "*"))
     sync_folder(data)
@@ -72,19 +92,19 @@ def _publish(staging: Path, target: Path) -> None:
     _remove_data(target, keep=data.name)
 
 
-def point_latest(save_dir: Path, tag: str) -> None:
-    """Makes `tag` the one that is loaded by default."""
+def point_latest(save_dir: Path, tag: str, name: str = LATEST) -> None:
+    """Makes `tag` the one that is loaded by default; `name` is the file that says so."""
     fresh = save_dir / f".{LATEST}-{uuid.uuid4().hex[:12]}"
     try:
         write_bytes(fresh, tag.encode())
-        os.replace(fresh, save_dir / LATEST)
+        os.replace(fresh, save_dir / name)
     finally:
         fresh.unlink(missing_ok=True)
     sync_folder(save_dir)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable."""
+    """Makes renames in `folder` durable (or, of a file, its content)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

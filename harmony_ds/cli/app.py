@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harmony_ds.cli import estimate, machines, plan, profile
+from harmony_ds.cli import convert, estimate, machines, plan, profile
 
 app = typer.Typer(
     name="harmony-ds",
@@ -17,3 +17,4 @@ app.command("estimate")(estimate.command)
 app.command("plan")(plan.command)
 app.command("profile")(profile.command)
 app.command("machines")(machines.command)
+app.command("convert")(convert.command)
