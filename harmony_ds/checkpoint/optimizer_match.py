@@ -59,11 +59,22 @@ def matching(optimizer: HostOptimizer, saved: OptimizerState) -> Iterator[tuple[
                 present[key] = value.clone() if isinstance(value, Tensor) else value
     for name in saved.names:
         state = saved.states.get(name)
-        yield name, None if state is None else _taken(optimizer, state, same)
+        yield name, None if state is None else _taken(optimizer, state, optimizer.state_of(name), same)
 
 
-def _taken(optimizer: HostOptimizer, state: Mapping[str, Any], same: bool) -> dict[str, Any]:
-    taken = {key: value.read().clone() if isinstance(value, Source) else value for key, value in state.items()}
+def _taken(
+    optimizer: HostOptimizer, state: Mapping[str, Any], present: Mapping[str, Any] | None, same: bool
+) -> dict[str, Any]:
+    """A saved state in the memory of the present one, where that has the same form."""
+    taken: dict[str, Any] = {}
+    for key, value in state.items():
+        taken[key] = _read_into((present or {}).get(key), value) if isinstance(value, Source) else value
     if not same and "step" in taken:  # DeepSpeed's compiled optimizers count in a Python number, torch's in a tensor
         taken["step"] = int(taken["step"]) if optimizer.native else torch.tensor(float(taken["step"]))
     return taken
+
+
+def _read_into(memory: Any, source: Source) -> Tensor:
+    if isinstance(memory, Tensor) and tuple(memory.shape) == source.shape and memory.dtype == source.dtype:
+        return memory.copy_(source.read())
+    return source.read().clone()

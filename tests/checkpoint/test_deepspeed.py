@@ -119,6 +119,7 @@ def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
         with engine_of(precision) as engine:
             engine.load_checkpoint(saved.folder / ("zero2" if precision == "fp32" else "zero2 fp16"))
             side.train(engine, 3, 4)
+            scaler = scaler_of(engine) if precision == "fp16" else []
             engine.save_checkpoint(tmp_path / precision, client_state={"epoch": 4})
     jobs = []
     for name, layout, stage in [
