@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,17 @@ def test_everything_is_on_disk_before_what_names_it(tmp_path: Path, monkeypatch:
     assert any(name.startswith(".saving-") for name in before)
     assert events[first + 1] == ("fsync", str(tmp_path))
     assert events[-2:] == [("rename", str(tmp_path / "latest")), ("fsync", str(tmp_path))]
+
+
+def test_saving_takes_less_memory_than_two_layers() -> None:
+    """With two of four layers' state on the device."""
+    options = ["--layers", "4", "--width", "384", "--residency", "2"]
+    command = [sys.executable, str(ROOT / "benchmarks/save_peak/run.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    assert len(re.findall(r"host memory grew by [0-9.]+ MiB", run.stdout)) == 3
 
 
 def test_saving_takes_no_copy_of_the_tensors(tmp_path: Path) -> None:
