@@ -36,6 +36,7 @@ from harmony_ds.checkpoint import folders, read_any, tensor_files
 STEPS = 6
 MICRO_BATCHES = 2
 AGAIN = "again"
+_PART_BYTES = 1 << 15  # files are torn between parts of this size
 
 
 class Block(nn.Module):
@@ -124,14 +125,13 @@ class Moments:
 
     def watch(self) -> None:
         """From now on, for the rest of this process's life."""
-        tensor_files._CHUNK_BYTES = 4096  # so that files are torn in many places
         write = tensor_files._Sink.write
         fsync = os.fsync
 
         def counted_write(sink: Any, content: memoryview) -> None:
-            for start in range(0, len(content), 4096):
+            for start in range(0, len(content), _PART_BYTES):
                 self()
-                write(sink, content[start : start + 4096])
+                write(sink, content[start : start + _PART_BYTES])
 
         def counted_fsync(handle: int) -> None:
             self()
@@ -142,8 +142,8 @@ class Moments:
         sys.addaudithook(self._audited)
 
     def _audited(self, event: str, arguments: tuple[Any, ...]) -> None:
-        names = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
-        if event in names and any(self._folder in str(argument) for argument in arguments):
+        named = event in ("open", "os.rename", "os.mkdir") and any(self._folder in str(a) for a in arguments)
+        if named or event in ("os.remove", "os.rmdir"):  # these get names relative to an open folder
             self()
 
 

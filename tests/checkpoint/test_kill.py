@@ -30,6 +30,16 @@ def test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit(tmp_path: Path) ->
     assert "0 of them during a save" not in run.stdout
 
 
+def test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/kill/sweep.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stderr[-2000:]
+    counts = [int(line.split()[0]) for line in run.stdout.splitlines()]
+    assert len(counts) == 2 and min(counts) > 20
+
+
 @pytest.fixture(params=["a new tag", "the same tag"])
 def saved(request: Any, tmp_path: Path) -> Any:
     """An engine with one checkpoint, about to save another: (engine, folder, tag of the next, state of the first)."""

@@ -86,6 +86,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
         assert expected["skipped_steps"] > 0
 
 
+@pytest.mark.parametrize(
+    "name", ["fp32, clipped: updates are under way when it is saved", "resident packs, bf16, clipped"]
+)
+def test_an_engine_goes_back_to_what_it_saved(name: str, tmp_path: Path) -> None:
+    setup = SETUPS[name]
+    expected, losses = straight(setup)
+    with engine_of(setup) as engine:
+        resumed = train(engine, setup, range(3))
+        engine.save_checkpoint(tmp_path)
+        train(engine, setup, range(7, 10))  # what is under way, and on the device, is not what is saved
+        engine.load_checkpoint(tmp_path)
+        resumed += train(engine, setup, range(3, 6))
+        assert resumed == losses
+        assert_equal(state_of(engine), expected)
+
+
 # ---- where the arithmetic allows it, another engine goes on
 
 
