@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 MICRO_BATCHES = 2
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SCALE = {"fp16": {"initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 
 
@@ -60,7 +61,7 @@ def config(stage: int, precision: str = "fp32", universal: bool = False, optimiz
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **({} if optimizer == "torch" else OFFLOAD)},
         "zero_allow_untested_optimizer": True,
         "optimizer": {
             "type": "AdamW",
@@ -93,7 +94,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.mul_(1.5).add_(0.1)
-    settings = config(job["stage"], job.get("precision", "fp32"), job.get("universal", False))
+    settings = config(
+        job["stage"], job.get("precision", "fp32"), job.get("universal", False), job.get("optimizer", "torch")
+    )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
     found: dict[str, Any] = {}
     if "load" in job:

@@ -37,9 +37,9 @@ def in_deepspeed(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def engine_of(precision: str = "fp32") -> Iterator[HarmonyEngine]:
+def engine_of(precision: str = "fp32", optimizer: str = "torch") -> Iterator[HarmonyEngine]:
     model = scrambled(side.Net())
-    config = {**side.config(2, precision), "harmony": {"device": "cpu"}}
+    config = {**side.config(2, precision, optimizer=optimizer), "harmony": {"device": "cpu"}}
     engine, *_ = harmony_ds.initialize(model=model, model_parameters=side.groups(model), config=config)
     try:
         yield engine
@@ -55,30 +55,33 @@ class Case:
     expected: dict[str, dict[str, Any]]
 
 
-PRECISION = {"zero2": "fp32", "zero3": "fp32", "zero2 bf16": "bf16", "zero2 fp16": "fp16"}
+RUNS: dict[str, dict[str, Any]] = {
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2 bf16": {"stage": 2, "precision": "bf16"},
+    "zero2 fp16": {"stage": 2, "precision": "fp16"},
+    "zero3 offload": {"stage": 3, "optimizer": "cpu"},
+}
 UNIVERSAL = {"universal of zero2": "zero2", "universal of zero3": "zero3"}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("deepspeed")
-    jobs: list[dict[str, Any]] = [
-        {"stage": 3 if "3" in name else 2, "precision": p, "steps": [0, 3], "save": str(folder / name), "then": [3, 6]}
-        for name, p in PRECISION.items()
-    ]
+    jobs = [{**run, "steps": [0, 3], "save": str(folder / name), "then": [3, 6]} for name, run in RUNS.items()]
     converted = [
         {"universal_of": str(folder / of / "global_step3"), "into": str(folder / name / "global_step3")}
         for name, of in UNIVERSAL.items()
     ]
     found = in_deepspeed(jobs + converted)
-    expected = dict(zip(PRECISION, found, strict=True))
+    expected = dict(zip(RUNS, found, strict=True))
     return Case(folder, expected | {name: expected[of] for name, of in UNIVERSAL.items()})
 
 
 @pytest.mark.timeout(600)  # DeepSpeed compiles what it communicates with at its first use on a machine
-@pytest.mark.parametrize("name", ["zero2", "zero3", *UNIVERSAL])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3 offload", *UNIVERSAL])
 def test_harmony_goes_on_from_deepspeed(name: str, saved: Case) -> None:
-    with engine_of() as engine:
+    with engine_of(optimizer=RUNS.get(name, {}).get("optimizer", "torch")) as engine:
         folder, client_state = engine.load_checkpoint(saved.folder / name)
         assert Path(str(folder)).name == "global_step3"
         assert client_state == {"epoch": 3}
@@ -115,31 +118,32 @@ def scaler_of(engine: HarmonyEngine) -> list[float]:
 @pytest.mark.timeout(600)
 def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
     """DeepSpeed trains steps 0 to 2, harmony_ds 3, and DeepSpeed 4 and 5."""
-    for precision in ("fp32", "fp16"):
-        with engine_of(precision) as engine:
-            engine.load_checkpoint(saved.folder / ("zero2" if precision == "fp32" else "zero2 fp16"))
+    scalers = {}
+    for name in ("zero2", "zero2 fp16", "zero3 offload"):
+        precision, optimizer = RUNS[name].get("precision", "fp32"), RUNS[name].get("optimizer", "torch")
+        with engine_of(precision, optimizer) as engine:
+            engine.load_checkpoint(saved.folder / name)
             side.train(engine, 3, 4)
-            scaler = scaler_of(engine) if precision == "fp16" else []
-            engine.save_checkpoint(tmp_path / precision, client_state={"epoch": 4})
-    jobs = []
-    for name, layout, stage in [
-        ("2", Layout.ZERO2, 2),
-        ("3", Layout.ZERO3, 3),
-        ("u", Layout.UNIVERSAL, 2),
-        ("h", Layout.ZERO2, 2),
-    ]:
-        convert(tmp_path / ("fp16" if name == "h" else "fp32"), tmp_path / name, layout)
-        more = {"universal": layout is Layout.UNIVERSAL, "precision": "fp16" if name == "h" else "fp32"}
+            scalers[name] = scaler_of(engine) if precision == "fp16" else [1.0, 0.0, 0.0, 0.0]
+            engine.save_checkpoint(tmp_path / name, client_state={"epoch": 4})
+    moves = [
+        ("zero2", Layout.ZERO2, {"stage": 2}),
+        ("zero2", Layout.ZERO3, {"stage": 3}),
         # DeepSpeed restores neither frozen weights nor buffers from a universal checkpoint
-        scramble = layout is not Layout.UNIVERSAL
-        jobs.append({"stage": stage, "scramble": scramble, "load": str(tmp_path / name), "steps": [4, 6], **more})
-    *same, half = in_deepspeed(jobs)
+        ("zero2", Layout.UNIVERSAL, {"stage": 2, "universal": True, "scramble": False}),
+        ("zero2 fp16", Layout.ZERO2, {"stage": 2, "precision": "fp16"}),
+        ("zero3 offload", Layout.ZERO2, {"stage": 2, "optimizer": "cpu"}),
+    ]
+    jobs = []
+    for name, layout, job in moves:
+        target = tmp_path / f"{name} as {layout.value}"
+        convert(tmp_path / name, target, layout)
+        jobs.append({"scramble": True, "load": str(target), "steps": [4, 6], **job})
 
-    for found in same:
-        assert (found["epoch"], found["global_steps"]) == (4, 4)
-        assert found["losses"] == pytest.approx(saved.expected["zero2"]["then"][2:], rel=1e-6)
-    assert half["losses"] == pytest.approx(saved.expected["zero2 fp16"]["then"][2:], rel=0.02)
-    assert half["scaler"] == scaler
+    for (name, _, job), found in zip(moves, in_deepspeed(jobs), strict=True):
+        assert (found["epoch"], found["global_steps"], found["scaler"]) == (4, 4, scalers[name])
+        expected = saved.expected[name]["then"][2:]
+        assert found["losses"] == pytest.approx(expected, rel=0.02 if "precision" in job else 1e-6)
 
 
 @pytest.mark.timeout(600)
