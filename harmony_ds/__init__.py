@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
+        CheckpointError,
         CompilerMissingError,
         ConfigError,
         ContradictionError,
@@ -56,6 +57,7 @@ _ROOMS = ("utils", "zero")
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "CompilerMissingError",
     "ConfigError",
     "ContradictionError",

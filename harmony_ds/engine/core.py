@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
+from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.gradients import EngineGradients
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.surface import Surface
 from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
@@ -37,7 +37,7 @@ LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
 
 
-class HarmonyEngine(Surface):
+class HarmonyEngine(Checkpoints):
     """Trains one model. Unknown attributes are looked up in the model."""
 
     def __init__(self, model: nn.Module, config: Config, assembly: Assembly, lr_scheduler: Any) -> None:

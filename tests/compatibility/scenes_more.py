@@ -182,7 +182,7 @@ def entered(context: Any) -> bool:
 def data(api: Api, script: Script) -> None:
     dataset = TensorDataset(torch.arange(7.0).view(7, 1), torch.arange(7.0))
     engine, _, loader, _ = api.start(config(2), training_data=dataset)
-    script.row("training_data: the loader", lambda: type(loader).__name__)
+    script.row("training_data: the loader", lambda: [len(next(iter(loader))), loader.batch_size])
     script.row("training_data: engine.training_dataloader is it", lambda: engine.training_dataloader is loader)
     script.row("training_data: number of batches", lambda: len(loader))
     script.row("training_data: attributes", lambda: [loader.batch_size, loader.dataloader_drop_last])

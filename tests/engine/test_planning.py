@@ -32,9 +32,13 @@ def train(clip: float = 1.0, optimizer: bool = True, **harmony: Any) -> tuple[An
             "harmony": {"device": "cpu", "seed": 0, **harmony},
         },
     )
-    for step in range(STEPS):
-        engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
-    engine.finish_updates()
+    try:
+        for step in range(STEPS):
+            engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
+        engine.finish_updates()
+    except BaseException:
+        engine.destroy()
+        raise
     return engine, model
 
 
