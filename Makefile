@@ -39,7 +39,7 @@ test: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict harmony_ds
 	$(BIN)/lint-imports
-	$(MAKE) --jobs=2 --output-sync=line test-training test-rest
+	$(MAKE) --jobs=2 test-training test-rest
 
 TRAINING := tests/engine tests/checkpoint
 
