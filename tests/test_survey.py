@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.cli.models import BatchShape, load_subject
+from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError

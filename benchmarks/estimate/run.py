@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harmony_ds.cli.answer import Answer, Case, answer
 from harmony_ds.cli.estimate import estimated
-from harmony_ds.cli.models import BatchShape, load_subject
+from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.cli.options import Wanted
 from harmony_ds.forecast import STREAM_NAMES
 from harmony_ds.profiler.hardware import Hardware, hardware_of

@@ -121,10 +121,14 @@ def measure(shape: Shape, steps: int, harmony: dict[str, Any]) -> Any:
     return report
 
 
-def accuracy(rounds: int, steps: int) -> list[dict[str, Any]]:
+def _chosen(only: str | None) -> list[Shape]:
+    return [shape for shape in SHAPES if only in (None, shape.name)]
+
+
+def accuracy(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
     """Predicted over measured step time, the median over rounds, each with a profile and an engine of its own."""
     rows = []
-    for shape in SHAPES:
+    for shape in _chosen(only):
         weights = weight_bytes(shape)
         for share in shape.budgets:
             reports = [measure(shape, steps, {"device_memory_gib": share * weights / GIB}) for _ in range(rounds)]
@@ -149,10 +153,10 @@ def accuracy(rounds: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def top(rounds: int, steps: int) -> list[dict[str, Any]]:
+def top(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
     """The first choice's measured time over the best measured time among the ten best by prediction."""
     rows = []
-    for shape in SHAPES:
+    for shape in _chosen(only):
         budget = shape.budgets[1] * weight_bytes(shape) / GIB
         first = measure(shape, 1, {"device_memory_gib": budget})
         times: list[list[float]] = [[] for _ in first.choices]
@@ -187,11 +191,12 @@ def main() -> int:
     parser.add_argument("--top", action="store_true", help="measure the ten best plans of each search")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", metavar="NAME", help="one shape; the file keeps what it has of the others")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     begin = time.time()
-    rows = (top if arguments.top else accuracy)(arguments.rounds, arguments.steps)
+    rows = (top if arguments.top else accuracy)(arguments.rounds, arguments.steps, arguments.only)
     name = "prediction-top" if arguments.top else "prediction"
     environment = {
         "command": " ".join(["python", "benchmarks/prediction/run.py", *sys.argv[1:]]),
@@ -202,10 +207,12 @@ def main() -> int:
         "load": os.getloadavg(),
         "seconds": round(time.time() - begin),
     }
+    path = RESULTS / f"{name}.json"
+    if arguments.only is not None and path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in kept if row["shape"] != arguments.only] + rows
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(
-        json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harmony_ds.cli.models import Subject
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.forecast import STREAM_NAMES, Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.subject import Subject
 from harmony_ds.survey import Survey, update_cost
 
 _GIB = 2**30

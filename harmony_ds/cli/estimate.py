@@ -9,10 +9,10 @@ import typer
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import Case, answer
 from harmony_ds.cli.exits import one_sentence
-from harmony_ds.cli.models import BatchShape, load_subject
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.profiler.hardware import Hardware, hardware_of
+from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate
 
 MachineName = Annotated[

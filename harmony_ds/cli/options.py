@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from harmony_ds.cli.models import BatchShape
 from harmony_ds.config import Config, load_config
 from harmony_ds.errors import ConfigError
+from harmony_ds.subject import BatchShape
 
 Model = Annotated[
     str,

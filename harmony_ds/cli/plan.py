@@ -11,11 +11,11 @@ from harmony_ds.cli import options
 from harmony_ds.cli.answer import Case, answer
 from harmony_ds.cli.estimate import Advice
 from harmony_ds.cli.exits import one_sentence
-from harmony_ds.cli.models import BatchShape, Subject, load_subject
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
 from harmony_ds.profiler.profile import Profile
+from harmony_ds.subject import BatchShape, Subject, load_subject
 from harmony_ds.survey import Survey, measure, with_profile
 
 ProfileFile = Annotated[

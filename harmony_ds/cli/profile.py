@@ -9,7 +9,7 @@ import typer
 
 from harmony_ds.cli import options
 from harmony_ds.cli.exits import one_sentence
-from harmony_ds.cli.models import load_subject
+from harmony_ds.subject import load_subject
 from harmony_ds.survey import measure
 
 Output = Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the profile is written, as JSON.")]

@@ -18,7 +18,6 @@ from harmony_ds.assembly import assemble, saved_plan
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import stream_name
 from harmony_ds.cli.exits import DOES_NOT_FIT, one_sentence
-from harmony_ds.cli.models import Subject, load_subject
 from harmony_ds.cli.plan import ProfileFile, read_profile, surveyed
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
@@ -27,6 +26,7 @@ from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.trace import ExecutedStep, busy_of, trace_of
+from harmony_ds.subject import Subject, load_subject
 from harmony_ds.survey import Survey
 
 Output = Annotated[

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import harmony_ds
 from harmony_ds.cli.app import app
-from harmony_ds.cli.models import BatchShape, load_subject
+from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.profiler.profile import Profile
 
 TINY = {

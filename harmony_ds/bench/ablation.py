@@ -1,0 +1,32 @@
+"""What every mechanism is worth: harmony as it is, and with each one switched off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harmony_ds.bench.results import Contestant, Results
+from harmony_ds.bench.task import Task
+from harmony_ds.config.ablations import ABLATIONS
+
+AS_IT_IS = "harmony"
+
+
+def ablated(task: Task) -> list[Contestant]:
+    """Harmony as it is first, then with every switch of `ABLATIONS` that can make a difference here."""
+    contestants = [Contestant(AS_IT_IS, "harmony", task)]
+    for ablation in ABLATIONS:
+        if ablation.applies_to(task.ds_config, task.device):
+            switched = replace(task, ds_config=ablation.applied(task.ds_config))
+            contestants.append(Contestant(f"without {ablation.name}", "harmony", switched))
+    return contestants
+
+
+def equal_results(results: Results) -> dict[str, bool]:
+    """By contestant, whether its losses are harmony's, bit for bit; of those whose switch may not change any."""
+    rounded = {f"without {ablation.name}" for ablation in ABLATIONS if not ablation.exact}
+    expected = results.rows[AS_IT_IS].losses
+    return {
+        label: row.error is None and row.losses == expected[: len(row.losses)]
+        for label, row in results.rows.items()
+        if label not in rounded
+    }

@@ -1,0 +1,60 @@
+"""harmony_ds under the task's device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import harmony_ds
+from harmony_ds.bench.task import Batch, Task
+from harmony_ds.engine import initialize
+
+
+class Harmony:
+    """One `train_batch` per step; updates may go on in the background until `drain`."""
+
+    def __init__(self, task: Task) -> None:
+        self._config: dict[str, Any] = task.config()
+        block = {**self._config.get("harmony", {}), "device": task.device, "seed": task.seed}
+        if task.memory_gib is not None:
+            block["device_memory_gib"] = task.memory_gib
+        self._config["harmony"] = block
+        self._engine, *_ = initialize(model=task.subject.model, config=self._config)
+
+    def step(self, batches: list[Batch]) -> Tensor:
+        return self._engine.train_batch(iter(batches))
+
+    def drain(self) -> None:
+        self._engine.finish_updates()
+
+    def report(self) -> dict[str, Any]:
+        """With the plan, and the bytes it moved as the engine's ledger counted them."""
+        settings = {"ds_config": self._config, "version": harmony_ds.__version__}
+        plan = self._engine.plan
+        if plan is None:
+            return {"settings": settings}
+        memory, swaps, planned = self._engine.memory_report(), self._engine.swap_report(), self._engine.plan_report()
+        return {
+            "settings": settings,
+            "plan": planned.choices[0].reason,
+            "predicted_step_ms": planned.predicted_step_ms,
+            "planned_peak_bytes": memory.planned_peak_bytes,
+            "device_peak_bytes": memory.device_peak_bytes,
+            "host_bytes": memory.host_bytes,
+            "traffic": {
+                "how": "counted by the engine",
+                "host_to_device": swaps.host_to_device,
+                "device_to_host": swaps.device_to_host,
+                "lower_bound_bytes": swaps.lower_bound_bytes,
+            },
+        }
+
+
+def unavailable(task: Task) -> str | None:
+    del task
+    return None
+
+
+def build(task: Task) -> Harmony:
+    return Harmony(task)

@@ -1,0 +1,61 @@
+"""What the device can do at most, for the model FLOP utilization."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+
+import torch
+
+from harmony_ds.bench.task import Task
+from harmony_ds.profiler.hardware import Gpu, known_hardware
+
+_SIZE, _REPEATS = 1024, 5
+
+
+def peak_tflops(task: Task) -> tuple[float, str] | None:
+    """The datasheet's dense peak of a GPU we know, in the compute dtype; on the CPU the rate of a large matrix product.
+
+    Returns:
+        TFLOP/s and where they are from; None for a GPU that `hardware.json` does not know.
+    """
+    if task.device != "cuda":
+        return _matrix_product(task), f"a matrix product of {_SIZE} on {task.threads} thread(s)"
+    properties = torch.cuda.get_device_properties(0)
+    gpu = gpu_named(properties.name, known_hardware().gpus.values())
+    if gpu is None:
+        return None
+    half = task.settings.compute_dtype.itemsize == 2
+    return (gpu.half_tflops if half else gpu.fp32_tflops), gpu.source
+
+
+def gpu_named(name: str, gpus: Iterable[Gpu]) -> Gpu | None:
+    """The description of what CUDA calls "NVIDIA GeForce RTX 4090" or "NVIDIA A100-SXM4-80GB"."""
+    plain = name.lower().replace(" ", "")
+    fitting = [gpu for gpu in gpus if gpu.name.split("-")[0] in plain]
+    # "l40s" is no "l4"; of those alike, the one whose variant ("80", "pcie") the name holds too.
+    return max(
+        fitting,
+        key=lambda gpu: (
+            len(gpu.name.split("-")[0]),
+            sum(part in plain for part in gpu.name.split("-")),
+            -len(gpu.name),
+        ),
+        default=None,
+    )
+
+
+def _matrix_product(task: Task) -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(task.threads)
+    try:
+        matrix = torch.randn(_SIZE, _SIZE).to(task.settings.compute_dtype)
+        seconds = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            matrix @ matrix
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * _SIZE**3 / statistics.median(seconds) / 1e12

@@ -1,0 +1,154 @@
+"""What was measured, as JSON: saved after every unit of work, so that an interrupted comparison can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harmony_ds.bench.task import Task
+from harmony_ds.errors import ConfigError
+
+_PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers", "roundpipe")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An engine with one task of its own."""
+
+    label: str
+    engine: str
+    task: Task
+
+
+@dataclass
+class Row:
+    """What one contestant did.
+
+    Attributes:
+        rounds: milliseconds per step, by the number of the round: until the last loss is known ("ms"), until no update
+            is under way any longer ("drained_ms"), and CPU time of all threads to the same end ("cpu_ms").
+        losses: of every step since the engine was built, warm-up included.
+        report: the engine's own, and its process's.
+        error: why it ended early, if it did.
+    """
+
+    engine: str
+    task: dict[str, Any]
+    rounds: dict[str, dict[str, float]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    out_of_memory: bool = False
+
+    def milliseconds(self, kind: str = "ms") -> list[float]:
+        return [measured[kind] for _, measured in sorted(self.rounds.items(), key=lambda item: int(item[0]))]
+
+
+@dataclass
+class Results:
+    """One comparison.
+
+    Attributes:
+        items_per_step: tokens or samples (`unit`) of one optimizer step, by contestant.
+        flops_per_step: of the model, by contestant.
+        peak_tflops: what the device can do at most, and where that number is from.
+        sweeps: milliseconds per step by engine and micro-batch, or the error there.
+    """
+
+    wanted: dict[str, Any]
+    environment: dict[str, Any]
+    rows: dict[str, Row] = field(default_factory=dict)
+    items_per_step: dict[str, int] = field(default_factory=dict)
+    unit: str = "tokens"
+    parameters: int = 0
+    flops_per_step: dict[str, int] = field(default_factory=dict)
+    peak_tflops: tuple[float, str] | None = None
+    sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished: bool = False
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + ".part")
+        beside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+    @staticmethod
+    def load(path: Path) -> Results:
+        """What `save` wrote.
+
+        Raises:
+            ConfigError: the file holds something else.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            rows = {label: Row(**row) for label, row in data.pop("rows").items()}
+            peak = data.pop("peak_tflops")
+            return Results(**data, rows=rows, peak_tflops=None if peak is None else (peak[0], peak[1]))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} holds no results of harmony-ds bench: {error}") from error
+
+    def resumable(self, wanted: dict[str, Any]) -> None:
+        """Refuses to go on with what was begun with other settings.
+
+        Raises:
+            ConfigError: naming the settings that differ.
+        """
+        differing = sorted(key for key in {*wanted, *self.wanted} if wanted.get(key) != self.wanted.get(key))
+        if differing:
+            says = "; ".join(f"{key} was {self.wanted.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
+            raise ConfigError(f"these results were begun with other settings: {says}. Leave --resume away.")
+
+
+def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What the numbers depend on, without the machine's name."""
+    found = {
+        "command": " ".join(["harmony-ds", *(sys.argv[1:] if argv is None else argv)]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text(encoding="utf-8").splitlines()[0] if path.is_file() else None
+
+
+def _cpu_model() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,75 @@
+"""The table that `harmony-ds bench` prints."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from harmony_ds.bench.summary import Spread, Summary
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def table(summaries: list[Summary], unit: str) -> Table:
+    """One line per contestant."""
+    out = Table(box=None, header_style="bold", pad_edge=False)
+    out.add_column("engine", overflow="fold", min_width=16)
+    headers = (
+        "micro-batch",
+        f"{unit}/step",
+        "step ms",
+        "low..high",
+        f"{unit}/s",
+        "MFU",
+        "harmony/it",
+        "device",
+        "host",
+    )
+    for header in (*headers, "to device", "to host", "loss diff"):
+        out.add_column(header, justify="right")
+    for summary in summaries:
+        out.add_row(summary.label, *_cells(summary))
+    return out
+
+
+def _cells(summary: Summary) -> tuple[str, ...]:
+    size = (f"{summary.micro_batch} x {summary.accumulation}", f"{summary.items:,}")
+    if summary.drained_ms is None:
+        return (*size, summary.status)
+    drained = summary.drained_ms
+    rate = summary.items_per_s or 0.0
+    return (
+        *size,
+        f"{drained.median:,.1f}",
+        f"{drained.low:,.0f}..{drained.high:,.0f}",
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}",
+        "" if summary.utilization is None else f"{summary.utilization:.0%}",
+        _ratio(summary.ratio),
+        nbytes(summary.device_peak_bytes),
+        nbytes(summary.host_peak_bytes),
+        nbytes(summary.host_to_device) + _mark(summary),
+        nbytes(summary.device_to_host) + _mark(summary),
+        _difference(summary),
+    )
+
+
+def _mark(summary: Summary) -> str:
+    """An asterisk where bytes are computed and not counted."""
+    return "*" if summary.traffic == "by formula" else ""
+
+
+def _ratio(ratio: Spread | None) -> str:
+    return "" if ratio is None else f"{ratio.median:.2f}"
+
+
+def _difference(summary: Summary) -> str:
+    if summary.loss_difference is None:
+        return "reference" if summary.losses_agree is None else ""
+    mark = {True: "", False: " !", None: " (not exact by design)"}[summary.losses_agree]
+    return f"{summary.loss_difference:.1e}{mark}"
+
+
+def nbytes(value: int | None) -> str:
+    """For people."""
+    if value is None:
+        return ""
+    return f"{value / _GIB:,.2f} GiB" if value >= _GIB else f"{value / _MIB:,.1f} MiB"

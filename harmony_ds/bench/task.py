@@ -1,0 +1,160 @@
+"""What every engine is given: the same model, the same samples in the same order, the same ds_config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.config import Config, load_config
+from harmony_ds.errors import BatchError, ConfigError
+from harmony_ds.profiler.hardware import hardware_of
+from harmony_ds.profiler.roofline import on_meta
+from harmony_ds.subject import BatchShape, Subject, load_subject
+
+Batch = dict[str, Any]
+
+_MODEL_FLOPS_PER_FORWARD = 3  # a backward pass costs two forward passes; recomputation is no work of the model's
+_DROPOUT = ("attention_dropout", "dropout", "dropout_p", "attn_pdrop")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Optimizer steps of one model.
+
+    Attributes:
+        model: as `harmony_ds.subject.load_subject` takes it.
+        ds_config: what all engines read alike; adapters add what makes them offload.
+        rows: of the ds_config's micro-batch, by which samples are drawn whatever `micro_batch` is.
+        micro_batch, accumulation: how an engine cuts a step's samples.
+        sequence: tokens in a row; None as the model says.
+        device: "cpu" or "cuda".
+        memory_gib: device memory that may be used. On CUDA no engine gets more; on the CPU harmony_ds alone keeps to it,
+            since there the device's memory is the host's.
+        threads: per process, for arithmetic on the CPU.
+    """
+
+    model: str
+    ds_config: dict[str, Any]
+    rows: int
+    micro_batch: int
+    accumulation: int
+    sequence: int | None = None
+    device: str = "cpu"
+    memory_gib: float | None = None
+    threads: int = 1
+    seed: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Of one optimizer step."""
+        return self.micro_batch * self.accumulation
+
+    def cut(self, micro_batch: int) -> Task:
+        """The same samples in micro-batches of another size.
+
+        Raises:
+            BatchError: the step's samples are no multiple of it.
+        """
+        if self.samples % micro_batch:
+            raise BatchError(f"a step of {self.samples} samples cannot be cut into micro-batches of {micro_batch}.")
+        return replace(self, micro_batch=micro_batch, accumulation=self.samples // micro_batch)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def config(self) -> dict[str, Any]:
+        """The ds_config for this cut."""
+        config = copy.deepcopy(self.ds_config)
+        config.pop("train_batch_size", None)
+        return {
+            **config,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+        }
+
+    @cached_property
+    def settings(self) -> Config:
+        """The ds_config as harmony_ds reads it."""
+        return load_config(self.config())
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The model in host memory, in the compute dtype, without dropout; the same weights in every process."""
+        torch.manual_seed(self.seed)
+        subject = load_subject(self.model, BatchShape(self.rows, self.sequence), "cpu")
+        without_dropout(subject.model)
+        subject.model.to(self.settings.compute_dtype)
+        return subject
+
+    @property
+    def items(self) -> int:
+        """Tokens (or samples, as `subject.unit` says) of one optimizer step."""
+        return self.subject.items * self.samples // self._rows(self.subject.inputs)
+
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of optimizer step `step`: every tensor of the sample inputs drawn anew, in its range."""
+        generator = torch.Generator().manual_seed(self.seed + 1 + step)
+        rows = self._rows(self.subject.inputs)
+        drawn: dict[int, Tensor] = {}
+        whole: Batch = {}
+        for name, value in self.subject.inputs.items():
+            if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+                if id(value) not in drawn:
+                    drawn[id(value)] = _like(value, self.samples, generator)
+                whole[name] = drawn[id(value)]
+            else:
+                whole[name] = value
+        return [self._part(whole, index) for index in range(self.accumulation)]
+
+    def _part(self, whole: Batch, index: int) -> Batch:
+        first = index * self.micro_batch
+        return {
+            name: value[first : first + self.micro_batch]
+            if isinstance(value, Tensor) and value.ndim and len(value) == self.samples
+            else value
+            for name, value in whole.items()
+        }
+
+    @staticmethod
+    def _rows(inputs: Mapping[str, Any]) -> int:
+        for value in inputs.values():
+            if isinstance(value, Tensor) and value.ndim:
+                return len(value)
+        raise ConfigError("the model's sample inputs hold no tensor: no data can be made like them.")
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Engines draw random numbers each in their own order: losses can be compared without dropout only."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _DROPOUT:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def model_flops(task: Task) -> int:
+    """Floating-point operations of one optimizer step, without recomputation; counted on the meta device.
+
+    Matrix products and attention, of which a causal one counts half.
+    """
+    subject = load_subject(task.model, BatchShape(task.rows, task.sequence), "meta")
+    any_rates = hardware_of("h200").kernels()
+    with on_meta(any_rates) as clock, torch.no_grad():
+        subject.model(**subject.inputs)
+    return _MODEL_FLOPS_PER_FORWARD * clock.flops * task.samples // Task._rows(subject.inputs)
+
+
+def _like(sample: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *sample.shape[1:])
+    if sample.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(sample.dtype)
+    if sample.dtype == torch.bool:
+        return sample[:1].expand(shape).clone()
+    return torch.randint(int(sample.max()) + 1, shape, generator=generator, dtype=sample.dtype)

@@ -1,0 +1,283 @@
+"""The bench: what is compared is the same task; nothing measured is lost; who computes something else is seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from harmony_ds.bench import engines
+from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
+from harmony_ds.bench.child import copied_bytes
+from harmony_ds.bench.page import write_page
+from harmony_ds.bench.peak import gpu_named
+from harmony_ds.bench.results import Contestant, Results, Row
+from harmony_ds.bench.run import Timing, begin, best_micro_batch, run
+from harmony_ds.bench.summary import losses_agree, summarize
+from harmony_ds.bench.task import Task, model_flops
+from harmony_ds.cli.app import app
+from harmony_ds.errors import BatchError, ConfigError
+from harmony_ds.profiler.hardware import known_hardware
+
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 61,
+    "max_position_embeddings": 16, "use_cache": False, "attention_dropout": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def task(model: str) -> Task:
+    return Task(model, DS_CONFIG, rows=2, micro_batch=2, accumulation=4, memory_gib=0.001)
+
+
+def silent(_: str) -> None:
+    return None
+
+
+# ---- the task
+
+
+def test_every_cut_sees_the_same_samples(task: Task) -> None:
+    for step in (0, 3):
+        whole = torch.cat([batch["input_ids"] for batch in task.batches(step)])
+        assert whole.shape == (8, 16)
+        for rows in (1, 4, 8):
+            parts = task.cut(rows).batches(step)
+            assert len(parts) == 8 // rows
+            assert torch.equal(torch.cat([batch["input_ids"] for batch in parts]), whole)
+    assert not torch.equal(task.batches(0)[0]["input_ids"], task.batches(1)[0]["input_ids"])
+
+
+def test_labels_are_the_inputs_where_the_model_is_given_them_so(task: Task) -> None:
+    batch = task.batches(0)[1]
+    assert torch.equal(batch["input_ids"], batch["labels"])
+
+
+def test_a_cut_that_does_not_divide_the_step_is_refused(task: Task) -> None:
+    with pytest.raises(BatchError, match="8 samples cannot be cut into micro-batches of 3"):
+        task.cut(3)
+
+
+def test_dropout_is_off(task: Task) -> None:
+    assert all(
+        module.attention_dropout == 0.0
+        for module in task.subject.model.modules()
+        if hasattr(module, "attention_dropout")
+    )
+
+
+def test_model_flops_are_three_forward_passes(task: Task) -> None:
+    rows, hidden, inner, vocabulary, length = 8, 16, 24, 61, 16
+    products = 3 * (4 * hidden**2 + 3 * hidden * inner) + hidden * vocabulary
+    attention = 3 * length * hidden  # scores and values of each token with, on average, half of all
+    forward = 2 * rows * length * (products + attention)
+    assert model_flops(task) == 3 * forward
+
+
+# ---- engines
+
+
+def test_engines_are_the_modules_of_their_folder() -> None:
+    assert {
+        "harmony", "torch", "torch-checkpoint", "deepspeed-zero2-offload", "deepspeed-zero3-offload",
+        "deepspeed-super-offload", "deepspeed-zenflow", "fsdp2-offload", "roundpipe",
+    } == set(engines.names())  # fmt: skip
+    assert not engines.is_exact("deepspeed-zenflow")
+
+
+def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match='no engine "harmny"; did you mean harmony'):
+        engines.adapter("harmny")
+
+
+@pytest.mark.parametrize("name", ["fsdp2-offload", "roundpipe", "deepspeed-super-offload", "deepspeed-zenflow"])
+def test_what_needs_cuda_says_so(task: Task, name: str) -> None:
+    assert engines.adapter(name).unavailable(task) == "it needs a CUDA device"
+
+
+def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> None:
+    config = {**DS_CONFIG, "optimizer": {"type": "Lion", "params": {}}}
+    lion = Task(model, config, rows=2, micro_batch=2, accumulation=4)
+    assert "Adam or AdamW, and the ds_config's is Lion" in str(engines.adapter("torch").unavailable(lion))
+
+
+@pytest.mark.parametrize("name", ["deepspeed-zero2-offload", "deepspeed-zero3-offload"])
+def test_zero_traffic_formulas_for_one_micro_batch(task: Task, name: str) -> None:
+    from harmony_ds.bench.engines import deepspeed_zero2_offload, deepspeed_zero3_offload
+
+    traffic: Callable[[Task], Any] = {
+        "deepspeed-zero2-offload": deepspeed_zero2_offload.traffic,
+        "deepspeed-zero3-offload": deepspeed_zero3_offload.traffic,
+    }[name]
+    count = sum(p.numel() for p in task.subject.model.parameters())
+    moved = traffic(task.cut(8))
+    weights = 1 if "zero2" in name else 2
+    assert moved["host_to_device"]["weights"] == weights * 4 * count
+    assert moved["device_to_host"]["gradients"] == (4 if "zero2" in name else 8) * count
+
+
+def test_copies_are_summed_by_direction() -> None:
+    events = [
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 10}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 3}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 99}},
+        {"cat": "kernel", "name": "Memcpy HtoD", "args": {"bytes": 99}},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 5}},
+    ]
+    assert copied_bytes(events) == {"host_to_device": 15, "device_to_host": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"), ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("Tesla K80", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_the_name_that_cuda_gives_it(name: str, known: str | None) -> None:
+    found = gpu_named(name, known_hardware().gpus.values())
+    assert (None if found is None else found.name) == known
+
+
+# ---- results
+
+
+def results_of(task: Task, **rows: Row) -> Results:
+    results = Results({"steps": 1, "warmup_steps": 1, "contestants": {}}, {"cpu": "one", "gpu": None})
+    results.peak_tflops = (1e-3, "a guess")
+    for label, row in rows.items():
+        results.rows[label] = row
+        results.items_per_step[label] = 128
+        results.flops_per_step[label] = 10**8
+    return results
+
+
+def row(task: Task, engine: str, ms: list[float], losses: list[float]) -> Row:
+    rounds = {str(i): {"ms": value, "drained_ms": value, "cpu_ms": value} for i, value in enumerate(ms)}
+    return Row(engine, task.as_json(), rounds, losses)
+
+
+def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Task) -> None:
+    results = results_of(
+        task,
+        harmony=row(task, "harmony", [100.0, 300.0, 100.0], [2.0, 1.0]),
+        torch=row(task, "torch", [100.0, 200.0, 50.0], [2.0, 1.0]),
+        other=row(task, "deepspeed-zero2-offload", [200.0, 200.0, 200.0], [2.0, 1.1]),
+    )
+    harmony, torch_, other = summarize(results)
+    assert torch_.ratio is not None and torch_.ratio.median == 1.5
+    assert torch_.losses_agree is None and harmony.losses_agree is True
+    assert other.losses_agree is False and other.loss_difference == pytest.approx(0.1)
+    assert not losses_agree([harmony, torch_, other])
+    assert other.items_per_s == pytest.approx(640)
+    assert other.utilization == pytest.approx(0.5)
+
+
+def test_out_of_memory_is_a_result(task: Task, tmp_path: Path) -> None:
+    failed = Row("torch", task.as_json(), error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
+    results = results_of(task, harmony=row(task, "harmony", [1.0], [1.0]), torch=failed)
+    assert summarize(results)[1].status == "out of memory: OutOfMemoryError: CUDA out of memory."
+    write_page(results, tmp_path / "page.html")
+    assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
+
+
+def test_results_are_saved_whole_and_read_back(task: Task, tmp_path: Path) -> None:
+    results = results_of(task, harmony=row(task, "harmony", [1.5], [math.pi]))
+    results.save(tmp_path / "deep" / "r.json")
+    assert Results.load(tmp_path / "deep" / "r.json") == results
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]
+
+
+def test_a_foreign_file_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"x\.json holds no results of harmony-ds bench"):
+        Results.load(tmp_path / "x.json")
+
+
+def test_resuming_another_comparison_is_refused(task: Task, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    begin([Contestant("harmony", "harmony", task)], Timing(), path, False).save(path)
+    with pytest.raises(ConfigError, match="steps was 2 and is 7"):
+        begin([Contestant("harmony", "harmony", task)], Timing(steps=7), path, True)
+
+
+# ---- real runs
+
+
+def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(DS_CONFIG))
+    output = tmp_path / "r.json"
+    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
+               "--engines", "harmony,torch,fsdp2-offload", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
+               "--output", str(output)]  # fmt: skip
+    done = CliRunner().invoke(app, [*command, "--apart", "--limit-s", "1"])
+    assert done.exit_code == 0, done.output
+    assert "fsdp2-offload is left out: it needs a CUDA device" in done.output
+    begun = Results.load(output)
+    assert not begun.finished
+    first = {label: dict(row.rounds) for label, row in begun.rows.items()}
+    done = CliRunner().invoke(app, [*command, "--resume", "--json"])
+    assert done.exit_code == 0, done.output
+    finished = Results.load(output)
+    assert finished.finished
+    for label, measured in first.items():
+        assert measured.items() <= finished.rows[label].rounds.items()
+        assert set(finished.rows[label].rounds) == {"0", "1"}
+    harmony, plain = summarize(finished)
+    assert harmony.loss_difference is not None and harmony.loss_difference < 1e-6
+    assert harmony.host_to_device and harmony.device_peak_bytes
+    page = output.with_suffix(".html").read_text()
+    assert page.count("<svg") >= 3
+    assert "http" not in page.replace("http://www.w3.org", "")  # but for the names of SVG's namespaces
+    assert plain.engine == "torch"
+
+
+def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Task, tmp_path: Path) -> None:
+    tight = Task(**{**task.as_json(), "memory_gib": 1e-6})
+    contestants = [Contestant("harmony", "harmony", tight)]
+    results = run(contestants, Timing(1, 1, 1), tmp_path / "r.json", False, silent)
+    assert results.finished and results.rows["harmony"].out_of_memory
+    assert "out of memory" in summarize(results)[0].status
+
+
+def test_the_best_micro_batch_is_looked_for_by_doubling(task: Task) -> None:
+    best, found = best_micro_batch(Contestant("torch", "torch", task.cut(4)), Timing(), silent)
+    assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
+    assert best is None or best.task.micro_batch == 8
+
+
+# ---- ablation
+
+
+def test_the_ablation_compares_harmony_with_itself(task: Task) -> None:
+    contestants = ablated(task)
+    assert contestants[0].label == AS_IT_IS
+    assert "without grouping" in {c.label for c in contestants}
+    assert "without pinned-memory" not in {c.label for c in contestants}  # nothing is page-locked on the CPU
+    rows = {c.label: row(c.task, "harmony", [1.0], [1.0, 0.5]) for c in contestants}
+    rows["without prefetch"].losses[1] += 1e-9
+    assert [label for label, equal in equal_results(results_of(task, **rows)).items() if not equal] == [
+        "without prefetch"
+    ]
