@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
@@ -23,6 +22,7 @@ from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family

@@ -14,9 +14,9 @@ from harmony_ds.bench.summary import Summary, summarize, tolerance
 from harmony_ds.bench.table import nbytes
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1440px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; display: block; overflow-x: auto }
-th, td { text-align: right; padding: .3em .7em; border-bottom: 1px solid #ddd; white-space: nowrap }
+th, td { text-align: right; padding: .3em .6em; border-bottom: 1px solid #ddd; white-space: nowrap }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 11em }
 tr.ours td { font-weight: 600 } .note { color: #666; font-size: 13px } td.bad { color: #b00020; text-align: left }
 svg { max-width: 100%; height: auto } figure { margin: 1.5em 0 } figcaption { color: #555; font-size: 13px }
@@ -49,7 +49,8 @@ def _introduction(results: Results) -> Iterable[str]:
             "for every engine" if task["device"] == "cuda" else "kept by harmony_ds alone; on a CPU nothing enforces it"
         )
         cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
-    yield f"<p><b>{escape(task['model'])}</b>: {results.parameters:,} parameters. {escape(str(where))}; {cap}.</p>"
+    name = Path(task["model"]).name
+    yield f"<p><b>{escape(name)}</b>: {results.parameters:,} parameters. {escape(str(where))}; {cap}.</p>"
     if not results.finished:
         yield "<p><b>The comparison was interrupted</b>; <code>--resume</code> goes on with it.</p>"
 

@@ -17,7 +17,7 @@ from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import ablated, equal_results
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.run import Timing, best_micro_batch, run
+from harmony_ds.bench.run import Tell, Timing, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
 from harmony_ds.bench.table import table
 from harmony_ds.bench.task import Task
@@ -37,6 +37,10 @@ Accumulations = Annotated[
 ]
 Output = Annotated[
     Path, typer.Option("--output", metavar="FILE", help="The results, as JSON; the page is written beside it.")
+]
+Uncapped = Annotated[
+    str | None,
+    typer.Option("--uncapped", metavar="A,B,...", help="Engines that run without the memory cap, beside the others."),
 ]
 Sweep = Annotated[
     bool | None,
@@ -75,6 +79,7 @@ def command(  # noqa: PLR0913, PLR0917 - one per option
     limit_s: Annotated[
         float | None, typer.Option("--limit-s", min=1, help="Begin no turn after so many seconds.")
     ] = None,
+    uncapped: Uncapped = None,
     sweep: Sweep = None,
     together: Together = None,
     ablate: Annotated[
@@ -98,7 +103,7 @@ def command(  # noqa: PLR0913, PLR0917 - one per option
         contestants = [
             c
             for one in tasks
-            for c in (ablated(one) if ablate else _contestants(one, engine_names, len(tasks) > 1, tell))
+            for c in (ablated(one) if ablate else _contestants(one, engine_names, uncapped, len(tasks) > 1, tell))
         ]
         sweeps: dict[str, dict[str, Any]] = {}
         if not ablate and (device == "cuda" if sweep is None else sweep):
@@ -140,18 +145,25 @@ def _counts(given: str | None, default: int) -> list[int]:
     return counts
 
 
-def _contestants(task: Task, given: str | None, several: bool, tell: Any) -> Iterator[Contestant]:
-    wanted = engines.names() if given is None else tuple(given.split(","))
-    for name in wanted:
+def _contestants(
+    task: Task, given: str | None, uncapped: str | None, several: bool, tell: Tell
+) -> Iterator[Contestant]:
+    """Ours first."""
+    wanted = sorted(engines.names(), key=lambda name: name != "harmony") if given is None else given.split(",")
+    free = replace(task, memory_gib=None)
+    for name, label, own in (
+        *((name, name, task) for name in wanted),
+        *((name, f"{name}, uncapped", free) for name in (uncapped.split(",") if uncapped else ())),
+    ):
         reason = engines.adapter(name).unavailable(task)
         if reason is not None:
-            tell(f"{name} is left out: {reason}")
-            continue
-        yield Contestant(f"{name} | {task.items:,} {task.subject.unit}" if several else name, name, task)
+            tell(f"{label} is left out: {reason}")
+        else:
+            yield Contestant(f"{label} | {task.items:,} {task.subject.unit}" if several else label, name, own)
 
 
 def _with_best(
-    contestants: list[Contestant], timing: Timing, output: Path, resume: bool, tell: Any
+    contestants: list[Contestant], timing: Timing, output: Path, resume: bool, tell: Tell
 ) -> tuple[list[Contestant], dict[str, dict[str, Any]]]:
     """The contestants, and those of them that are not ours once more at their best micro-batch."""
     if resume and output.is_file():
@@ -162,14 +174,14 @@ def _with_best(
     sweeps: dict[str, dict[str, Any]] = {}
     for contestant in contestants:
         found.append(contestant)
-        if contestant.engine != "harmony":
+        if contestant.engine != "harmony" and contestant.task.memory_gib is not None:
             best, sweeps[contestant.label] = best_micro_batch(contestant, timing, tell)
             if best is not None:
                 found.append(best)
     return found, sweeps
 
 
-def _teller(console: Console) -> Any:
+def _teller(console: Console) -> Tell:
     def tell(line: str) -> None:
         console.print(f"[dim]{line}[/]" if console.is_terminal else line, soft_wrap=True)
 

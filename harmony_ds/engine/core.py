@@ -6,7 +6,7 @@ import inspect
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,12 +154,14 @@ class HarmonyEngine(Checkpoints):
             self._group_began = self.micro_steps + 1
         self.micro_steps += 1
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> Tensor:
+    def train_batch(
+        self, data_iter: Iterator[Any] | Sequence[Any] | None = None, loss_fn: LossFunction | None = None
+    ) -> Tensor:
         """One optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
 
         Args:
-            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments. If it ends
-                early, the step is taken over what it gave, and the mean is over that.
+            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
+                is one step's. If it ends early, the step is taken over what it gave, and the mean is over that.
             loss_fn: from the model's outputs to a scalar (by default, the loss among them).
 
         Returns:
@@ -191,7 +193,7 @@ class HarmonyEngine(Checkpoints):
         self._reports.train_loss(self, loss)
         return loss
 
-    def eval_batch(self, data_iter: Iterator[Any], loss_fn: LossFunction | None = None) -> Tensor:
+    def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
@@ -206,9 +208,16 @@ class HarmonyEngine(Checkpoints):
             self.module.train(training)
         return torch.stack(losses).mean()
 
-    def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
+    def _take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Any]:
         if data_iter is None:
             data_iter = self._training_batches()
+        elif isinstance(data_iter, (list, tuple)):
+            data_iter = iter(data_iter)
+        elif not isinstance(data_iter, Iterator):
+            raise BatchError(
+                f"the micro-batches are to come from an iterator or a list of them, not from {type(data_iter).__name__}: "
+                "pass iter(loader), made once, so that the next step goes on where this one ends."
+            )
         batches = []
         for _ in range(self.gradient_accumulation_steps()):
             try:

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import harmony_ds
 from harmony_ds.cli.app import app
-from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.profiler.profile import Profile
+from harmony_ds.subject import BatchShape, load_subject
 
 TINY = {
     "model_type": "llama",

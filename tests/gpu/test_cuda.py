@@ -207,3 +207,30 @@ def test_a_budget_below_the_weights_is_enough() -> None:
     engine.destroy()
     assert all(loss > 0 for loss in losses)
     assert report.device_peak_bytes <= report.planned_peak_bytes <= budget
+
+
+def test_after_out_of_memory_a_larger_budget_trains_as_if_nothing_had_happened() -> None:
+    expected = llama()
+    engine, *_ = harmony_ds.initialize(
+        model=expected, optimizer=torch.optim.SGD(expected.parameters(), lr=0.1), config=config(pack_layers=1)
+    )
+    data = batches()
+    engine.train_batch(data)
+    peak = engine.memory_report().device_peak_bytes
+    engine.destroy()
+
+    model = llama()
+    before = torch.cuda.memory_allocated()
+    small = config(pack_layers=1, device_memory_gib=peak / 8 / 2**30)
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=small)
+    with pytest.raises(harmony_ds.DoesNotFitError):
+        engine.train_batch(data)
+    engine.destroy()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(pack_layers=1)
+    )
+    engine.train_batch(data)
+    engine.destroy()
+    assert max(relative for _, relative in largest_difference(model, expected).values()) <= 1e-5
