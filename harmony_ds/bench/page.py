@@ -131,6 +131,8 @@ def _figures(results: Results, summaries: list[Summary]) -> Iterable[str]:
     timed = [summary for summary in summaries if summary.drained_ms is not None]
     if not timed:
         return
+    if len(timed) > 1 and {summary.engine for summary in timed} == {"harmony"}:
+        yield _figure(lambda axes: _draw_waterfall(axes, timed), "What each mechanism is worth: step time without it.")
     several = len({summary.items for summary in timed}) > 1
     yield _figure(lambda axes: _draw_throughput(axes, timed, results.unit, several), "Throughput.")
     yield _figure(lambda axes: _draw_memory(axes, timed), "Peaks of device and host memory, GiB.")
@@ -175,6 +177,21 @@ def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) 
         axes.plot(ends, [index, index], color="#333", linewidth=1.5)
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} per second (line: slowest to fastest round)")
+
+
+def _draw_waterfall(axes: Any, timed: list[Summary]) -> None:
+    """Step time in percent of harmony's as it is, round by round; the bar begins where harmony's ends."""
+    others = [summary for summary in timed if summary.ratio is not None and summary is not timed[0]]
+    for index, summary in enumerate(others):
+        assert summary.ratio is not None
+        slower = [100 / value - 100 for value in (summary.ratio.median, summary.ratio.high, summary.ratio.low)]
+        axes.barh(index, slower[0], left=100, color="#d1495b" if slower[0] > 0 else "#2a9d8f")
+        axes.plot([100 + slower[1], 100 + slower[2]], [index, index], color="#333", linewidth=1.5)
+        axes.annotate(f" {slower[0]:+.0f} %", (100 + max(slower), index), va="center", fontsize=8)
+    axes.set_yticks(range(len(others)), [summary.label for summary in others])
+    axes.axvline(100, color=_OURS, linewidth=2)
+    axes.invert_yaxis()
+    axes.set_xlabel("step time, % of harmony as it is (line: the rounds' range)")
 
 
 def _draw_memory(axes: Any, timed: list[Summary]) -> None:
