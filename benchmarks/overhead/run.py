@@ -1,102 +1,109 @@
-"""What the engine costs: step time of harmony_ds against plain PyTorch, ZeRO-3 offload and ZeRO-2 offload.
+"""What harmony_ds costs per layer call, and what that is made of: a model of layers that take microseconds.
 
-python benchmarks/overhead/run.py --dtype fp32
-python benchmarks/overhead/run.py --dtype fp32 --one-core
-python benchmarks/overhead/run.py --breakdown
+    python benchmarks/overhead/run.py
+    python benchmarks/overhead/run.py --one-core
+
+A layer call is one layer run for one micro-batch: its forward, its recomputation and its backward. The cost per layer
+call is the difference of step times to plain PyTorch, divided by the layer calls of a step. How fast the engine is where
+layers take milliseconds, `harmony-ds bench` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from dataclasses import asdict, fields, replace
+import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import breakdown
-import report
-from rounds import Entry, Timing, measure, start
-from workload import Workload
+from harmony_ds.bench.processes import Child
+from harmony_ds.bench.results import Contestant, Results, environment
+from harmony_ds.bench.run import Timing, run
+from harmony_ds.bench.task import Task
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-ENGINES = ("plain", "harmony", "zero3_offload", "zero2_offload")
-_SHAPE = ("hidden", "layers", "heads", "intermediate", "vocabulary", "sequence", "micro_batch", "accumulation")
-
-
-def main() -> int:
-    """1 if losses do not agree. An engine that fails is a row of the report."""
-    args = _arguments()
-    core = min(os.sched_getaffinity(0)) if args.one_core else None
-    timing = Timing(args.rounds, args.warmup_rounds, args.steps_per_round, core, args.limit_s)
-    workload = Workload(dtype=args.dtype, **{name: getattr(args, name) for name in _SHAPE})
-    if args.breakdown:
-        return _break_down(breakdown.tiny(workload), timing, args.out)
-    budget = args.budget_gib if args.budget_gib is not None else 0.78 * workload.weight_gib
-    return _compare(replace(workload, budget_gib=round(budget, 6)), timing, args.engines, args.out)
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "benchmarks" / "models" / "llama-tiny-32.json"
+DS_CONFIG = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+}
+ENGINES = ("torch-checkpoint", "torch", "harmony")
+LAYERS, ACCUMULATION, PROFILED_STEPS, WARM_UP = 32, 8, 4, 4
+CALLS = LAYERS * ACCUMULATION
 
 
-def _compare(workload: Workload, timing: Timing, engines: list[str], out: Path | None) -> int:
-    before = report.machine()
-    print(
-        f"{workload.parameters:,} parameters in {workload.dtype} ({workload.weight_gib:.3f} GiB), harmony's budget "
-        f"{workload.budget_gib:.3f} GiB; {workload.tokens} tokens per step in {workload.accumulation} micro-batches of "
-        f"{workload.micro_batch}; {'one core for all' if timing.core is not None else 'any core'}, 1 thread per process"
-    )
-    children = start([Entry(name, name) for name in engines], workload, timing.core)
-    try:
-        rows = measure(children, timing)
-    finally:
-        for child in children.values():
-            child.close()
-    summaries = report.summarize(rows, report.LOSS_TOLERANCES[workload.dtype])
-    print(report.table(summaries))
-    after = report.machine()["load_average"]
-    print(f"load average {before['load_average'][0]:.1f} before, {after[0]:.1f} after; {before['cpu']}")
-    content = {**report.describe(workload, timing), **before, "load_average_after": after, "engines": summaries}
-    _write(out or RESULTS / f"overhead-{workload.dtype}{_suffix(timing)}.json", content)
-    return int(any(summary.get("losses_agree") is False for summary in summaries.values()))
-
-
-def _break_down(workload: Workload, timing: Timing, out: Path | None) -> int:
-    before = report.machine()
-    result = breakdown.breakdown(workload, timing)
-    print(breakdown.text(result))
-    rows = {label: asdict(row) for label, row in result.pop("rows").items()}
-    content: dict[str, Any] = {**report.describe(workload, timing), **before, **result, "engines": rows}
-    _write(out or RESULTS / f"overhead-breakdown-{workload.dtype}{_suffix(timing)}.json", content)
-    return 0
-
-
-def _suffix(timing: Timing) -> str:
-    return "" if timing.core is None else "-one-core"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    report.write(path, content)
-    print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
-
-
-def _arguments() -> argparse.Namespace:
+def main() -> None:
+    """Prints microseconds per layer call, and the parts of harmony's and of plain PyTorch's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults, shape = Timing(), {field.name: field.default for field in fields(Workload)}
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--rounds", type=int, default=defaults.rounds)
-    parser.add_argument("--warmup-rounds", type=int, default=defaults.warmup_rounds)
-    parser.add_argument("--steps-per-round", type=int, default=defaults.steps_per_round)
-    parser.add_argument("--limit-s", type=float, default=defaults.limit_s, help="stop after so many seconds of rounds")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--one-core", action="store_true", help="pin every process to one core")
-    parser.add_argument("--budget-gib", type=float, help="harmony's device memory (default: 0.78 of the weights)")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--breakdown", action="store_true", help="cost per layer call, and what it is made of")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/overhead-<dtype>.json)")
-    for name in _SHAPE:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=shape[name])
     args = parser.parse_args()
-    if not {"plain", "harmony"} <= set(args.engines):
-        parser.error("--engines must name plain and harmony: losses and ratios are relative to them")
-    return args
+    core = min(os.sched_getaffinity(0)) if args.one_core else None
+    task = Task(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION)
+    weights_gib = sum(p.numel() * 4 for p in task.subject.model.parameters()) / 2**30
+    task = Task(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION, memory_gib=0.78 * weights_gib)
+    with tempfile.TemporaryDirectory() as folder:
+        timing = Timing(args.rounds, WARM_UP, 2, core=core)
+        contestants = [Contestant(name, name, task) for name in ENGINES]
+        results = run(contestants, timing, Path(folder) / "r.json", False, print)
+    per_call = _per_call(results)
+    profiles = {name: _profile(name, task, core) for name in ("harmony", "torch-checkpoint")}
+    _show(per_call, profiles)
+    content = {
+        "environment": {**environment("cpu"), "command": " ".join(["python", *sys.argv])},
+        "task": task.as_json(),
+        "layer_calls_per_step": CALLS,
+        "microseconds_per_layer_call": per_call,
+        "profile": profiles,
+        "rounds": {label: row.rounds for label, row in results.rows.items()},
+    }
+    path = ROOT / "benchmarks" / "results" / f"overhead{'-one-core' if args.one_core else ''}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _per_call(results: Results) -> dict[str, float]:
+    """Whole step over layer calls, per engine; and harmony's excess over each, paired by round."""
+    found: dict[str, float] = {}
+    for kind, name in (("drained_ms", ""), ("cpu_ms", ", CPU time")):
+        harmony = results.rows["harmony"].milliseconds(kind)
+        for label, row in results.rows.items():
+            times = row.milliseconds(kind)
+            found[label + name] = median(times) * 1e3 / CALLS
+            if label != "harmony":
+                excess = median([a - b for a, b in zip(harmony, times, strict=True)])
+                found[f"harmony - {label}{name}"] = excess * 1e3 / CALLS
+    return found
+
+
+def _profile(name: str, task: Task, core: int | None) -> dict[str, Any]:
+    program = [str(Path(__file__).with_name("child.py"))]
+    with Child(name, task, core, program) as child:
+        child.start()
+        child.ask({"run": WARM_UP, "first": 0})
+        answer = child.ask({"profile": PROFILED_STEPS, "first": WARM_UP})
+    scale = 1e6 / (PROFILED_STEPS * CALLS)
+    return {
+        "parts_us": {part: s * scale for part, s in sorted(answer["parts"].items(), key=lambda item: -item[1])},
+        "functions": [
+            {"name": name, "part": part, "calls_per_layer_call": count / (PROFILED_STEPS * CALLS), "us": s * scale}
+            for name, part, count, s in answer["functions"]
+        ],
+    }
+
+
+def _show(per_call: dict[str, float], profiles: dict[str, dict[str, Any]]) -> None:
+    print(f"microseconds per layer call ({CALLS} layer calls per step)")
+    for label, value in per_call.items():
+        print(f"  {label:<52}{value:>9.1f}")
+    ours, plain = profiles["harmony"]["parts_us"], profiles["torch-checkpoint"]["parts_us"]
+    print(f"own time on the main thread, under cProfile{'harmony':>20}{'plain':>9}")
+    for part, value in ours.items():
+        print(f"  {part:<52}{value:>9.1f}" + (f"{plain[part]:>9.1f}" if part in plain else ""))
+    print(f"  {'sum':<52}{sum(ours.values()):>9.1f}{sum(plain.values()):>9.1f}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

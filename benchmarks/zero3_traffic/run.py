@@ -93,7 +93,7 @@ def counting(counter: Counter) -> Iterator[None]:
         mock.patch.object(partition_parameters.NoGatherCoalescedHandle, "__init__", gathered),
         mock.patch.object(optimizer, "partition_grads", inside(optimizer.partition_grads)),
         # On a GPU the buffers that gradients are summed in are in host memory; the CPU accelerator takes them for its own.
-        mock.patch.object(get_accelerator(), "on_accelerator", lambda _: False),
+        mock.patch.object(get_accelerator(), "on_accelerator", return_value=False),
         mock.patch.object(torch.Tensor, "copy_", counted_copy),
         mock.patch.object(torch.Tensor, "to", counted_to),
     ):

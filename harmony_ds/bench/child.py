@@ -28,15 +28,15 @@ from harmony_ds.errors import DoesNotFitError, UnsupportedError
 _GIB = 2**30
 
 
-def main() -> None:
+def main(kind: type[Server] | None = None) -> None:
     """Serves until the pipe is closed."""
     replies = _own_stdout()
     try:
-        server: _Server | None = None
+        server: Server | None = None
         for line in sys.stdin:
             command = json.loads(line)
             if "engine" in command:
-                server = _Server(command["engine"], Task(**command["task"]))
+                server = (kind or Server)(command["engine"], Task(**command["task"]))
                 reply: dict[str, Any] = {"ready": True}
             else:
                 assert server is not None
@@ -49,10 +49,12 @@ def main() -> None:
     os._exit(0)  # background threads and process groups have nothing left to do
 
 
-class _Server:
+class Server:
+    """The engine, and what can be asked of it."""
+
     def __init__(self, name: str, task: Task) -> None:
         torch.set_num_threads(task.threads)
-        self._task = task
+        self.task = task
         self._on_cuda = task.device == "cuda"
         if self._on_cuda and task.memory_gib is not None:
             total = torch.cuda.get_device_properties(0).total_memory
@@ -60,9 +62,10 @@ class _Server:
         reason = adapter(name).unavailable(task)
         if reason is not None:
             raise UnsupportedError(reason)
-        self._engine: Engine = adapter(name).build(task)
+        self.engine: Engine = adapter(name).build(task)
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one command but the first."""
         if "run" in command:
             return self._run(command["first"], command["run"])
         if "count" in command:
@@ -74,11 +77,11 @@ class _Server:
 
         CPU time is that of all threads, to the same end.
         """
-        groups = [self._task.batches(first + index) for index in range(count)]
+        groups = [self.task.batches(first + index) for index in range(count)]
         cpu, start = time.process_time(), time.perf_counter()
-        losses = [float(self._engine.step(group)) for group in groups]
+        losses = [float(self.engine.step(group)) for group in groups]
         computed = time.perf_counter()
-        self._engine.drain()
+        self.engine.drain()
         drained = time.perf_counter()
         return {
             "losses": losses,
@@ -93,10 +96,10 @@ class _Server:
             return {}
         from torch.profiler import ProfilerActivity, profile
 
-        batches = self._task.batches(step)
+        batches = self.task.batches(step)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            float(self._engine.step(batches))
-            self._engine.drain()
+            float(self.engine.step(batches))
+            self.engine.drain()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
@@ -109,7 +112,7 @@ class _Server:
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return {**report, **self._engine.report()}
+        return {**report, **self.engine.report()}
 
 
 def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from harmony_ds.bench.task import Task
@@ -22,12 +23,18 @@ class EngineFailedError(Exception):
 
 
 class Child:
-    """One engine in a process of its own. A context manager."""
+    """One engine in a process of its own, which runs `program`. A context manager."""
 
-    def __init__(self, engine: str, task: Task, core: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: str,
+        task: Task,
+        core: int | None = None,
+        program: Sequence[str] = ("-m", "harmony_ds.bench.child"),
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harmony_ds.bench.child"],
+            [sys.executable, *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

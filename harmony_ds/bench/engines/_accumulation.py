@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.bench.task import Batch, Task
+from harmony_ds.offload.native import make_native
 from harmony_ds.runtime.micro_batch import loss_of
 
 
@@ -87,10 +88,7 @@ def adam(parameters: list[nn.Parameter], task: Task) -> torch.optim.Optimizer:
     if task.device == "cuda":
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         return kind(parameters, fused=True, **given)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    made: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **given)
-    return made
+    return make_native("DeepSpeedCPUAdam", parameters, {"adamw_mode": decoupled, **given})
 
 
 def adam_settings(task: Task) -> tuple[bool, dict[str, Any]]:
