@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
@@ -49,6 +50,7 @@ _HOMES = {
     "add_config_arguments": "arguments",
     "init_distributed": "distributed",
     "initialize": "engine",
+    "install_as_deepspeed": "integrations.as_deepspeed",
     "micro_batch_seed": "runtime.random_streams",
 }
 
@@ -85,6 +87,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "install_as_deepspeed",
     "micro_batch_seed",
     "utils",
     "zero",
