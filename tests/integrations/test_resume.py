@@ -14,13 +14,18 @@ from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, te
 
 SCHEDULED: dict[str, Any] = {
     **CONFIG,
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    # torch's: DeepSpeed's compiled Adam computes its bias correction anew after a jump to another step, and rounds it
+    # differently there.
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
             "warmup_min_lr": 0,
             "warmup_max_lr": "auto",
-            "warmup_num_steps": 2,
+            "warmup_num_steps": "auto",
             "total_num_steps": "auto",
             "warmup_type": "linear",
         },
@@ -37,8 +42,8 @@ def trainer(folder: Path, config: dict[str, Any]) -> HarmonyTrainer:
 def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, config: dict[str, Any]) -> None:
     whole = trainer(tmp_path, config)
     whole.train()
+    torch.manual_seed(99)  # what is resumed depends on nothing but the checkpoint and the Trainer's own seed
     resumed = trainer(tmp_path, config)
-    torch.manual_seed(99)  # what is resumed depends on nothing but the checkpoint
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed) == logged(whole)
     for name, weight in whole.model.named_parameters():
