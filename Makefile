@@ -3,6 +3,9 @@
 # make test   formatting, lint, types, import contracts and all tests that need no GPU
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make bench-overhead   what the engine costs beside plain PyTorch
+# make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
+# make bench-memory   what spare device memory buys, with a plot
+# make vldb22   the original's schedules, simulated and improved: docs/vldb22.md
 
 PYTHON ?= python3
 PYTHON_GPU ?= python3
@@ -11,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-gpu bench-overhead
+.PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory vldb22
 
 venv: $(STAMP)
 
@@ -28,15 +31,24 @@ demo: export GOMP_SPINCOUNT = 0
 demo: venv
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
-# The test device takes torch's one place for an accelerator, so its tests run in a process of their own.
-# One OpenMP thread: with more, spinning threads on busy cores make small kernels many times slower.
+# One OpenMP thread: with more, spinning threads on busy cores make small kernels many times slower. Two processes, one
+# core each.
 test: export OMP_NUM_THREADS = 1
 test: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict harmony_ds
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/simdevice
+	$(MAKE) --jobs=2 test-training test-rest
+
+TRAINING := tests/engine tests/checkpoint
+
+test-training:
+	$(BIN)/python -m pytest $(TRAINING)
+
+# The test device takes torch's one place for an accelerator, so its tests run in a process of their own.
+test-rest:
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/simdevice $(foreach folder,$(TRAINING),--ignore $(folder))
 	$(BIN)/python -m pytest tests/simdevice
 
 test-gpu:
@@ -45,3 +57,15 @@ test-gpu:
 bench-overhead: export OMP_NUM_THREADS = 1
 bench-overhead: venv
 	$(BIN)/python benchmarks/overhead/run.py
+
+bench-prediction: export OMP_NUM_THREADS = 1
+bench-prediction: venv
+	$(BIN)/python benchmarks/prediction/run.py
+	$(BIN)/python benchmarks/prediction/run.py --top
+
+bench-memory: export OMP_NUM_THREADS = 1
+bench-memory: venv
+	$(BIN)/python benchmarks/memory/run.py
+
+vldb22: venv
+	$(BIN)/python benchmarks/vldb22/run.py

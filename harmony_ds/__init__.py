@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
+        CheckpointError,
         CompilerMissingError,
         ConfigError,
         ContradictionError,
@@ -58,6 +59,7 @@ _ROOMS = ("utils", "zero")
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "CompilerMissingError",
     "ConfigError",
     "ContradictionError",

@@ -94,6 +94,7 @@ def assemble(
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     settings = config.harmony
+    saved = saved_plan(settings.plan)
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
     _check_on_host(model, device)
@@ -104,9 +105,25 @@ def assemble(
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     ledger = Ledger()
     host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
+    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
+    plan_settings = PlanSettings(
+        group_size=config.gradient_accumulation_steps,
+        pack_layers=settings.pack_layers,
+        plan=saved,
+        profile=None if settings.profile is None else Path(settings.profile),
+        stash=settings.stash,
+        prefetch=settings.prefetch,
+        deferred_update=config.deferred_update,
+        element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
+        residency=_residency(config, device, device_optimizer),
+        sizes=_sizes(settings.micro_batch) if saved is None else Sizes.of(saved.policy),
+    )
+    graph = layer_graph(decomposition, store.parameters)
+    if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
+        graph = with_update_bytes(graph, store, device_optimizer)
+    # What follows starts a thread: whatever may be refused has been by now.
     gradients, updater = _host_side(config, device, ledger, store, host_optimizer)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
-    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
     looks = Looks(updater, device_store)
     if host_optimizer is not None:
@@ -125,24 +142,13 @@ def assemble(
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
     )
-    saved = saved_plan(settings.plan)
-    plan_settings = PlanSettings(
-        group_size=config.gradient_accumulation_steps,
-        pack_layers=settings.pack_layers,
-        plan=saved,
-        profile=None if settings.profile is None else Path(settings.profile),
-        stash=settings.stash,
-        prefetch=settings.prefetch,
-        deferred_update=config.deferred_update,
-        element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
-        residency=_residency(config, device, device_optimizer),
-        sizes=_sizes(settings.micro_batch) if saved is None else Sizes.of(saved.policy),
-    )
-    graph = layer_graph(decomposition, store.parameters)
-    if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
-        graph = with_update_bytes(graph, store, device_optimizer)
     runner = Runner(parts, decomposition, graph, plan_settings)
-    interception = Interception(decomposition.layers)
+    try:
+        interception = Interception(decomposition.layers)
+    except ModelError:
+        if updater is not None:
+            updater.stop()
+        raise
     return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
 
 

@@ -13,6 +13,7 @@
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   ├── NoOptimizerError (AssertionError)  backward or step without an optimizer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
+    ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
@@ -78,6 +79,10 @@ class NoOptimizerError(OptimizerError, AssertionError):
 
 class CompilerMissingError(OptimizerError):
     """DeepSpeed's CPU optimizers are compiled on first use and no working C++ compiler was found."""
+
+
+class CheckpointError(HarmonyError):
+    """A checkpoint cannot be written or read, is torn or foreign, or is of another model or optimizer."""
 
 
 class ProfileError(HarmonyError):

@@ -5,6 +5,8 @@ Not DeepSpeed's class itself: it asks for a process group to log an overflow.
 
 from __future__ import annotations
 
+from typing import Any
+
 from harmony_ds.config import LossScale
 from harmony_ds.errors import LossScaleError
 
@@ -23,6 +25,35 @@ class LossScaler:
         if settings is not None:
             self.scale = settings.static if settings.static > 0 else float(2**settings.initial_scale_power)
             self._hysteresis = settings.hysteresis
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the scale of later steps depends on; None where it never changes."""
+        settings = self._settings
+        if settings is None or settings.static > 0:
+            return None
+        return {
+            "scale": self.scale,
+            "hysteresis": self._hysteresis,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+            "settings": {
+                "loss_scale_window": settings.loss_scale_window,
+                "min_loss_scale": settings.min_loss_scale,
+                "hysteresis": settings.hysteresis,
+                "consecutive_hysteresis": settings.consecutive_hysteresis,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Goes on from `state`, by the rules of this ds_config. A scale that the ds_config fixes, and one that nobody
+        saved, stay as they are.
+        """
+        if state is None or self._settings is None or self._settings.static > 0:
+            return
+        self.scale = float(state["scale"])
+        self._hysteresis = int(state["hysteresis"])
+        self._step = int(state["step"])
+        self._last_overflow = int(state["last_overflow"])
 
     def update(self, overflow: bool) -> None:
         """After each step: whether its gradients held inf or NaN.

@@ -6,30 +6,44 @@ Each parameter carries a `ParameterLink` under the names that DeepSpeed's helper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 
 _ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
 
+class Gradients:
+    """What an engine lets its parameters' links do; this one, that of no engine, has nothing."""
+
+    scale = 1.0
+
+    def finish(self) -> None:
+        """Makes every weight, master and state on the host true."""
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name`, itself, times `scale`."""
+        return None
+
+    def changed(self, name: str) -> None:
+        """The gradient of `name` has been replaced."""
+
+
 class ParameterLinks:
     """Gives every parameter of a model its link, and takes them back."""
 
     def __init__(
-        self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, finish: Callable[[], None]
+        self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, gradients: Gradients
     ) -> None:
-        """`finish` makes every weight, master and state on the host true."""
         self._parameters = store.parameters
         for name, parameter in store.parameters.items():
             trained = optimizer is not None and optimizer.trains(name)
-            link = ParameterLink(parameter, store.masters[name] if trained else None, optimizer, finish)
+            link = ParameterLink(name, parameter, store.masters[name] if trained else None, optimizer, gradients)
             parameter.__dict__["_hp_mapping"] = link
             for attribute in _ATTRIBUTES:
                 parameter.__dict__[attribute] = getattr(link, attribute)
@@ -52,15 +66,26 @@ class ParameterLink:
 
     def __init__(
         self,
+        name: str = "",
         parameter: nn.Parameter | None = None,
         master: nn.Parameter | None = None,
         optimizer: HostOptimizer | None = None,
-        finish: Callable[[], None] = lambda: None,
+        gradients: Gradients | None = None,
     ) -> None:
+        self._name = name
         self._parameter = parameter
         self._master = master
         self._optimizer = optimizer
-        self.finish = finish
+        self._gradients = gradients or Gradients()
+
+    @property
+    def engine(self) -> Gradients:
+        """Whose parameter it is."""
+        return self._gradients
+
+    def finish(self) -> None:
+        """Makes every weight, master and state on the host true."""
+        self._gradients.finish()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParameterLink, ()
@@ -99,15 +124,21 @@ class ParameterLink:
         return found
 
     def get_full_hp_grad(self) -> Tensor | None:
-        """Not there."""
-        raise UnsupportedError(
-            "gradients exist only inside engine.step(), which runs the whole group layer by layer and uses each gradient "
-            "as soon as it may. engine.get_global_grad_norm() gives their norm after the step."
-        )
+        """A copy of the gradient, in fp32, unscaled and not clipped; None if the parameter has none.
+
+        Raises:
+            UsageError, UnsupportedError: gradients are not there now.
+        """
+        found = None if self._master is None else self._gradients.gradient(self._name)
+        return None if found is None else found.detach().to("cpu", torch.float32).clone() / self._gradients.scale
 
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Not there."""
-        self.get_full_hp_grad()
+        """Replaces the gradient. Raises as `get_full_hp_grad`."""
+        found = None if self._master is None else self._gradients.gradient(self._name)
+        if found is not None:
+            with torch.no_grad():
+                found.copy_(value * self._gradients.scale)
+            self._gradients.changed(self._name)
 
     def take_over(self) -> None:
         """Makes the master follow the parameter, if that was changed by hand."""
@@ -127,7 +158,7 @@ def link_of(parameter: object) -> ParameterLink | None:
 def take_over(parameters: Iterable[object]) -> None:
     """Makes the masters of `parameters` follow them, where they were changed by hand."""
     links = [link for parameter in parameters if (link := link_of(parameter)) is not None]
-    for finish in {id(link.finish): link.finish for link in links}.values():
-        finish()
+    for gradients in {link.engine for link in links}:
+        gradients.finish()
     for link in links:
         link.take_over()

@@ -72,30 +72,33 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: Tensor, opti
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> Tensor | None:
-    """The gradient of a parameter that no engine trains.
+    """A copy of the gradient of `param`, in fp32: between the backward() of a group's last micro-batch and step().
 
     Raises:
-        UnsupportedError: an engine trains it: its gradient exists only inside `engine.step()`.
+        UsageError: the group is not complete.
+        UnsupportedError: with gradient_clipping 0, layers are updated as soon as their gradients arrive.
     """
     link = link_of(param)
     return param.grad if link is None or param.grad is not None else link.get_full_hp_grad()
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: Tensor) -> None:
-    """As `safe_get_full_grad`."""
-    grad = safe_get_full_grad(param)
-    if grad is not None:
-        grad.copy_(value)
+    """Replaces the gradient of `param`, before it is clipped and used; raises as `safe_get_full_grad`."""
+    link = link_of(param)
+    if param.grad is not None:
+        param.grad.copy_(value)
+    elif link is not None:
+        link.set_full_hp_grad(value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: list[torch.nn.Parameter], update_func: Callable[[Tensor, torch.nn.Parameter], Tensor]
 ) -> None:
-    """As `safe_get_full_grad`."""
+    """Replaces the gradients of `param_list` by what `update_func` makes of them; raises as `safe_get_full_grad`."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
-            grad.copy_(update_func(grad, param))
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> Tensor | None:

@@ -117,10 +117,17 @@ def test_the_harmony_block_is_read() -> None:
         "seed": 0,
         "gradient_slabs": 1,
         "residency": 3,
+        "micro_batch": {"forward": 8, "backward": 4},
     }
     settings = load(harmony=block).harmony
 
-    assert dataclasses.asdict(settings) == {**block, "layers": ("h.*", "head"), "plan": None, "profile": None}
+    assert dataclasses.asdict(settings) == {
+        **block,
+        "layers": ("h.*", "head"),
+        "micro_batch": (8, 4),
+        "plan": None,
+        "profile": None,
+    }
     assert settings.budget_bytes == 2**29
     assert HarmonySettings().budget_bytes is None
 
@@ -349,3 +356,16 @@ def test_base64_of_json() -> None:
         load_config(base64.urlsafe_b64encode(b'{"train_batch_size": 8, "train_batch_size": 9}').decode())
     with pytest.raises(ConfigError, match="valid base64"):
         load_config("bm90IGpzb24=" * 50)
+
+
+@pytest.mark.parametrize(("value", "sizes"), [("config", "config"), ("auto", "auto"), (3, (3, 3))])
+def test_sizes_of_pieces_are_a_word_or_a_number(value: object, sizes: object) -> None:
+    assert load(harmony={"micro_batch": value}).harmony.micro_batch == sizes
+
+
+def test_a_micro_batch_of_auto_is_a_share_of_the_batch_and_leaves_the_pieces_to_the_search() -> None:
+    config = load_config(
+        {"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}
+    )
+    assert (config.micro_batch, config.gradient_accumulation_steps) == (12, 2)
+    assert config.harmony.micro_batch == "auto"

@@ -154,6 +154,9 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     # our own block
     ({"harmony": 3}, '"harmony": Input should be an object, not 3'),
     ({"harmony": None}, '"harmony": Input should be an object, not None'),
+    ({"harmony": {"micro_batch": 0}}, r'harmony.micro_batch is 0: it must be "config", "auto", a whole number'),
+    ({"harmony": {"micro_batch": {"forward": 4}}}, r"harmony.micro_batch is \{'forward': 4\}: it must be"),
+    ({"harmony": {"micro_batch": 4, "plan": "p.json"}}, "harmony.plan says how layer calls are cut"),
     ({"harmony": {"stash": "disk"}}, 'harmony.stash is \'disk\': it must be "auto", "device" or "host"'),
     ({"harmony": {"stash": None}}, "harmony.stash is None"),
     ({"harmony": {"device": 0}}, "harmony.device must be a name"),

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-from harmony_ds.config import Config, load_config
+from harmony_ds import ConfigError
+from harmony_ds.config import Config, Section, load_config
 
-SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+FOLDER = Path(__file__).parent.parent / "ds_configs"
+AUTO = FOLDER / "huggingface_auto.json"
+SHIPPED = sorted(set(FOLDER.glob("*.json")) - {AUTO})
 DOCUMENTED: dict[str, dict[str, Any]] = {
     # https://www.deepspeed.ai/getting-started/#deepspeed-configuration
     "getting started": {
@@ -244,5 +248,50 @@ def test_every_shipped_config_means_the_same_to_both_engines(path: Path) -> None
     assert config.harmony.budget_bytes is not None
 
 
-def test_there_are_shipped_configs() -> None:
-    assert len(SHIPPED) >= 4
+def test_the_auto_values_are_filled_as_hugging_face_fills_them(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    with pytest.raises(ConfigError, match='still says "auto"'):
+        load_config(AUTO)
+    # A TrainingArguments of deepspeed=... would ask for a process group.
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=5,
+        learning_rate=2e-4,
+        weight_decay=0.25,
+        max_grad_norm=0.75,
+        warmup_steps=7,
+        bf16=True,
+        use_cpu=True,
+    )
+    filled = HfTrainerDeepSpeedConfig(str(AUTO))
+    filled.trainer_config_process(arguments)
+    filled.trainer_config_finalize(arguments, model=None, num_training_steps=100)
+    config = load_config(filled.config)
+
+    assert_same_settings(config, DeepSpeedConfig(filled.config))
+    assert (config.micro_batch, config.gradient_accumulation_steps, config.train_batch_size) == (3, 5, 15)
+    assert config.gradient_clipping == 0.75
+    assert config.compute_dtype == torch.bfloat16
+    assert config.optimizer == Section("AdamW", {"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.25})
+    assert config.scheduler is not None
+    assert (config.scheduler.params["total_num_steps"], config.scheduler.params["warmup_num_steps"]) == (100, 7)
+    assert config.scheduler.params["warmup_max_lr"] == 2e-4
+
+
+def test_there_is_a_config_for_each_use() -> None:
+    configs = [load_config(path) for path in SHIPPED]
+
+    assert len(configs) >= 16
+    assert {config.compute_dtype for config in configs} == {torch.float32, torch.bfloat16, torch.float16}
+    assert {config.scheduler.type for config in configs if config.scheduler} >= {
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+        "OneCycle",
+        "LRRangeTest",
+    }
+    assert {config.deferred_update for config in configs} == {True, False}
+    assert {config.skip_overflow for config in configs} == {True, False}
+    assert {config.optimizer.type for config in configs if config.optimizer} >= {"AdamW", "Adagrad", "Lion", "SGD"}

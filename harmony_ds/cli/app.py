@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from harmony_ds.cli import estimate, machines, plan, profile, trace
+from harmony_ds.cli import convert, estimate, machines, plan, profile, trace
 
 app = typer.Typer(
     name="harmony-ds",
@@ -18,3 +18,4 @@ app.command("plan")(plan.command)
 app.command("profile")(profile.command)
 app.command("trace")(trace.command)
 app.command("machines")(machines.command)
+app.command("convert")(convert.command)

@@ -10,6 +10,7 @@ from rich.console import Console
 from harmony_ds.cli.answer import Answer, Lack, gib, stream_name
 from harmony_ds.cli.exits import DOES_NOT_FIT
 from harmony_ds.forecast import Forecast
+from harmony_ds.scheduler.sizes import WHOLE, Sizes
 
 
 def reply(answer: Answer, as_json: bool) -> None:
@@ -50,6 +51,9 @@ def _show_forecast(console: Console, now: Forecast, unit: str) -> None:
     swaps = now.prediction.swaps
     moved = swaps.weights_in + swaps.gradients_out
     console.print(f"plan         {now.choice.reason}")
+    sizes = Sizes.of(now.plan.policy)
+    if sizes != WHOLE:
+        console.print(f"pieces       {sizes}")
     console.print(
         f"one step     {_seconds(now.prediction.step_ms)}: [bold]{now.items_per_s:,.0f} {unit}/s[/], the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time"

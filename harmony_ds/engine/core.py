@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
+from harmony_ds.engine.checkpoints import Checkpoints
+from harmony_ds.engine.gradients import EngineGradients
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.surface import Surface
 from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
@@ -36,7 +37,7 @@ LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
 
 
-class HarmonyEngine(Surface):
+class HarmonyEngine(Checkpoints):
     """Trains one model. Unknown attributes are looked up in the model."""
 
     def __init__(self, model: nn.Module, config: Config, assembly: Assembly, lr_scheduler: Any) -> None:
@@ -65,8 +66,8 @@ class HarmonyEngine(Surface):
         self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
         self._looked_early = False
         self._scaler = LossScaler(config.loss_scale)
-        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, assembly.finish_updates)
         self._reports = StepReports(config)
+        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineGradients(self))
         self._inside_no_sync = False
         self._destroyed = False
         self.training_data: Any = None
@@ -110,6 +111,8 @@ class HarmonyEngine(Surface):
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
+        if self._group.propagated:
+            raise UsageError("the gradients of this group have been looked at, so it is complete: call step() first.")
         return self._group.add(args, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -259,19 +262,35 @@ class HarmonyEngine(Surface):
         group, count = self._group, len(self._group)
         assembly.device.reset_peak()
         self._reports.begin()
-        clipping = None
-        if self._settings.deferred_update:
-            clipping = Clipping(self._settings.gradient_clipping, self._scaler.scale, self._settings.skip_overflow)
+        looked = group.propagated
         begin = time.perf_counter()
         try:
-            ran = group.run(assembly.host_optimizer.hyper(), clipping)
+            ran = group.run(assembly.host_optimizer.hyper(), self._clipping())
         finally:
             self._group = self._new_group()
-        self._note_time((time.perf_counter() - begin) * 1e3, full=count == self.gradient_accumulation_steps())
+        full = count == self.gradient_accumulation_steps() and not looked
+        self._note_time((time.perf_counter() - begin) * 1e3, full)
         self._peak_bytes = assembly.device.peak_bytes()
         self._traffic = assembly.ledger.close()
         self._traffic_micro_batches = count
         self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
+
+    def _clipping(self) -> Clipping | None:
+        settings = self._settings
+        if not settings.deferred_update:
+            return None
+        return Clipping(settings.gradient_clipping, self._scaler.scale, settings.skip_overflow)
+
+    def _propagate(self) -> bool:
+        """Runs the queued group up to its norm; False if no micro-batch wants a gradient."""
+        clipping, optimizer = self._clipping(), self._assembly.host_optimizer
+        assert clipping is not None and optimizer is not None
+        try:
+            return self._group.propagate(optimizer.hyper(), clipping)
+        except BaseException:
+            self._group = self._new_group()
+            self.micro_steps = self._group_began
+            raise
 
     def _note_time(self, step_ms: float, full: bool) -> None:
         """Keeps the times of full steps of the present plan; the first of a plan touches memory for the first time."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import assemble
+from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.config import load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
@@ -82,12 +83,16 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, optimizer, parameters)
     assembly = assemble(model, settings, optimizer, parameters, device)
-    engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    try:
+        engine = HarmonyEngine(model, settings, assembly, lr_scheduler)
+    except BaseException:
+        assembly.destroy()
+        raise
     atexit.register(_destroy, weakref.ref(engine))
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

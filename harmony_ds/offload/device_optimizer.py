@@ -149,13 +149,24 @@ class DeviceOptimizer:
         self.state[parameter] = {self._there(key): self._arrived(key, value, parameter) for key, value in known.items()}
         return sum(_bytes(value) for value in known.values())
 
+    def peek(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        """The state beside `parameter` as the host's of `name` would be, but with the device's own tensors."""
+        here = {
+            key: self._returned(key, value, value) if isinstance(value, Tensor) and key == "step" else value
+            for key, value in self._named_as_on_host(self.state.get(parameter) or {}).items()
+        }
+        return {**(self._host.state_of(name) or {}), **here} if self._replaced else here
+
+    def _named_as_on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {key if not self._replaced else _BACK.get(key, key): value for key, value in state.items()}
+
     def give(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
         state = self.state.get(parameter)
         if not state:
             return 0
         known = self._host.state_of(name) or {}
-        returned = {key if not self._replaced else _BACK.get(key, key): value for key, value in state.items()}
+        returned = self._named_as_on_host(state)
         here = {key: self._returned(key, value, known.get(key)) for key, value in returned.items()}
         self._host.put_state(name, {**known, **here} if self._replaced else here)
         return sum(_bytes(value) for value in state.values())

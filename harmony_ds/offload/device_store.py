@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,13 @@ class _Twin:
         self.shown = False  # somebody may have written into the host's
         self._version = host._version
 
-    def to_host(self) -> int:
-        """Issues the copy to the host, if that lags behind; returns the bytes it moves."""
-        self.shown = True
+    def to_host(self, read_only: bool = False) -> int:
+        """Issues the copy to the host, if that lags behind; returns the bytes it moves.
+
+        Args:
+            read_only: who asks will not write into it, so that the device's copy stays good.
+        """
+        self.shown = self.shown or not read_only
         if not self.ahead:
             return 0
         self.ahead = False
@@ -227,6 +232,24 @@ class DeviceStore:
         self._arrive(moved)
 
     @torch.no_grad()
+    def read(self) -> None:
+        """Makes weights and masters on the host true, for somebody who does not write into them."""
+        moved = 0
+        for held in self._held.values():
+            moved += held.weight.to_host(read_only=True)
+            if held.master is not None:
+                moved += held.master.to_host(read_only=True)
+        self._arrive(moved)
+
+    def state_ahead(self, name: str) -> dict[str, Any] | None:
+        """The optimizer state of `name` with tensors of the device, under the host's keys; None: the host's is true."""
+        self._notice_replaced_state()
+        held = self._held.get(name)
+        if held is None or not held.state_ahead or held.stepped is None or self._optimizer is None:
+            return None
+        return self._optimizer.peek(name, held.stepped)
+
+    @torch.no_grad()
     def show_weights(self, names: Iterable[str]) -> None:
         """Makes the host's weights `names` true."""
         self._arrive(sum(self._held[name].weight.to_host() for name in names if name in self._held))
@@ -257,6 +280,11 @@ class DeviceStore:
             self._device.record(Stream.COMPUTE).synchronize()
 
     # ---- gradients and updates
+
+    @torch.no_grad()
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits for its update here; the tensor itself."""
+        return self._sum(name)
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:

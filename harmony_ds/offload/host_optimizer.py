@@ -70,6 +70,10 @@ class HostOptimizer:
         """The parameter group of `name`."""
         return self._group_of[name]
 
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each parameter group's parameters."""
+        return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
+
     def watch(self, look: Callable[[str | None], None]) -> None:
         """Lets the user's optimizer call `look` with a parameter's name (None: all) before its state is read."""
         self._look = look
@@ -97,9 +101,12 @@ class HostOptimizer:
         known: dict[str, Any] | None = plain(self.optimizer.state).get(self._masters[name])
         return known
 
-    def put_state(self, name: str, state: dict[str, Any]) -> None:
-        """Replaces the optimizer's state of `name`."""
-        plain(self.optimizer.state)[self._masters[name]] = state
+    def put_state(self, name: str, state: dict[str, Any] | None) -> None:
+        """Replaces the optimizer's state of `name`; None: there is none yet."""
+        if state is None:
+            plain(self.optimizer.state).pop(self._masters[name], None)
+        else:
+            plain(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
         """The hyper-parameters as they are now."""

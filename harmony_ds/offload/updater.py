@@ -96,6 +96,13 @@ class Updater:
         work = self.timed()
         self._put(_FIRST, lambda: self._measure(names, work))
 
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits for its update, in the accumulation dtype; the tensor itself."""
+        found: Future[Tensor | None] = Future()
+        self._put(_FIRST, lambda: found.set_result(self._sum(name)))
+        self.wait_all()
+        return found.result()
+
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Queues the norms of gradients that are not delivered, because they are used where they are."""
         self._put(_FIRST, lambda: self._norms.update(read()))

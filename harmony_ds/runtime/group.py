@@ -196,6 +196,7 @@ class StepGroup:
         self._propagating = parts.propagating
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
+        self.propagated = False  # forward and backward are done, the updates are not
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -319,6 +320,23 @@ class StepGroup:
         Raises:
             BaseException: whatever was raised on the way.
         """
+        try:
+            if self.propagated:
+                assert clipping is not None
+                self._runner.after_norm(hyper, clipping)
+                return True
+            return self._run(self._runner.step, hyper, clipping)
+        finally:
+            for ticket in self._queue:
+                ticket.close()
+            self._queue.clear()
+
+    def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
+        """Forward and backward only, so that gradients can be looked at; `run` does the rest. Raises as `run`."""
+        self.propagated = self.propagated or self._run(self._runner.until_norm, hyper, clipping)
+        return self.propagated
+
+    def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None) -> bool:
         tickets = [t for t in self._queue if t.wanted or t.micro_batch.forwarded]
         if not tickets:
             return False
@@ -326,20 +344,17 @@ class StepGroup:
             ticket.micro_batch.objective = (
                 ticket.objective if not ticket.micro_batch.forwarded else lambda outputs: None
             )
-        try:
-            self._run_until_planned(tickets, hyper, clipping)
-        finally:
-            for ticket in self._queue:
-                ticket.close()
-            self._queue.clear()
+        self._run_until_planned(step, tickets, hyper, clipping)
         return True
 
-    def _run_until_planned(self, tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
+    def _run_until_planned(
+        self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
+    ) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
         retry = not any(m.forwarded for m in micro_batches)
         for _ in range(_ATTEMPTS):
             try:
-                return self._runner.step(micro_batches, hyper, clipping)
+                return step(micro_batches, hyper, clipping)
             except (OffPlanError, InputChangedError):
                 if not retry:
                     raise

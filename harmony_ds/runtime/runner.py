@@ -82,6 +82,7 @@ class Runner:
         self._tasks: dict[Group, Work] = {}
         self._sizes = WHOLE
         self._outgrown = False  # a step took more than planned
+        self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.executor = Executor(parts, graph.resident)
         self.measuring = Measuring(parts, self._layers, graph, settings.profile, settings.element.gradient)
         self.measuring.abandon = self.executor.abandon
@@ -328,6 +329,27 @@ class Runner:
                 self.executor.finish_step()
             self._check_peak(device.peak_bytes() - others)
 
+    def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
+        """Forward and backward of one optimizer step whose updates wait for the norm anyway; `after_norm` does the rest.
+
+        Raises: as `step`.
+        """
+        self.check_usable()
+        work = self._work(micro_batches)
+        split = next(place for place, task in enumerate(work.tasks) if task.kind is TaskKind.NORM)
+        with self._recovering(micro_batches):
+            self.executor.run(_part_of(work, slice(0, split)), hyper, clipping)
+        self._after_norm = _part_of(work, slice(split, None))
+
+    def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
+        """The updates of the step that `until_norm` began."""
+        self.check_usable()
+        work, self._after_norm = self._after_norm, None
+        assert work is not None
+        with self._recovering(list(work.micro_batches.values())):
+            self.executor.run(work, hyper, clipping)
+            self.executor.finish_step()
+
     def _check_peak(self, peak_bytes: int) -> None:
         """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
         assert self._plan is not None and self._costs is not None
@@ -410,6 +432,10 @@ class _Recovery:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._runner.recover(error, self._micro_batches)
+
+
+def _part_of(work: Work, part: slice) -> Work:
+    return replace(work, tasks=work.tasks[part], activation_bytes=work.activation_bytes[part])
 
 
 def held_deliveries(packing: Packing) -> int:

@@ -78,7 +78,7 @@ def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request)
     if request.pack_layers is not None:
         yield uniform_bounds(count, request.pack_layers), f"of {request.pack_layers} calls, as configured"
         return
-    for size in range(count, 0, -1):
+    for size in _sizes(count):
         yield uniform_bounds(count, size), f"of {size} calls"
     singles = packer.packs(tuple(range(count + 1)))
     times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
@@ -89,6 +89,15 @@ def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request)
             bounds = cuts.bounds(parts)
             if bounds is not None:
                 yield bounds, name
+
+
+def _sizes(count: int) -> list[int]:
+    """Calls in a pack, the most first: for each number of packs the fewest, and the most, with which there are as many."""
+    sizes: set[int] = set()
+    for parts in {-(-count // size) for size in range(1, count + 1)}:
+        sizes.add(-(-count // parts))
+        sizes.add(-(-count // (parts - 1)) - 1 if parts > 1 else count)
+    return sorted(sizes, reverse=True)
 
 
 def _ladder(count: int) -> list[int]:

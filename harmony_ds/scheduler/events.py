@@ -9,7 +9,7 @@ them runs at capacity / demand of its full speed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 _Demands = tuple[tuple[str, float], ...]
@@ -48,19 +48,22 @@ class Timeline:
         return max(self.end_ms, default=0.0)
 
 
-def run_jobs(jobs: Sequence[Job], capacities: Mapping[str, float] | None = None) -> Timeline:
+def run_jobs(
+    jobs: Sequence[Job], capacities: Mapping[str, float] | None = None, crowded: Collection[str] = ()
+) -> Timeline:
     """Lets `jobs` run.
 
     Args:
         jobs: in the order in which they are queued on their streams.
         capacities: of resources; one that is not named has no limit.
+        crowded: resources that have a limit only while several jobs use them: two together may do less than one alone.
 
     Raises:
         DeadlockError: some jobs can never begin.
     """
     limited = capacities or {}
     if limited and any(resource in limited for job in jobs for resource, _ in job.demands):
-        return _run_together(jobs, _predecessors(jobs), limited)
+        return _run_together(jobs, _predecessors(jobs), _Speeds(limited, crowded))
     if all(before < place for place, job in enumerate(jobs) for before in job.after):
         return _run_in_order(jobs)
     return _run_alone(jobs, _predecessors(jobs))
@@ -107,11 +110,10 @@ def _run_alone(jobs: Sequence[Job], waits_for: list[set[int]]) -> Timeline:
     return Timeline(tuple(begin), tuple(end))
 
 
-def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], capacities: Mapping[str, float]) -> Timeline:
+def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], speeds: _Speeds) -> Timeline:
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     left: dict[int, float] = {}  # running jobs, and the ms at full speed that each still takes
     ready = _Ready(waits_for)
-    speeds = _Speeds(capacities)
     now = 0.0
     while True:
         for place in ready.take():
@@ -134,8 +136,9 @@ def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], capacities: Ma
 class _Speeds:
     """Of running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
-    def __init__(self, capacities: Mapping[str, float]) -> None:
+    def __init__(self, capacities: Mapping[str, float], crowded: Collection[str]) -> None:
         self._capacities = capacities
+        self._crowded = crowded
         self._known: dict[tuple[_Demands, ...], list[float]] = {}
 
     def of(self, running: tuple[_Demands, ...]) -> list[float]:
@@ -154,7 +157,9 @@ class _Speeds:
                 (
                     self._capacities[resource] / drawn[resource]
                     for resource, demand in demands
-                    if demand > 0 and drawn[resource] > self._capacities.get(resource, drawn[resource])
+                    if demand > 0
+                    and drawn[resource] > self._capacities.get(resource, drawn[resource])
+                    and (drawn[resource] > demand or resource not in self._crowded)
                 ),
                 default=1.0,
             )

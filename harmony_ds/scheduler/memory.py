@@ -32,11 +32,26 @@ class MemoryProfile:
 
 def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
     """The bytes alive while each task runs."""
-    if any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks):
-        costs = _with_stash_on_host(packs, costs)
-    walk = _Walk(packs, costs)
-    rows = [walk.step(task) for task in tasks]
-    return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
+    return MemoryWalks(packs, costs).walk(tasks)
+
+
+class MemoryWalks:
+    """Walks of several task lists over the same packs."""
+
+    def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
+        self._packs = packs
+        self._costs = costs
+        self._known: dict[bool, tuple[CostTable, list[_PackCosts]]] = {}
+
+    def walk(self, tasks: tuple[Task, ...]) -> MemoryProfile:
+        """The bytes alive while each task runs."""
+        away = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
+        if away not in self._known:
+            costs = _with_stash_on_host(self._packs, self._costs) if away else self._costs
+            self._known[away] = costs, [_PackCosts(pack, costs) for pack in self._packs]
+        walk = _Walk(self._packs, *self._known[away])
+        rows = [walk.step(task) for task in tasks]
+        return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
 
 def _with_stash_on_host(packs: tuple[Pack, ...], costs: CostTable) -> CostTable:
@@ -176,9 +191,9 @@ def _stash_bytes(call: CallCost) -> int:
 
 
 class _Walk:
-    def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
+    def __init__(self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[_PackCosts]) -> None:
         self._costs = costs
-        self._packs = [_PackCosts(pack, costs) for pack in packs]
+        self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
         self._stash_before = list(accumulate(map(_stash_bytes, costs.costs), initial=0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import Request, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
-from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.plan import Packing, Policy
 
 _SHORT = 4
@@ -26,6 +26,7 @@ class Peaks:
         self._stash = [0]
         for cost in costs.costs:
             self._stash.append(self._stash[-1] + cost.stash_bytes)
+        self._walks: dict[int, tuple[Packing, MemoryWalks]] = {}  # by identity: a packing takes long to hash
         self._known: dict[tuple[Packing, Policy], int] = {}
 
     def of(self, packing: Packing, policy: Policy) -> int:
@@ -70,7 +71,9 @@ class Peaks:
     def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[Place, int]:
         """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
         tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
-        profile = walk_memory(packing.packs, tasks, self._costs)
+        if id(packing) not in self._walks:
+            self._walks[id(packing)] = packing, MemoryWalks(packing.packs, self._costs)
+        profile = self._walks[id(packing)][1].walk(tasks)
         held: dict[Place, int] = {}
         times: dict[Place, int] = {}
         for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from harmony_ds.scheduler.plan import Packing
 
 
@@ -11,11 +13,24 @@ def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
     wanted = list(packing.backward[-count:]) if count else []
+    if not wanted:
+        return ()
+    holders = _holders(packing)
     while True:
-        kept = [index for index in wanted if sharing(packing, index, wanted) is None]
+        kept = [index for index in wanted if holders[index].issubset(wanted)]
         if kept == wanted:
             return tuple(wanted)
         wanted = kept
+
+
+@lru_cache(maxsize=1)  # a search asks several times about one packing after the other
+def _holders(packing: Packing) -> dict[int, set[int]]:
+    """By pack: the packs that have one of its parameters."""
+    packs_of: dict[str, set[int]] = {}
+    for pack in packing.packs:
+        for name in pack.parameters:
+            packs_of.setdefault(name, set()).add(pack.index)
+    return {pack.index: set().union(*(packs_of[name] for name in pack.parameters)) for pack in packing.packs}
 
 
 def why_not_resident(packing: Packing, count: int | None) -> list[str]:

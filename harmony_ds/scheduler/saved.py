@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
@@ -10,7 +11,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
-from harmony_ds.scheduler.plan import Packing, Plan
+from harmony_ds.scheduler.plan import Pack, Packing, Plan
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
@@ -34,7 +35,8 @@ def adopt(
         _bounds(packing, packing.backward), _bounds(packing, packing.forward)
     )
     for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
-        if pack != now:
+        stays = pack.index in plan.policy.resident
+        if _compared(pack, stays) != _compared(now, stays):
             raise ConfigError(
                 f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "
                 f"bytes of weights and {pack.gradient_bytes:,} of gradients there, {now.weight_bytes:,} and "
@@ -56,6 +58,11 @@ def adopt(
             "harmony.device_memory_gib, or plan again."
         )
     return Choice(adopted, simulate(adopted, costs, machine), "as saved")
+
+
+def _compared(pack: Pack, resident: bool) -> Pack:
+    """What must be as it was: of a pack that does not stay on the device, not what it would take there."""
+    return pack if resident else replace(pack, resident_bytes=0, update_bytes=0)
 
 
 def _bounds(packing: Packing, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ packs stay on the device from forward to backward, and which from step to step; 
 
 The set of candidates does not depend on the budget, so a larger budget never gives a slower plan. Candidates are taken
 in the order of a lower bound of their time, and only those whose bound is below the best time found are simulated.
-Times are compared in steps of one thousandth, below which no prediction means anything; of equally fast plans the one
+Times are compared in steps of one hundredth, below which no prediction means anything; of equally fast plans the one
 that moves fewer bytes is taken, then the one with fewer packs. Nothing depends on chance.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph
@@ -28,8 +28,10 @@ from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 
-_QUANTUM = math.log1p(1e-3)
+_QUANTUM = math.log1p(1e-2)
 _SMALLEST = 50
+_PATIENCE = 24
+"""After so many simulated plans none of which was better, those with the least bounds have been seen."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -55,14 +57,14 @@ def search(
     peaks = Peaks(costs, request)
     bounds = TimeBounds(costs, machine, request)
     every = list(candidates(graph, costs, element, request, bounds))
-    for candidate in _by_bound(every, bounds):
-        if not found.wants(candidate):
+
+    def may_fit(candidate: Candidate) -> bool:
+        least = peaks.at_least(candidate.packing, candidate.policy)
+        return request.budget_bytes is None or least <= request.budget_bytes
+
+    for candidate in _by_bound(every, bounds, may_fit):
+        if not found.wants(candidate) or found.in_vain >= _PATIENCE:
             break
-        if (
-            request.budget_bytes is not None
-            and peaks.at_least(candidate.packing, candidate.policy) > request.budget_bytes
-        ):
-            continue
         peak = peaks.of(candidate.packing, candidate.policy)
         if request.budget_bytes is not None and peak > request.budget_bytes:
             continue
@@ -87,13 +89,19 @@ def _smallest(every: Iterable[Candidate], costs: CostTable, peaks: Peaks, reques
     return make_plan(smallest.packing, costs, request, smallest.policy)
 
 
-def _by_bound(every: Iterable[Candidate], bounds: TimeBounds) -> Iterator[Candidate]:
-    """Candidates in the order of their bounds; the tighter bound is computed when the looser one has come up."""
+def _by_bound(
+    every: Iterable[Candidate], bounds: TimeBounds, may_fit: Callable[[Candidate], bool]
+) -> Iterator[Candidate]:
+    """Candidates that may fit, in the order of their bounds; the tighter bound is computed when the looser one has
+    come up.
+    """
     heap = [(steps(c.bound_ms), c.swap_bytes, place, False, c) for place, c in enumerate(every)]
     heapq.heapify(heap)
     while heap:
         bound, nbytes, place, tight, candidate = heapq.heappop(heap)
         if not tight:
+            if not may_fit(candidate):
+                continue
             bound_ms = max(candidate.bound_ms, bounds.tighter(candidate.packing, candidate.policy))
             candidate = replace(candidate, bound_ms=bound_ms)
             if steps(bound_ms) > bound:
@@ -103,7 +111,7 @@ def _by_bound(every: Iterable[Candidate], bounds: TimeBounds) -> Iterator[Candid
 
 
 def steps(ms: float) -> int:
-    """A time in steps of one thousandth."""
+    """A time in steps of one hundredth."""
     return math.ceil(math.log(max(ms, 1e-9)) / _QUANTUM)
 
 
@@ -113,6 +121,8 @@ class _Found:
     def __init__(self, top: int) -> None:
         self._top = top
         self.choices: list[Choice] = []
+        self.in_vain = 0
+        """Plans that were added since the best one."""
 
     def wants(self, candidate: Candidate) -> bool:
         """Whether `candidate` could be the best, or fill the list with a plan that is not much slower."""
@@ -127,6 +137,8 @@ class _Found:
     def add(self, choice: Choice) -> None:
         if any(choice.plan.tasks == c.plan.tasks and choice.plan.packing == c.plan.packing for c in self.choices):
             return
+        better = not self.choices or _rank(choice) < _rank(self.choices[0])
+        self.in_vain = 0 if better else self.in_vain + 1
         self.choices.append(choice)
         self.choices.sort(key=_rank)
         del self.choices[self._top :]

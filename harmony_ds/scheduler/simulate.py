@@ -91,7 +91,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     """
     lowering = _Lowering(plan, costs, machine)
     ends = [lowering.step() for _ in range(_STEPS)]
-    timeline = run_jobs(lowering.jobs, _capacities(machine))
+    timeline = run_jobs(lowering.jobs, _capacities(machine), crowded=("cores",))
     finished = [
         max((timeline.end_ms[j] for j in range(first, last) if lowering.names[j][0] != UPDATE), default=0.0)
         for first, last in ends
@@ -133,8 +133,7 @@ def _capacities(machine: Machine) -> dict[str, float]:
     return {
         "link": machine.link_bytes_per_ms,
         "host memory": machine.host_bytes_per_ms,
-        # Two that run beside each other share it; one alone is never slowed down.
-        "cores": max(1.0, 2 * machine.beside_update),
+        "cores": 2 * machine.beside_update,
     }
 
 

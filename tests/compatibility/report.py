@@ -21,6 +21,7 @@ WHY = {
     "backward() returns a graph": "the value is detached, so that it keeps no graph alive",
     "type of get_global_grad_norm()": "a float; DeepSpeed's is a tensor under ZeRO and a float elsewhere",
     "losses after weights and states were set": "the weight follows its master at once, not after the next step",
+    "grad norm after gradients were set": "DeepSpeed's is that of the gradients before they were set",
     "learning rates of StepLR, stage 2": "torch's schedulers refuse DeepSpeed's wrapper, and take the optimizer itself",
     "initialize: a scheduler object with an optimizer to be made": "it would step another optimizer than the one made",
     "no_sync() with ZeRO stage 2": "one process has nothing to synchronize",
@@ -28,7 +29,7 @@ WHY = {
 }
 """Each row that differs, with its reason. A row that is not here is the same, or the test fails."""
 NOT_THERE = {
-    "safe_get_full_grad between backward and step": "gradients exist only inside step(), which runs the group",
+    "safe_get_full_grad in the middle of a group": "nothing has run yet; after the last micro-batch's backward it is there",
     "compile()": "layers are called with copies of their weights; compile functions inside them before initialize",
 }
 _HEAD = """# Compatibility with DeepSpeed 0.19.8

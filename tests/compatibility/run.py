@@ -25,7 +25,7 @@ def ask(engine: str) -> dict[str, Any]:
     """Every row's outcome under `engine`, in this process."""
     import torch
 
-    from tests.compatibility import scenes_config, scenes_engine, scenes_more
+    from tests.compatibility import scenes_checkpoint, scenes_config, scenes_engine, scenes_more
     from tests.compatibility.engines import Api
     from tests.compatibility.record import Script
 
@@ -38,12 +38,17 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_config.forms(api, script, folder)
         scenes_engine.start(api, script)
         scenes_engine.training(api, script)
+        scenes_engine.gradients(api, script)
         scenes_engine.schedules(api, script)
         scenes_engine.optimizers(api, script)
         scenes_more.half(api, script)
+        scenes_more.scales(api, script)
+        scenes_more.progress(api, script)
         scenes_more.sizes_and_contexts(api, script)
         scenes_more.data(api, script)
         scenes_more.monitors(api, script, folder)
+        (folder / "checkpoints").mkdir()
+        scenes_checkpoint.checkpoints(api, script, folder / "checkpoints")
     return script.rows
 
 

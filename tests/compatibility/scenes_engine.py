@@ -193,11 +193,32 @@ def states(api: Api, script: Script, engine: Any, model: Any) -> None:
     with api.package.zero.GatheredParameters(weight, enabled=False):
         pass
     script.row("losses after weights and states were set", lambda: train(engine, 1, first=6)[-1])
-    engine.backward(engine(*batches(1)[0]))
-    script.row("safe_get_full_grad between backward and step", lambda: api.utils.safe_get_full_grad(weight))
-    engine.set_gradient_accumulation_boundary(True)
-    engine.step()
-    engine.set_gradient_accumulation_boundary(None)
+
+
+def gradients(api: Api, script: Script) -> None:
+    """Between the backward of a group's last micro-batch and step()."""
+    model = net()
+    weight = model.first.weight
+    with api.engine(config(2, gradient_clipping=10.0), model=model) as engine:
+        first, second, third, fourth = batches(4)
+        engine.backward(engine(*first))
+        engine.step()
+        engine.backward(engine(*second))
+        for kind, helpers in (("deepspeed", api.helpers), ("its own", api.utils)):
+            script.row(f"{kind} safe_get_full_grad", lambda helpers=helpers: helpers.safe_get_full_grad(weight))
+            helpers.safe_set_full_grad(weight, torch.full_like(weight, 0.5))
+            script.row(f"{kind} safe_set_full_grad", lambda helpers=helpers: helpers.safe_get_full_grad(weight))
+        api.utils.safe_update_full_grad_vectorized([weight], lambda old, _: old * 0.5)
+        script.row("safe_update_full_grad_vectorized", lambda: api.utils.safe_get_full_grad(weight))
+        engine.step()
+        script.row("grad norm after gradients were set", lambda: float(engine.get_global_grad_norm()))
+        script.row("weights after gradients were set", lambda: weight.detach().float())
+        engine.backward(engine(*third))
+        script.row("safe_get_full_grad in the middle of a group", lambda: api.utils.safe_get_full_grad(weight))
+        engine.step()
+        engine.backward(engine(*fourth))
+        engine.step()
+        script.row("global_steps after gradients were set", lambda: engine.global_steps)
 
 
 def rates_while_training(api: Api, section: dict[str, Any], zero: dict[str, Any]) -> list[list[float]]:
@@ -217,6 +238,13 @@ def schedules(api: Api, script: Script) -> None:
     section = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
     script.row("learning rates of StepLR, stage 0", lambda: rates_while_training(api, section, {"stage": 0}))
     script.row("learning rates of StepLR, stage 2", lambda: rates_while_training(api, section, OFFLOAD))
+    section = {"type": "OneCycle", "params": {**SCHEDULES["OneCycle"], "cycle_min_mom": 0.8, "cycle_max_mom": 0.95}}
+    with api.engine(config(1, scheduler=section)) as engine:
+        momenta = []
+        for step in range(4):
+            train(engine, 1, first=step)
+            momenta.append(engine.get_mom())
+        script.row("get_mom() with OneCycle", lambda: momenta)
     made = config(1)
     with api.engine(
         made, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,60 @@ def half(api: Api, script: Script) -> None:
         engine.step()
         script.row("bf16: a step with NaN is skipped", lambda: [engine.was_step_applied(), engine.skipped_steps])
         script.row("bf16: losses go on", lambda: about(train(engine, 2)))
+
+
+def scales(api: Api, script: Script) -> None:
+    """The loss scale's rules, step by step, over steps that overflow and steps that do not."""
+    for name, more in (
+        ("hysteresis 3", {"hysteresis": 3}),
+        ("consecutive_hysteresis", {"hysteresis": 2, "consecutive_hysteresis": True}),
+        ("loss_scale_window 2", {"loss_scale_window": 2, "hysteresis": 1}),
+        ("min_loss_scale 64", {"hysteresis": 1, "min_loss_scale": 64}),
+    ):
+        fp16 = {"enabled": True, "initial_scale_power": 8, **more}
+        with api.engine(config(1, fp16=fp16)) as engine:
+            seen = []
+            for good in (True, False, True, False, True, True, True):
+                inputs, targets = batches(1)[0]
+                engine.backward(engine(inputs, targets if good else targets * float("inf")))
+                engine.step()
+                seen.append([engine.optimizer.cur_scale, engine.was_step_applied(), engine.skipped_steps])
+            script.row(f"fp16: scale, applied, skipped with {name}", lambda seen=seen: seen)
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    with api.engine(config(1, fp16=fp16)) as engine:
+
+        def overflow() -> None:
+            for _ in range(3):
+                inputs, targets = batches(1)[0]
+                engine.backward(engine(inputs, targets * float("inf")))
+                engine.step()
+
+        script.row("fp16: overflow at the smallest scale", overflow, "Current loss scale already at minimum")
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record.getMessage())
+
+
+def progress(api: Api, script: Script) -> None:
+    logger = logging.getLogger("DeepSpeed" if api.is_deepspeed else "harmony_ds.progress")
+    lines, level = Lines(), logger.level
+    plain = {"type": "AdamW", "params": {"lr": 1e-2}}  # betas in a file are a list there, and a tuple here
+    with api.engine(config(2, steps_per_print=2, optimizer=plain)) as engine:
+        logger.addHandler(lines)
+        logger.setLevel(logging.INFO)
+        train(engine, 4)
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+    said = [line.split("] ")[-1] for line in lines.kept if "step=" in line and "skipped=" in line]
+    script.row("steps_per_print: lines", lambda: said)
 
 
 def sizes_and_contexts(api: Api, script: Script) -> None:
@@ -127,7 +182,7 @@ def entered(context: Any) -> bool:
 def data(api: Api, script: Script) -> None:
     dataset = TensorDataset(torch.arange(7.0).view(7, 1), torch.arange(7.0))
     engine, _, loader, _ = api.start(config(2), training_data=dataset)
-    script.row("training_data: the loader", lambda: type(loader).__name__)
+    script.row("training_data: the loader", lambda: [len(next(iter(loader))), loader.batch_size])
     script.row("training_data: engine.training_dataloader is it", lambda: engine.training_dataloader is loader)
     script.row("training_data: number of batches", lambda: len(loader))
     script.row("training_data: attributes", lambda: [loader.batch_size, loader.dataloader_drop_last])

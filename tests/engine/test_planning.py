@@ -32,9 +32,13 @@ def train(clip: float = 1.0, optimizer: bool = True, **harmony: Any) -> tuple[An
             "harmony": {"device": "cpu", "seed": 0, **harmony},
         },
     )
-    for step in range(STEPS):
-        engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
-    engine.finish_updates()
+    try:
+        for step in range(STEPS):
+            engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
+        engine.finish_updates()
+    except BaseException:
+        engine.destroy()
+        raise
     return engine, model
 
 
@@ -161,3 +165,16 @@ def test_a_plan_in_json_is_the_same_plan() -> None:
     engine.destroy()
 
     assert Plan.from_json(engine.plan.to_json()) == engine.plan
+
+
+def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(tmp_path: Path) -> None:
+    engine, reference = train(device_memory_gib=1.0, residency="auto")
+    engine.destroy()
+    plan = next(choice.plan for choice in engine._runner.choices if not choice.plan.policy.resident)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    engine, model = train(device_memory_gib=1.0, plan=str(path))
+    assert engine.plan is not None
+    assert engine.plan.policy == plan.policy
+    engine.destroy()
+    assert_same(model, reference, bitwise=True)

@@ -1,0 +1,1 @@
+"""DeepSpeed's layouts: read as a `Snapshot`, and written from one."""

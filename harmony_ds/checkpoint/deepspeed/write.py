@@ -1,0 +1,308 @@
+"""Checkpoints that DeepSpeed goes on from: ZeRO-2, ZeRO-3 (one process), and universal.
+
+Weights are not copied. The two ZeRO layouts keep all parameters of a group in one vector, so that writing them takes
+host memory for fp32 values and optimizer state once more; the universal layout is written parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.checkpoint.deepspeed.zero_read import OWNED
+from harmony_ds.checkpoint.folders import making, point_latest
+from harmony_ds.checkpoint.pickled_tensors import alone
+from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Snapshot, Source, listed
+from harmony_ds.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
+_ALIGNMENT = 2  # ZeRO-2 pads its vectors to this many elements per process
+
+
+class DeepSpeedLayout(str, Enum):
+    """What DeepSpeed reads: with the same ZeRO stage, or (universal) with any."""
+
+    ZERO2 = "deepspeed-zero2"
+    ZERO3 = "deepspeed-zero3"
+    UNIVERSAL = "universal"
+
+
+def to_deepspeed(
+    snapshot: Snapshot, save_dir: Path, tag: str, layout: DeepSpeedLayout, sub_group_size: int = 1_000_000_000
+) -> Path:
+    """Writes `snapshot` as `save_dir`/`tag` for DeepSpeed, and points `latest` to it.
+
+    Args:
+        sub_group_size: of the ds_config that DeepSpeed will go on with; matters for ZeRO-3.
+
+    Raises:
+        CheckpointError: there is something that DeepSpeed's layout has no place for, or it cannot be written there.
+    """
+    optimizer = _checked(snapshot)
+    target = save_dir / tag
+    try:
+        with making(target) as folder:
+            if layout is DeepSpeedLayout.UNIVERSAL:
+                _write_universal(snapshot, optimizer, folder)
+            else:
+                _write_zero(snapshot, optimizer, folder, layout is DeepSpeedLayout.ZERO3, sub_group_size)
+        universal = layout is DeepSpeedLayout.UNIVERSAL
+        point_latest(save_dir, tag, "latest_universal" if universal else "latest")
+        if not universal:
+            _add_recovery_script(save_dir)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+    return target
+
+
+def _checked(snapshot: Snapshot) -> OptimizerState:
+    optimizer = snapshot.optimizer
+    if optimizer is None:
+        raise CheckpointError(f"a checkpoint of {snapshot.origin} without optimizer cannot become one of DeepSpeed.")
+    if clashes := sorted(OWNED & snapshot.client_state.keys()):
+        raise CheckpointError(f"the client state has {listed(clashes)}, which are DeepSpeed's own keys.")
+    for name, state in optimizer.states.items():
+        shape = snapshot.parameters[name].shape
+        for key, value in state.items():
+            if key != "step" and (not isinstance(value, Source) or value.shape != shape):
+                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Source) else repr(value)
+                raise CheckpointError(
+                    f"{key} of {name} is {what}: DeepSpeed's layouts keep states of the parameter's shape "
+                    f"({list(shape)}) and a step, so the state of {optimizer.kind} has no place there."
+                )
+    return optimizer
+
+
+# ---- what all layouts have
+
+
+def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], stage3: bool) -> dict[str, Any]:
+    """A model_states file; ZeRO-3's has no weights, but for frozen ones."""
+    shapes = [OrderedDict((n, torch.Size(snapshot.parameters[n].shape)) for n in names) for names in vectors]
+    weights = {name: alone(source.read()) for name, source in snapshot.parameters.items()}
+    fragments = OrderedDict((name, weights[name]) for name in snapshot.frozen if name in weights)
+    if stage3:
+        fragments = OrderedDict((name, value.reshape(-1)) for name, value in fragments.items())
+    module = OrderedDict((name, torch.empty(0, dtype=w.dtype) if stage3 else w) for name, w in weights.items())
+    module.update((other, module[first]) for other, first in snapshot.tied.items())
+    module.update((name, alone(source.read())) for name, source in snapshot.buffers.items())
+    progress = snapshot.progress
+    return {
+        "module": module,
+        "buffer_names": list(snapshot.buffers),
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": OrderedDict((n, torch.Size(snapshot.parameters[n].shape)) for n in fragments),
+        "shared_params": dict(snapshot.tied),
+        "frozen_param_fragments": fragments,
+        "lr_scheduler": None if snapshot.scheduler is None else snapshot.scheduler.state,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": progress.skipped_steps,
+        "global_steps": progress.global_steps,
+        "global_samples": progress.global_samples,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {},
+        "ds_version": _version(),
+        **snapshot.client_state,
+    }
+
+
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)
+
+
+def _loss_scaler(snapshot: Snapshot) -> dict[str, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    state = snapshot.progress.loss_scaler
+    if state is None:
+        return {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
+    rules = state["settings"]
+    scaler = DynamicLossScaler(
+        init_scale=state["scale"],
+        scale_window=rules["loss_scale_window"],
+        min_scale=rules["min_loss_scale"],
+        delayed_shift=rules["hysteresis"],
+        consecutive_hysteresis=rules["consecutive_hysteresis"],
+    )
+    scaler.cur_iter = state["step"]
+    scaler.last_overflow_iter = state["last_overflow"]
+    scaler.cur_hysteresis = state["hysteresis"]
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False}
+
+
+def _param_groups(optimizer: OptimizerState, vectors_of: list[list[int]]) -> list[dict[str, Any]]:
+    """Hyper-parameters, those that only DeepSpeed's or only torch's Adam has included."""
+    adam: dict[str, Any] = {
+        "bias_correction": True,
+        "amsgrad": False,
+        "decoupled_weight_decay": True,
+        "maximize": False,
+    }
+    adam |= {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+    defaults = adam if "Adam" in optimizer.kind else {}
+    groups = zip(optimizer.groups, vectors_of, strict=True)
+    return [{**defaults, **group.values, "params": vectors} for group, vectors in groups]
+
+
+def _step_of(optimizer: OptimizerState, names: Iterable[str]) -> Any:
+    """DeepSpeed counts once for all of `names`."""
+    found = {name: optimizer.states[name]["step"] for name in names if "step" in optimizer.states.get(name, {})}
+    if not found:
+        return None
+    steps = {name: value.read() if isinstance(value, Source) else value for name, value in found.items()}
+    most = max(steps.values(), key=float)
+    behind = [name for name, step in steps.items() if float(step) != float(most)]
+    if behind:
+        _logger.warning("DeepSpeed counts steps once for a group: %s had fewer than %g", listed(behind), float(most))
+    return most.clone() if isinstance(most, Tensor) else most
+
+
+# ---- ZeRO-2 and ZeRO-3
+
+
+def _write_zero(snapshot: Snapshot, optimizer: OptimizerState, folder: Path, stage3: bool, sub_group_size: int) -> None:
+    vectors: list[tuple[str, ...]] = []
+    vectors_of: list[list[int]] = []
+    for group in optimizer.groups:
+        cut = _sub_groups(snapshot, group, sub_group_size) if stage3 else [group.parameters]
+        vectors_of.append(list(range(len(vectors), len(vectors) + len(cut))))
+        vectors += cut
+    alignment = 1 if stage3 else _ALIGNMENT
+    flat = [_flat({name: snapshot.fp32(name) for name in names}, 1) for names in vectors]
+    state = {
+        index: found
+        for index, names in enumerate(vectors)
+        if (found := _flat_state(snapshot, optimizer, names, alignment))
+    }
+    base = {"state": state, "param_groups": _param_groups(optimizer, vectors_of)}
+    own = _zero3_states(flat, base) if stage3 else _zero2_states(vectors, flat, base)
+    states = {**_loss_scaler(snapshot), **own, "ds_version": _version()}
+    prefix = "zero_pp_rank_0_" if stage3 else ""
+    half = any(source.dtype == torch.bfloat16 for source in snapshot.parameters.values())
+    torch.save(_model_states(snapshot, vectors, stage3), folder / f"{prefix}mp_rank_00_model_states.pt")
+    torch.save(
+        {"optimizer_state_dict": states, "ds_config": {}, "ds_version": _version()},
+        folder / f"{'bf16_' if half else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+
+
+def _sub_groups(snapshot: Snapshot, group: Group, most: int) -> list[tuple[str, ...]]:
+    """As ZeRO-3 cuts a parameter group: a part is closed by the parameter that makes it large enough."""
+    parts: list[list[str]] = [[]]
+    count = 0
+    for name in group.parameters:
+        if count >= most:
+            parts.append([])
+            count = 0
+        parts[-1].append(name)
+        count += snapshot.parameters[name].numel
+    return [tuple(part) for part in parts]
+
+
+def _flat(sources: dict[str, Source], alignment: int) -> Tensor:
+    numel = sum(source.numel for source in sources.values())
+    vector = torch.zeros(-(-numel // alignment) * alignment)
+    offset = 0
+    for source in sources.values():
+        vector[offset : offset + source.numel].copy_(source.read().reshape(-1))
+        offset += source.numel
+    return vector
+
+
+def _flat_state(
+    snapshot: Snapshot, optimizer: OptimizerState, names: tuple[str, ...], alignment: int
+) -> dict[str, Any]:
+    known = [optimizer.states[name] for name in names if name in optimizer.states]
+    keys = list(dict.fromkeys(key for state in known for key in state))
+    found: dict[str, Any] = {}
+    for key in keys:
+        if key == "step":
+            found[key] = _step_of(optimizer, names)
+            continue
+        sources: dict[str, Source] = {}
+        for name in names:
+            nothing = Source.of(torch.zeros(()).expand(snapshot.parameters[name].shape))
+            sources[name] = optimizer.states.get(name, {}).get(key, nothing)
+        found[key] = _flat(sources, alignment)
+    return found
+
+
+def _zero2_states(vectors: list[tuple[str, ...]], flat: list[Tensor], base: dict[str, Any]) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return {
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": flat,
+        "zero_stage": ZeroStageEnum.gradients,
+        "group_paddings": [-vector.numel() % _ALIGNMENT for vector in flat],
+        "param_alignment_paddings": [[0] * len(names) for names in vectors],
+        "partition_count": [1] * len(vectors),
+    }
+
+
+def _zero3_states(flat: list[Tensor], base: dict[str, Any]) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return {
+        "zero_stage": ZeroStageEnum.weights,
+        "partition_count": 1,
+        "optimizer_state_dict": base,
+        "fp32_flat_groups": flat,
+    }
+
+
+def _add_recovery_script(save_dir: Path) -> None:
+    """The script that DeepSpeed puts beside its checkpoints."""
+    from deepspeed.utils import zero_to_fp32
+
+    shutil.copyfile(str(zero_to_fp32.__file__), save_dir / "zero_to_fp32.py")
+
+
+# ---- universal
+
+
+def _write_universal(snapshot: Snapshot, optimizer: OptimizerState, folder: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    vectors = [group.parameters for group in optimizer.groups]
+    for name in snapshot.parameters:
+        own = folder / "zero" / name
+        own.mkdir(parents=True)
+        tensors = {"fp32": snapshot.fp32(name), **optimizer.states.get(name, {})}
+        for key, source in tensors.items():
+            if key != "step" and isinstance(source, Source):
+                torch.save({"cat_dim": 0, "param": alone(source.read().float())}, own / f"{key}.pt")
+        if (step := _step_of(optimizer, [name])) is not None:
+            torch.save(step, own / "step.pt")
+    groups = _param_groups(optimizer, [[index] for index in range(len(vectors))])
+    step = _step_of(optimizer, optimizer.names)
+    common = {
+        **_loss_scaler(snapshot),
+        "zero_stage": ZeroStageEnum.gradients,
+        "partition_count": [1] * len(vectors),
+        "ds_version": _version(),
+        "param_groups": groups,
+        # ZeRO-3 looks for these two in here
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+    }
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    states = {
+        **_model_states(snapshot, vectors, False),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+    }
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    torch.save({**states, "module": OrderedDict()}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -1,0 +1,85 @@
+"""Weights alone, for whoever loads models: safetensors as `from_pretrained` reads them, or one file of `torch.save`."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from harmony_ds.checkpoint.folders import sync_folder
+from harmony_ds.checkpoint.pickled_tensors import alone
+from harmony_ds.checkpoint.snapshot import Snapshot, Source
+from harmony_ds.checkpoint.tensor_files import write_bytes, write_tensors
+from harmony_ds.errors import CheckpointError
+
+_SHARD_BYTES = 5_000_000_000
+
+
+def export_weights(snapshot: Snapshot, folder: Path, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
+    """Writes model.safetensors into `folder`, or shards and their index. Tied weights are there once.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    shards: list[dict[str, Source]] = [{}]
+    for name, source in {**snapshot.parameters, **snapshot.buffers}.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + source.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = source
+    if len(shards) == 1:
+        return [_replaced(folder / "model.safetensors", shards[0])]
+    names = [f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)]
+    paths = [_replaced(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
+    index = {
+        "metadata": {"total_size": sum(source.nbytes for shard in shards for source in shard.values())},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    return [*paths, _replaced(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode())]
+
+
+def save_16bit(snapshot: Snapshot, path: Path) -> None:
+    """Writes one file with the weights: safetensors by its suffix, else a state dict by `torch.save`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    sources = {**snapshot.parameters, **snapshot.buffers}
+    if path.suffix == ".safetensors":
+        _replaced(path, sources)
+        return
+    values = {name: alone(source.read()) for name, source in sources.items()}
+    _replaced(path, {**values, **{name: values[first] for name, first in snapshot.tied.items() if first in values}})
+
+
+def _replaced(path: Path, content: Mapping[str, Source] | Mapping[str, torch.Tensor] | bytes) -> Path:
+    """A file that is the old one or the whole new one at every moment."""
+    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(fresh, content)
+        os.replace(fresh, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        if fresh.parent.is_dir():
+            fresh.unlink(missing_ok=True)
+    return path
+
+
+def _write(path: Path, content: Mapping[str, Source] | Mapping[str, torch.Tensor] | bytes) -> None:
+    if isinstance(content, bytes):
+        write_bytes(path, content)
+        return
+    sources = {name: value for name, value in content.items() if isinstance(value, Source)}
+    if len(sources) == len(content):
+        write_tensors(path, sources)
+        return
+    with path.open("xb") as file:
+        torch.save(dict(content), file)
+        file.flush()
+        os.fsync(file.fileno())

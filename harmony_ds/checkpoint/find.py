@@ -1,0 +1,82 @@
+"""Which folder is meant, and which layout it has."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from harmony_ds.checkpoint import layout
+from harmony_ds.checkpoint.deepspeed.universal_read import is_universal, read_universal
+from harmony_ds.checkpoint.deepspeed.zero_read import is_deepspeeds, read_zero
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST
+from harmony_ds.checkpoint.snapshot import Snapshot, listed
+from harmony_ds.errors import CheckpointError
+
+_LATEST_UNIVERSAL = "latest_universal"
+_logger = logging.getLogger(__name__)
+
+
+_LAYOUTS = (
+    (layout.is_ours, layout.read),
+    (is_universal, read_universal),
+    (is_deepspeeds, read_zero),
+)
+
+
+def recognized(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself."""
+    return any(fits(folder) for fits, _ in _LAYOUTS)
+
+
+def find(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of `tag`, or of what `latest` names; None, with a warning, where there is no `latest`.
+
+    Raises:
+        CheckpointError: that folder does not exist.
+    """
+    latest = load_dir / LATEST
+    universal = load_dir / _LATEST_UNIVERSAL
+    if tag is None:
+        latest = latest if latest.is_file() or not universal.is_file() else universal
+        if not latest.is_file():
+            _logger.warning(
+                "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists or "
+                "pass an explicit checkpoint tag when loading a checkpoint.",
+                latest,
+            )
+            return None
+        tag = _tag_in(latest)
+    folder = load_dir / str(tag)
+    if not folder.is_dir():
+        there = sorted(child.name for child in load_dir.glob("*/") if not child.name.startswith("."))
+        raise CheckpointError(
+            f"there is no checkpoint {folder}; {load_dir} holds {listed(there) if there else 'no folder at all'}."
+        )
+    return folder
+
+
+def _tag_in(latest: Path) -> str:
+    text = latest.read_bytes()[:4096]
+    try:
+        tag = text.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or not tag.isprintable():
+        raise CheckpointError(f"{latest} names no tag: it must hold one line of text, not {text[:20]!r}.")
+    return tag
+
+
+def read_any(folder: Path) -> Snapshot:
+    """The checkpoint in a tag's folder, of any layout that is known.
+
+    Raises:
+        CheckpointError: it is of none, or torn.
+    """
+    for fits, read in _LAYOUTS:
+        if fits(folder):
+            return read(folder)
+    holds = sorted(child.name for child in folder.iterdir())
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it holds {listed(holds) if holds else 'nothing'}, neither {MANIFEST} of "
+        "harmony_ds nor the *_model_states.pt of DeepSpeed. A save that was killed leaves such a folder."
+    )

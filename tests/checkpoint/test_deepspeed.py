@@ -1,0 +1,262 @@
+"""A run moves from DeepSpeed to harmony_ds and back, with its optimizer; both of their engines are the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import harmony_ds
+from harmony_ds import CheckpointError, HarmonyEngine
+from harmony_ds.checkpoint import Layout, convert, read_any
+from harmony_ds.checkpoint.deepspeed.flat import Parts, split_each, split_in_order
+from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
+from tests.checkpoint import deepspeed_side as side
+from tests.checkpoint.runs import data_folder, scrambled
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_deepspeed(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What DeepSpeed's engine says to `jobs`."""
+    command = [sys.executable, str(ROOT / "tests/checkpoint/deepspeed_side.py"), json.dumps(jobs)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line[3:]) for line in run.stdout.splitlines() if line.startswith("JOB")]
+
+
+@contextmanager
+def engine_of(precision: str = "fp32", optimizer: str = "torch") -> Iterator[HarmonyEngine]:
+    model = scrambled(side.Net())
+    config = {**side.config(2, precision, optimizer=optimizer), "harmony": {"device": "cpu"}}
+    engine, *_ = harmony_ds.initialize(model=model, model_parameters=side.groups(model), config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Checkpoints of DeepSpeed after three steps, and what DeepSpeed made of the next three."""
+
+    folder: Path
+    expected: dict[str, dict[str, Any]]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2 bf16": {"stage": 2, "precision": "bf16"},
+    "zero2 fp16": {"stage": 2, "precision": "fp16"},
+    "zero3 offload": {"stage": 3, "optimizer": "cpu"},
+}
+UNIVERSAL = {"universal of zero2": "zero2", "universal of zero3": "zero3"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    jobs = [{**run, "steps": [0, 3], "save": str(folder / name), "then": [3, 6]} for name, run in RUNS.items()]
+    converted = [
+        {"universal_of": str(folder / of / "global_step3"), "into": str(folder / name / "global_step3")}
+        for name, of in UNIVERSAL.items()
+    ]
+    found = in_deepspeed(jobs + converted)
+    expected = dict(zip(RUNS, found, strict=True))
+    return Case(folder, expected | {name: expected[of] for name, of in UNIVERSAL.items()})
+
+
+@pytest.mark.timeout(600)  # DeepSpeed compiles what it communicates with at its first use on a machine
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3 offload", *UNIVERSAL])
+def test_harmony_goes_on_from_deepspeed(name: str, saved: Case) -> None:
+    with engine_of(optimizer=RUNS.get(name, {}).get("optimizer", "torch")) as engine:
+        folder, client_state = engine.load_checkpoint(saved.folder / name)
+        assert Path(str(folder)).name == "global_step3"
+        assert client_state == {"epoch": 3}
+        assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (3, 12, 6)
+        assert engine.get_lr() == saved.expected[name]["lr"]
+        losses = side.train(engine, 3, 6)
+    assert losses == pytest.approx(saved.expected[name]["then"], rel=1e-6)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_and_the_loss_scale_come_over_exactly(precision: str, saved: Case) -> None:
+    name = f"zero2 {precision}"
+    with engine_of(precision) as engine:
+        engine.load_checkpoint(saved.folder / name)
+        snapshot = read_any(saved.folder / name / "global_step3")
+        for parameter, master in engine._assembly.store.masters.items():
+            assert torch.equal(master, snapshot.masters[parameter].read())
+            assert torch.equal(engine._assembly.store.parameters[parameter], snapshot.parameters[parameter].read())
+        assert engine.skipped_steps == saved.expected[name]["skipped_steps"]
+        if precision == "fp16":
+            assert scaler_of(engine) == saved.expected[name]["saved_scaler"]
+            assert engine.cur_scale < 2**18
+        losses = side.train(engine, 3, 6)
+    assert losses == pytest.approx(saved.expected[name]["then"], rel=0.02)
+
+
+def scaler_of(engine: HarmonyEngine) -> list[float]:
+    state = engine._scaler.state_dict()
+    assert state is not None
+    return [float(state[name]) for name in ("scale", "step", "last_overflow", "hysteresis")]
+
+
+@pytest.mark.timeout(600)
+def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
+    """DeepSpeed trains steps 0 to 2, harmony_ds 3, and DeepSpeed 4 and 5."""
+    scalers = {}
+    for name in ("zero2", "zero2 fp16", "zero3 offload"):
+        precision, optimizer = RUNS[name].get("precision", "fp32"), RUNS[name].get("optimizer", "torch")
+        with engine_of(precision, optimizer) as engine:
+            engine.load_checkpoint(saved.folder / name)
+            side.train(engine, 3, 4)
+            scalers[name] = scaler_of(engine) if precision == "fp16" else [1.0, 0.0, 0.0, 0.0]
+            engine.save_checkpoint(tmp_path / name, client_state={"epoch": 4})
+    moves = [
+        ("zero2", Layout.ZERO2, {"stage": 2}),
+        ("zero2", Layout.ZERO3, {"stage": 3}),
+        # DeepSpeed restores neither frozen weights nor buffers from a universal checkpoint
+        ("zero2", Layout.UNIVERSAL, {"stage": 2, "universal": True, "scramble": False}),
+        ("zero2 fp16", Layout.ZERO2, {"stage": 2, "precision": "fp16"}),
+        ("zero3 offload", Layout.ZERO2, {"stage": 2, "optimizer": "cpu"}),
+    ]
+    jobs = []
+    for name, layout, job in moves:
+        target = tmp_path / f"{name} as {layout.value}"
+        convert(tmp_path / name, target, layout)
+        jobs.append({"scramble": True, "load": str(target), "steps": [4, 6], **job})
+
+    for (name, _, job), found in zip(moves, in_deepspeed(jobs), strict=True):
+        assert (found["epoch"], found["global_steps"], found["scaler"]) == (4, 4, scalers[name])
+        expected = saved.expected[name]["then"][2:]
+        assert found["losses"] == pytest.approx(expected, rel=0.02 if "precision" in job else 1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_what_is_written_for_deepspeed_is_read_back_and_by_zero_to_fp32(saved: Case, tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    convert(saved.folder / "zero2 bf16", tmp_path / "harmony", Layout.HARMONY)
+    source = read_any(tmp_path / "harmony" / "global_step3")
+    for layout in (Layout.ZERO2, Layout.ZERO3, Layout.UNIVERSAL):
+        written = convert(tmp_path / "harmony", tmp_path / layout.value, layout, sub_group_size=100)
+        again = read_any(written)
+        assert again.optimizer is not None and source.optimizer is not None
+        assert [g.parameters for g in again.optimizer.groups] == [g.parameters for g in source.optimizer.groups]
+        for name in source.masters:
+            assert torch.equal(again.masters[name].read(), source.masters[name].read())
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(again.optimizer.states[name][key].read(), source.optimizer.states[name][key].read())
+        assert again.tied == {"head.weight": "embed.weight"}
+        assert set(again.frozen) == {"frozen.weight", "frozen.bias"}
+        assert torch.equal(again.parameters["frozen.weight"].read(), source.parameters["frozen.weight"].read())
+    for layout in (Layout.ZERO2, Layout.ZERO3):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / layout.value))
+        assert weights.keys() == side.Net().state_dict().keys()
+        for name in source.masters:
+            assert torch.equal(weights[name], source.masters[name].read())
+        assert (tmp_path / layout.value / "zero_to_fp32.py").exists()
+
+
+# ---- several processes, by construction
+
+
+def test_vectors_that_processes_share_are_put_together() -> None:
+    shapes = {"a": (2, 3), "b": (5,), "c": ()}
+    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(10.0, 15.0), "c": torch.tensor(20.0)}
+    flat = torch.cat([v.reshape(-1) for v in values.values()])
+    for count in (1, 2, 3, 5):
+        share = -(-flat.numel() // count)
+        parts = Parts(tuple(flat.split(share)))
+        assert_values(split_in_order(shapes, None, parts, "x"), values)
+        padded = {n: torch.cat([v.reshape(-1), torch.zeros(-v.numel() % count)]) for n, v in values.items()}
+        ranks = [torch.cat([v.chunk(count)[rank] for v in padded.values()]) for rank in range(count)]
+        assert_values(split_each(shapes, Parts(tuple(ranks)), "x"), values)
+    spaced = torch.cat([flat[:6], torch.zeros(2), flat[6:11], torch.zeros(3), flat[11:]])
+    assert_values(split_in_order(shapes, [2, 3, 0], Parts((spaced,)), "x"), values)
+    with pytest.raises(CheckpointError, match="the x of b has 3 elements instead of 5"):
+        split_in_order(shapes, None, Parts((flat[:9],)), "x")
+
+
+def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == values.keys()
+    for name, source in found.items():
+        assert torch.equal(source.read(), values[name])
+
+
+# ---- refusals
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def test_pickles_are_never_executed(tmp_path: Path) -> None:
+    torch.save({"module": {}, "x": Bomb()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"holds an object of _pytest.outcomes._Fail, which is not executed here"):
+        load_pickle(tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(b"PK no archive")
+    with pytest.raises(CheckpointError, match=r"b.pt is no whole file of torch.save"):
+        load_pickle(tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match=r"c.pt is missing"):
+        load_pickle(tmp_path / "c.pt")
+
+
+@pytest.mark.timeout(600)
+def test_torn_and_foreign_checkpoints_of_deepspeed_are_refused(saved: Case, tmp_path: Path) -> None:
+    tag = tmp_path / "global_step3"
+    shutil.copytree(saved.folder / "zero2" / "global_step3", tag)
+    optim = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with optim.open("r+b") as file:
+        file.truncate(2000)
+    with engine_of() as engine:
+        with pytest.raises(CheckpointError, match=r"optim_states.pt is no whole file of torch.save"):
+            engine.load_checkpoint(tmp_path, tag="global_step3")
+        shutil.copy(saved.folder / "zero2" / "global_step3" / optim.name, optim)
+        shutil.copy(optim, tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        with pytest.raises(CheckpointError, match=r"saved by 1 processes and holds the \*_optim_states.pt of 2"):
+            engine.load_checkpoint(tmp_path, tag="global_step3")
+        shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+        with pytest.raises(CheckpointError, match=r"model-parallel or expert-parallel processes \(mp_rank_01"):
+            engine.load_checkpoint(tmp_path, tag="global_step3")
+        with pytest.raises(CheckpointError, match="holds a checkpoint of DeepSpeed"):
+            engine.save_checkpoint(tmp_path, tag="global_step3")
+
+
+def test_what_deepspeed_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    model = side.Net()
+    config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
+    optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad])
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
+    engine.train_batch(iter([side.batch(0)]))
+    engine.save_checkpoint(tmp_path / "a", client_state={"module": 1})
+    engine.save_checkpoint(tmp_path / "b")
+    engine.destroy()
+    with pytest.raises(CheckpointError, match=r"client state has module, which are DeepSpeed's own keys"):
+        convert(tmp_path / "a", tmp_path / "c", Layout.ZERO2)
+    with pytest.raises(CheckpointError, match=r"mu_product of embed.weight is a tensor of shape \[\]"):
+        convert(tmp_path / "b", tmp_path / "c", Layout.ZERO2)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(CheckpointError, match=r"exists already: choose another folder"):
+        convert(tmp_path / "b", tmp_path / "b", Layout.HARMONY)
+    with pytest.raises(CheckpointError, match=r"there is no folder"):
+        convert(tmp_path / "nothing", tmp_path / "c", Layout.HF)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no file `latest` that names one: give a tag"):
+        convert(tmp_path / "empty", tmp_path / "c", Layout.HF)
+    assert data_folder(tmp_path / "b").is_dir()

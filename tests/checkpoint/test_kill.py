@@ -1,0 +1,182 @@
+"""Runs that are killed, on disks that fill up. `benchmarks/kill/run.py --kills 200` does more of the former."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harmony_ds import CheckpointError
+from harmony_ds.checkpoint import folders, tensor_files
+from tests.checkpoint.runs import Setup, assert_equal, engine_of, state_of, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment_on(tmp_path: Path) -> dict[str, str]:
+    """For a process that kills others: it need not wait for a disk, since a kill takes no page that was written."""
+    memory = Path("/dev/shm")
+    scratch = memory if os.access(memory, os.W_OK) else tmp_path
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+
+
+def test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/kill/run.py"), "--kills", "8", "--seed", "5"]
+    environment = environment_on(tmp_path)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.startswith("8 kills, ")
+    assert "0 of them during a save" not in run.stdout
+
+
+def test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/kill/sweep.py")]
+    environment = environment_on(tmp_path)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stderr[-2000:]
+    counts = [int(line.split()[0]) for line in run.stdout.splitlines()]
+    assert len(counts) == 2 and min(counts) > 20
+
+
+@pytest.fixture(params=["a new tag", "the same tag"])
+def saved(request: Any, tmp_path: Path) -> Any:
+    """An engine with one checkpoint, about to save another: (engine, folder, tag of the next, state of the first)."""
+    setup = Setup()
+    with engine_of(setup) as engine:
+        train(engine, setup, range(1))
+        engine.save_checkpoint(tmp_path, tag="first")
+        before = state_of(engine)
+        train(engine, setup, range(1, 2))
+        yield engine, tmp_path, ("second" if request.param == "a new tag" else "first"), before
+
+
+def assert_only_the_first_is_there(folder: Path, before: dict[str, Any]) -> None:
+    assert sorted(child.name for child in folder.iterdir()) == ["first", "latest"]
+    assert len(list((folder / "first").glob("data-*"))) == 1
+    with engine_of(Setup(), fresh=False) as engine:
+        assert engine.load_checkpoint(folder)[0] == str(folder / "first")
+        assert_equal(state_of(engine), before)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 30_000, 200_000])
+def test_a_full_disk_leaves_the_last_checkpoint(saved: Any, room_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, folder, tag, before = saved
+    room = [room_bytes]
+    write = tensor_files._Sink.write
+
+    def full(sink: Any, content: memoryview) -> None:
+        write(sink, content[: room[0]])
+        room[0] -= len(content)
+        if room[0] < 0:
+            room[0] = 0
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_files._Sink, "write", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*saved before is untouched"):
+        engine.save_checkpoint(folder, tag=tag)
+    monkeypatch.undo()
+
+    assert_only_the_first_is_there(folder, before)
+    engine.save_checkpoint(folder, tag=tag)  # the engine goes on
+    assert (folder / "latest").read_text() == tag
+
+
+def test_a_file_that_may_not_grow_leaves_the_last_checkpoint(saved: Any) -> None:
+    import resource
+    import signal
+
+    engine, folder, tag, before = saved
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
+        with pytest.raises(CheckpointError, match="File too large"):
+            engine.save_checkpoint(folder, tag=tag)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert_only_the_first_is_there(folder, before)
+
+
+def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    setup = Setup()
+    with engine_of(setup) as engine:
+        with pytest.raises(
+            CheckpointError, match=r"file/global_step0 could not be saved: .*(Not a directory|File exists)"
+        ):
+            engine.save_checkpoint(tmp_path / "file")
+        with pytest.raises(ValueError, match="save_dir must be a non-empty string, got ''"):
+            engine.save_checkpoint("")
+
+
+def test_leftovers_of_killed_saves_go_at_the_next_one_but_not_those_of_saves_under_way(tmp_path: Path) -> None:
+    setup = Setup()
+    with engine_of(setup) as engine:
+        engine.save_checkpoint(tmp_path, tag="a")
+        (tmp_path / ".saving-dead").mkdir()
+        (tmp_path / ".saving-dead" / "half").write_bytes(b"x")
+        (tmp_path / "a" / "data-dead").mkdir()
+        with folders.saving(tmp_path / "elsewhere") as alive:
+            (alive / "data-alive").mkdir()
+            engine.save_checkpoint(tmp_path, tag="b")
+            assert alive.is_dir()
+        assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b", "elsewhere", "latest"]
+        assert len(list((tmp_path / "a").iterdir())) == 2
+        engine.load_checkpoint(tmp_path, tag="a")
+
+
+def test_everything_is_on_disk_before_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename follows the fsync of every file and folder that it makes visible."""
+    events: list[tuple[str, str]] = []
+    for call in ("rename", "replace"):
+        real = getattr(os, call)
+        monkeypatch.setattr(os, call, lambda a, b, real=real: (events.append(("rename", str(b))), real(a, b))[1])
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        events.append(("fsync", str(Path(f"/proc/self/fd/{handle}").readlink())))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    setup = Setup()
+    with engine_of(setup) as engine:
+        engine.save_checkpoint(tmp_path, tag="t")
+    first = events.index(("rename", str(tmp_path / "t")))
+    before = [Path(path).name for kind, path in events[:first] if kind == "fsync"]
+    files = {child.name for child in (tmp_path / "t").rglob("*") if child.is_file()}
+    data = next((tmp_path / "t").glob("data-*")).name
+    assert files <= set(before)
+    assert data in before
+    assert any(name.startswith(".saving-") for name in before)
+    assert events[first + 1] == ("fsync", str(tmp_path))
+    assert events[-2:] == [("rename", str(tmp_path / "latest")), ("fsync", str(tmp_path))]
+
+
+def test_saving_takes_less_memory_than_two_layers(tmp_path: Path) -> None:
+    """With two of four layers' state on the device."""
+    options = ["--layers", "4", "--width", "384", "--residency", "2", "--child", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks/save_peak/run.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    assert len(re.findall(r"host memory grew by [0-9.]+ MiB", run.stdout)) == 3
+
+
+def test_saving_takes_no_copy_of_the_tensors(tmp_path: Path) -> None:
+    from harmony_ds.checkpoint.snapshot import Source
+
+    tensor = torch.zeros(1000)
+    assert Source.of(tensor).read().data_ptr() == tensor.data_ptr()
+    assert tensor_files._bytes_of(tensor).obj.ctypes.data == tensor.data_ptr()

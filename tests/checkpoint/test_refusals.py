@@ -1,0 +1,362 @@
+"""What cannot be loaded or saved is refused by name, and the engine stays as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harmony_ds import CheckpointError, HarmonyEngine
+from harmony_ds.checkpoint import layout
+from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, state_of, tag_folder, train
+
+SETUP = Setup(config={"bf16": {"enabled": True}})
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    with engine_of(SETUP) as engine:
+        train(engine, SETUP, range(2))
+        engine.save_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[HarmonyEngine]:
+    with engine_of(SETUP, fresh=False) as engine:
+        train(engine, SETUP, range(5, 6))
+        yield engine
+
+
+def refused(engine: HarmonyEngine, folder: Path, **options: Any) -> str:
+    """The message; the engine is as before."""
+    before = state_of(engine)
+    with pytest.raises(CheckpointError) as refusal:
+        engine.load_checkpoint(folder, **options)
+    assert_equal(state_of(engine), before)
+    return str(refusal.value)
+
+
+# ---- torn, changed, foreign
+
+
+def truncated(folder: Path) -> None:
+    file = data_folder(folder) / "optimizer.safetensors"
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 10)
+
+
+def flipped(folder: Path) -> None:
+    file = data_folder(folder) / "masters.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(-33, 2)
+        byte = handle.read(1)[0]
+        handle.seek(-33, 2)
+        handle.write(bytes([byte ^ 4]))
+
+
+def two_missing(folder: Path) -> None:
+    (data_folder(folder) / "model.safetensors").unlink()
+    (data_folder(folder) / "state.json").unlink()
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def pickled(folder: Path) -> None:
+    (data_folder(folder) / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+
+
+def torch_saved(folder: Path) -> None:
+    torch.save({"bomb": Bomb()}, data_folder(folder) / "state.safetensors")
+
+
+def pickled_manifest(folder: Path) -> None:
+    (tag_folder(folder) / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+
+
+def pickled_latest(folder: Path) -> None:
+    (folder / "latest").write_bytes(pickle.dumps(Bomb()))
+
+
+def no_manifest(folder: Path) -> None:
+    (tag_folder(folder) / "manifest.json").unlink()
+
+
+def edited_manifest(folder: Path) -> None:
+    file = tag_folder(folder) / "manifest.json"
+    file.write_text(file.read_text().replace('"crc32": ', '"crc32": 1', 1))
+
+
+def later_version(folder: Path) -> None:
+    file = tag_folder(folder) / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 9}))
+
+
+def other_program(folder: Path) -> None:
+    file = tag_folder(folder) / "manifest.json"
+    file.write_text(json.dumps({"format": "other", "version": 1, "crc32": 0}))
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(tag_folder(folder))
+    (folder / "global_step2").mkdir()
+
+
+def foreign(folder: Path) -> None:
+    emptied(folder)
+    (folder / "global_step2" / "weights.npz").write_bytes(b"numbers")
+
+
+def vanished(folder: Path) -> None:
+    shutil.rmtree(tag_folder(folder))
+
+
+DAMAGES = {
+    truncated: r"is torn or was changed: optimizer.safetensors has \d+ bytes, not \d+",
+    flipped: r"is torn or was changed: masters.safetensors has the checksum [0-9a-f]{8}, not [0-9a-f]{8}: bytes were",
+    two_missing: r"model.safetensors is missing; state.json is missing",
+    pickled: r"model.safetensors is a pickle, which is never read here",
+    torch_saved: r"state.safetensors is a pickle, which is never read here",
+    pickled_manifest: r"manifest.json is not the manifest of a checkpoint of harmony_ds",
+    pickled_latest: r"latest names no tag",
+    no_manifest: r"global_step2 has no manifest.json: its save was never finished",
+    edited_manifest: r"manifest.json was changed: its checksum is",
+    later_version: r"manifest.json is of version 9; this harmony_ds reads version 1",
+    other_program: r"manifest.json says 'other', not 'harmony_ds checkpoint'",
+    emptied: r"global_step2 is no checkpoint: it holds nothing",
+    foreign: r"global_step2 is no checkpoint: it holds weights.npz",
+    vanished: r"there is no checkpoint .*global_step2; .* holds no folder at all",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    damage: Callable[[Path], None], good: Path, engine: HarmonyEngine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(good, folder)
+    damage(folder)
+
+    assert re.search(DAMAGES[damage], refused(engine, folder)), refused(engine, folder)
+
+
+def test_every_flipped_byte_of_every_file_is_found(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(good, folder)
+    layout.read(tag_folder(folder))
+    for file in [child for child in tag_folder(folder).rglob("*") if child.is_file()]:
+        content = file.read_bytes()
+        for place in {0, 7, len(content) // 3, len(content) // 2, len(content) - 2}:
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=re.escape(file.name)):
+                layout.read(tag_folder(folder))
+        file.write_bytes(content)
+    layout.read(tag_folder(folder))
+
+
+def test_an_unknown_tag_is_refused_and_the_known_ones_are_named(good: Path, engine: HarmonyEngine) -> None:
+    assert "there is no checkpoint" in (text := refused(engine, good, tag="global_step9"))
+    assert text.endswith("holds global_step2.")
+
+
+def test_without_latest_there_is_a_warning_and_nothing(
+    tmp_path: Path, engine: HarmonyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="harmony_ds"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert f"Unable to find latest file at {tmp_path / 'latest'}" in caplog.text
+
+
+# ---- of another model, optimizer, scheduler
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def halves(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+
+MISFITS = {
+    "another model": (
+        SETUP.other(family="gpt2"),
+        r"missing in the checkpoint: transformer.wpe.weight.* and \d+ more; not in this model: model.embed_tokens.weight",
+    ),
+    "another optimizer": (
+        SETUP.other(optimizer=sgd),
+        r"its optimizer is AdamW and this engine's SGD: load it with load_opt",
+    ),
+    "other groups": (SETUP.other(optimizer=halves), r"its 1 parameter groups divide .* this engine's 2"),
+    "fewer trained": (
+        SETUP.other(frozen="layers.0"),
+        r"its optimizer has model.layers.0.\S+.*, which this engine's does",
+    ),
+    "a scheduler": (
+        SETUP.other(config={**SETUP.config, "scheduler": {"type": "WarmupLR", "params": {}}}),
+        r"it has no state for WarmupLR: load it with load_lr_scheduler_states=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_checkpoint_of_something_else_is_refused_by_name(name: str, good: Path) -> None:
+    setup, message = MISFITS[name]
+    with engine_of(setup) as engine:
+        text = refused(engine, good)
+    assert re.search(message, text), text
+
+
+def test_other_shapes_are_refused_with_both(good: Path) -> None:
+    with engine_of(SETUP) as engine:
+        store = engine._assembly.store
+        name = "model.norm.weight"
+        parameter = store.parameters[name]
+        parameter.data = parameter.data[:7]
+        with pytest.raises(
+            CheckpointError, match=r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
+        ):
+            engine.load_checkpoint(good)
+
+
+def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    setup = SETUP.other(config={**SETUP.config, "scheduler": {"type": "WarmupLR", "params": {}}})
+    with engine_of(setup) as engine:
+        engine.save_checkpoint(tmp_path)
+    with engine_of(setup, fresh=False) as engine:
+
+        def load(state: Any) -> None:
+            engine.lr_scheduler.last_batch_iteration = state["last_batch_iteration"]
+            if state["last_batch_iteration"] < 5:
+                raise KeyError("something")
+
+        engine.lr_scheduler.last_batch_iteration = 9
+        engine.lr_scheduler.load_state_dict = load
+        assert "KeyError('something')" in refused(engine, tmp_path)
+        assert engine.lr_scheduler.last_batch_iteration == 9
+
+
+# ---- less than everything
+
+
+def test_parts_can_be_left_out(good: Path) -> None:
+    with engine_of(SETUP) as reference:
+        reference.load_checkpoint(good)
+        saved = state_of(reference)
+    with engine_of(SETUP.other(optimizer=sgd), fresh=False) as engine:
+        engine.load_checkpoint(good, load_optimizer_states=False)
+        assert engine.global_steps == 2
+        assert_equal(only_weights(state_of(engine)), only_weights(saved))
+    with engine_of(SETUP, fresh=False) as engine:
+        engine.load_checkpoint(good, load_module_only=True)
+        assert (engine.global_steps, len(engine.optimizer.state)) == (0, 0)
+        assert_equal(only_weights(state_of(engine)), only_weights(saved))
+
+
+def only_weights(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith(("weight ", "master ", "buffer "))}
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    setup = SETUP.other(frozen="layers.0")
+    with engine_of(setup) as engine:
+        train(engine, setup, range(1))
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        saved = state_of(engine)
+    with engine_of(setup) as engine:
+        text = refused(engine, tmp_path)
+        assert re.search(r"saved without frozen parameters \(model.layers.0\S+.*load_module_strict=False", text)
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert_equal(state_of(engine), saved)
+
+
+def test_a_function_of_the_users_loads_the_weights(good: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
+        given.update(src)
+        with torch.no_grad():
+            for parameter in dst.parameters():
+                parameter.fill_(0.5)
+
+    with engine_of(SETUP) as engine:
+        engine.load_checkpoint(good, custom_load_fn=load)
+        assert given.keys() == engine.module.state_dict().keys()
+        assert all((m == 0.5).all() for m in engine._assembly.store.masters.values())
+        assert engine.global_steps == 2
+
+
+# ---- client state, tags
+
+
+def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    given = {
+        "epoch": 3,
+        "best": float("inf"),
+        "name": "x",
+        "nested": [{"a": (1, 2.5, None)}, {True: "yes", 4: {1, 2}}, b"bytes", torch.bfloat16],
+        "tensors": {"ema": torch.randn(3, 2), "count": torch.tensor(7), "flags": torch.tensor([True])},
+        "$odd": "key",
+    }
+    with engine_of(SETUP) as engine:
+        engine.save_checkpoint(tmp_path, tag="t", client_state=given)
+        _, found = engine.load_checkpoint(tmp_path)
+    assert found is not None
+    tensors, expected = found.pop("tensors"), given.pop("tensors")
+    assert found == given
+    assert_equal(tensors, expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, object()]}, r"client_state.x.a.1 is object"),
+        (Path, r"client_state.x is type"),
+        (Bomb(), r"x is .*Bomb"),
+    ],
+)
+def test_client_state_that_cannot_be_held_is_refused_by_key(value: Any, where: str, tmp_path: Path) -> None:
+    with engine_of(SETUP) as engine, pytest.raises(CheckpointError, match=where):
+        engine.save_checkpoint(tmp_path, client_state={"x": value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tag", ["", "../out", "/abs", "latest", ".hidden"])
+def test_tags_that_are_no_folder_inside_are_refused(tag: str, engine: HarmonyEngine, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be the tag of a checkpoint"):
+        engine.save_checkpoint(tmp_path, tag=tag)
+
+
+def test_tags_latest_and_save_latest(tmp_path: Path) -> None:
+    with engine_of(SETUP) as engine:
+        train(engine, SETUP, range(1))
+        assert engine.save_checkpoint(tmp_path) is True
+        engine.save_checkpoint(tmp_path, tag=7)
+        assert (tmp_path / "latest").read_text() == "7"
+        engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
+        assert (tmp_path / "latest").read_text() == "7"
+    assert {child.name for child in tmp_path.iterdir()} == {"global_step1", "7", "aside", "latest"}
+
+
+def test_the_weights_are_stock_safetensors_and_the_plan_is_a_plan(good: Path) -> None:
+    from safetensors.torch import load_file
+
+    from harmony_ds import Plan
+
+    weights = load_file(data_folder(good) / "model.safetensors")
+    model = SETUP.one.build(0.0)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(weights[name].shape == value.shape for name, value in model.state_dict().items())
+    assert Plan.from_json((data_folder(good) / "plan.json").read_text()).tasks

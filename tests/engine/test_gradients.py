@@ -1,0 +1,142 @@
+"""Gradients between backward and step: those of plain PyTorch, and what is put in their place is what is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import UnsupportedError, UsageError
+from harmony_ds.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
+from tests.oracle import assert_same
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 3, 4)
+RESIDENT = {"pack_layers": 1, "residency": 2}
+
+
+def plain_gradients(model: nn.Module, group: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    for batch in group:
+        (model(**batch).loss / len(group)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def hand_over(engine: Any, group: list[dict[str, Tensor]]) -> None:
+    """Forward and backward of a whole group; step() for all micro-batches but the last."""
+    for i, batch in enumerate(group):
+        engine.backward(engine(**batch).loss)
+        if i < len(group) - 1:
+            engine.step()
+
+
+@pytest.mark.parametrize("harmony", [None, {"pack_layers": 1}, RESIDENT], ids=["one pack", "packs", "resident"])
+def test_gradients_are_those_of_plain_pytorch_and_looking_changes_nothing(harmony: Any) -> None:
+    expected = plain_gradients(LLAMA.build(0.0), GROUPS[0])
+    looked, unlooked = LLAMA.build(0.0), LLAMA.build(0.0)
+    with (
+        engine_for(looked, adamw, config_of(4, 0.5, harmony)) as engine,
+        engine_for(unlooked, adamw, config_of(4, 0.5, harmony)) as other,
+    ):
+        for group in GROUPS:
+            hand_over(engine, group)
+            found = {name: safe_get_full_grad(p) for name, p in looked.named_parameters()}
+            again = {name: safe_get_full_grad(p) for name, p in looked.named_parameters()}
+            assert all(torch.equal(found[name], again[name]) for name in found)  # type: ignore[arg-type]
+            if group is GROUPS[0]:
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())  # type: ignore[arg-type]
+            engine.step()
+            assert engine.was_step_applied()
+            train_groups(other, [group])
+            assert engine.get_global_grad_norm() == other.get_global_grad_norm()
+            assert engine.swap_report().swap_bytes == other.swap_report().swap_bytes
+    assert_same(looked, unlooked, bitwise=True)
+
+
+@pytest.mark.parametrize("harmony", [{"pack_layers": 1}, RESIDENT], ids=["packs", "resident"])
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_gradients_that_were_set_are_clipped_and_used(vectorized: bool, harmony: Any) -> None:
+    reference = LLAMA.build(0.0)
+    optimizer = sgd(reference.parameters())
+    for parameter in reference.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    optimizer.step()
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(4, 0.5, harmony)) as engine:
+        hand_over(engine, GROUPS[0])
+        if vectorized:
+            safe_update_full_grad_vectorized(list(model.parameters()), lambda old, _: torch.full_like(old, 0.25))
+        else:
+            for parameter in model.parameters():
+                safe_set_full_grad(parameter, torch.full_like(parameter, 0.25))
+        engine.step()
+        assert engine.get_global_grad_norm() == norm.item()
+    assert_same(model, reference, bitwise=True)
+
+
+def test_gradients_in_fp16_are_unscaled() -> None:
+    expected = plain_gradients(LLAMA.build(0.0), GROUPS[0])
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(4, None, fp16={"enabled": True, "loss_scale": 64})) as engine:
+        hand_over(engine, GROUPS[0])
+        for name, parameter in model.named_parameters():
+            found = safe_get_full_grad(parameter)
+            assert found is not None and found.dtype == torch.float32
+            torch.testing.assert_close(found, expected[name], rtol=5e-2, atol=2e-3)
+
+
+def test_deepspeeds_helper_and_a_parameter_without_gradient() -> None:
+    from deepspeed.utils import safe_get_full_grad as theirs
+
+    model = LLAMA.build(0.0)
+    model.lm_head.requires_grad_(False)
+    with engine_for(model, sgd, config_of(4, 0.5, {"pack_layers": 1})) as engine:
+        hand_over(engine, GROUPS[0])
+        assert torch.equal(theirs(model.model.norm.weight), safe_get_full_grad(model.model.norm.weight))  # type: ignore[arg-type]
+        assert safe_get_full_grad(model.lm_head.weight) is None
+        engine.step()
+
+
+def test_when_gradients_are_not_there() -> None:
+    model = LLAMA.build(0.0)
+    weight = model.model.norm.weight
+    with engine_for(model, sgd, config_of(4, 0.5)) as engine:
+        engine.backward(engine(**GROUPS[0][0]).loss)
+        with pytest.raises(UsageError, match="1 of 4 micro-batches are queued"):
+            safe_get_full_grad(weight)
+        engine.step()
+        hand_over(engine, GROUPS[0][1:])
+        assert safe_get_full_grad(weight) is not None
+        with pytest.raises(UsageError, match="call step"):
+            engine(**GROUPS[1][0])
+        with torch.no_grad():
+            assert engine(**GROUPS[1][0]).loss.isfinite()
+        engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (1, 4)
+    with engine_for(LLAMA.build(0.0), sgd, config_of(1)) as engine:
+        engine.backward(engine(**GROUPS[0][0]).loss)
+        with pytest.raises(UnsupportedError, match="set gradient_clipping"):
+            safe_get_full_grad(engine.module.model.norm.weight)
+        engine.step()
+
+
+def test_a_failure_while_looking_leaves_the_engine_usable() -> None:
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(1, 0.5, {"pack_layers": 1})) as engine:
+        train_groups(engine, [GROUPS[0][:1]])
+        loss = engine(**GROUPS[0][1]).loss
+
+        def fail(_: Any, __: Any) -> None:
+            raise RuntimeError("a mishap")
+
+        handle = model.model.layers[1].register_forward_hook(lambda *_: fail(_, _))
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="a mishap"):
+            safe_get_full_grad(model.model.norm.weight)
+        handle.remove()
+        assert engine.usable
+        assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0
