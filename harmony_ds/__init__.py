@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DoesNotFitError,
         EngineFailedError,
         HarmonyError,
+        HostMemoryError,
         LossScaleError,
         ModelError,
         NoOptimizerError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
     from harmony_ds.scheduler.trace import ExecutedStep
+    from harmony_ds.weights import load_weights
 
 __version__ = "0.1.0"
 
@@ -52,6 +54,7 @@ _HOMES = {
     "init_distributed": "distributed",
     "initialize": "engine",
     "install_as_deepspeed": "integrations.as_deepspeed",
+    "load_weights": "weights",
     "micro_batch_seed": "runtime.random_streams",
 }
 
@@ -69,6 +72,7 @@ __all__ = [
     "ExecutedStep",
     "HarmonyEngine",
     "HarmonyError",
+    "HostMemoryError",
     "LossScaleError",
     "MemoryReport",
     "ModelError",
@@ -90,6 +94,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "install_as_deepspeed",
+    "load_weights",
     "micro_batch_seed",
     "utils",
     "zero",
