@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
 from harmony_ds.device.base import Device
-from harmony_ds.offload.mapped_files import MappedFiles
+from harmony_ds.offload.process_memory import MappedFiles, return_freed
+
+_WORTH_RETURNING = 2**20
+"""Bytes; to ask the allocator takes it milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,18 @@ class HostStore:
         self._slabs: list[Tensor] = []
         self._places: dict[str, Place] = {}
         mapped = MappedFiles()
+        freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.resident):
             fresh = [name for name in names if name not in self._places]
             if fresh:
-                self._settle(fresh, mapped)
+                freed_bytes += self._settle(fresh, mapped)
+                if freed_bytes >= _WORTH_RETURNING:
+                    return_freed()
+                    freed_bytes = 0
 
-    def _settle(self, names: list[str], mapped: MappedFiles) -> None:
+    def _settle(self, names: list[str], mapped: MappedFiles) -> int:
+        """Moves `names` into a slab; returns how many bytes they took before."""
+        freed_bytes = 0
         places: dict[str, Place] = {}
         end = 0
         for name in names:
@@ -83,8 +92,10 @@ class HostStore:
             before = parameter.data
             parameter.data = view
             mapped.release(before)
+            freed_bytes += before.numel() * before.element_size()
             del before  # the last reference, unless the caller holds one: its memory goes now
         self._places |= places
+        return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Pages of mapped files: tensors whose memory is a safetensors file, and giving such pages back.
+"""Memory that this process holds and does not need: pages of mapped files, and what the allocator keeps of freed tensors.
 
 `from_pretrained` and `load_weights` map files instead of reading them. A page takes memory once it has been read; when
 its tensor has been copied elsewhere, the page is needed no more. Dropping it changes nothing that anybody can read,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from bisect import bisect_right
 from pathlib import Path
 
@@ -20,6 +21,13 @@ _AROUND = 16 * mmap.PAGESIZE
 """A read brings the pages around it too, so those of a neighbour come back that were dropped before."""
 _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
+
+
+def return_freed() -> None:
+    """Gives freed memory back to the system. glibc keeps blocks of up to 32 MiB for itself, once some have been freed."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 class MappedFiles:
@@ -41,14 +49,18 @@ class MappedFiles:
         begin, end = _span(tensor)
         begin = max(found[0], begin // _AROUND * _AROUND)
         end = min(found[1], -(-end // _AROUND) * _AROUND)
-        if _never_written(begin, end):
-            libc = ctypes.CDLL(None)
+        libc = _libc()
+        if libc is not None and _never_written(begin, end):
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
 
     def _range(self, tensor: Tensor) -> tuple[int, int] | None:
         begin, end = _span(tensor)
         index = bisect_right(self._begins, begin) - 1
         return self._ranges[index] if index >= 0 and end <= self._ranges[index][1] else None
+
+
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
