@@ -108,7 +108,7 @@ def assemble(
     _switch_off_checkpointing(model)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
-    if device.has_values:
+    if device.host_type == "cpu":
         check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
         _fill_meta(model)
     store = HostStore(model, decomposition, config.compute_dtype, device)
