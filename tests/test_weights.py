@@ -224,6 +224,15 @@ def test_either_name_of_a_tied_parameter_is_enough(tmp_path: Path) -> None:
         assert_same(model, build_seeded(Net), bitwise=True)
 
 
+def test_a_model_that_an_engine_holds_is_refused(tmp_path: Path) -> None:
+    model = family("llama").build(0.0)
+    saved(model, tmp_path)
+    with engine_for(model, adamw, config_of(1)), pytest.raises(ModelError, match="belongs to an engine"):
+        harmony_ds.load_weights(model, tmp_path)
+    harmony_ds.load_weights(model, tmp_path)
+    assert_same(model, family("llama").build(0.0), bitwise=True)
+
+
 def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nor any other safetensors file"):
         harmony_ds.load_weights(meta(Net), tmp_path)
