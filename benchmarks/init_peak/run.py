@@ -134,7 +134,7 @@ def measure(source: str, dtype: str, options: argparse.Namespace) -> Measured:
 def child(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not any(options.folder.iterdir()):
-        LlamaForCausalLM(llama(options)).to(torch.bfloat16).save_pretrained(options.folder, max_shard_size="200MB")
+        LlamaForCausalLM(llama(options)).to(torch.bfloat16).save_pretrained(options.folder)
     small = argparse.Namespace(layers=1, width=64, vocabulary=64)
     engine, *_ = harmony_ds.initialize(model=LlamaForCausalLM(llama(small)), config=ds_config("bf16"))
     engine.destroy()  # whatever is loaded on first use is there now
