@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DoesNotFitError,
         EngineFailedError,
         HarmonyError,
+        HostMemoryError,
         LossScaleError,
         ModelError,
         NoOptimizerError,
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
     from harmony_ds.scheduler.trace import ExecutedStep
+    from harmony_ds.weights import load_weights
 
 __version__ = "0.1.0"
 
@@ -50,6 +53,8 @@ _HOMES = {
     "add_config_arguments": "arguments",
     "init_distributed": "distributed",
     "initialize": "engine",
+    "install_as_deepspeed": "integrations.as_deepspeed",
+    "load_weights": "weights",
     "micro_batch_seed": "runtime.random_streams",
 }
 
@@ -67,6 +72,7 @@ __all__ = [
     "ExecutedStep",
     "HarmonyEngine",
     "HarmonyError",
+    "HostMemoryError",
     "LossScaleError",
     "MemoryReport",
     "ModelError",
@@ -87,6 +93,8 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "install_as_deepspeed",
+    "load_weights",
     "micro_batch_seed",
     "utils",
     "zero",

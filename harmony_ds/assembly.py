@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import Layer, find_layers
+from harmony_ds.config.optimizers import state_numbers
+from harmony_ds.decomposer.find import Decomposition, Layer, find_layers
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
+from harmony_ds.offload.host_limits import HostNeed, check_host_memory
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer
+from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, members
+from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
@@ -33,6 +37,9 @@ from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
+from harmony_ds.weights import initialize_weights
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,9 @@ def assemble(
     _switch_off_checkpointing(model)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
+    if device.host_type == "cpu":
+        check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
+        _fill_meta(model)
     store = HostStore(model, decomposition, config.compute_dtype, device)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     ledger = Ledger()
@@ -244,9 +254,67 @@ def _host_side(
     return gradients, Updater(store, optimizer, gradients)
 
 
+def host_need(
+    decomposition: Decomposition,
+    model: nn.Module,
+    config: Config,
+    optimizer: tuple[ClientOptimizer | None, list[Any]],
+    device: Device,
+) -> HostNeed:
+    """Host memory as far as it is known before anything is planned: without the stash, and gradients at their least.
+
+    Args:
+        optimizer: the user's, and the parameters or groups that it is of otherwise.
+    """
+    dtype, accumulation = config.compute_dtype, config.accumulation_dtype
+    parameters = dict(model.named_parameters())
+    trainable = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
+    weights = sum(slab_bytes(p.numel(), dtype.itemsize) for p in parameters.values())
+    gradients = 0
+    if optimizer[0] is not None or config.optimizer is not None:
+        layers = [sum(trainable.get(name, 0) for name in layer.parameters) for layer in decomposition.layers]
+        count = sum(trainable.values()) if config.deferred_update else max(layers, default=0)
+        gradients = accumulation.itemsize * count
+    mapped = MappedFiles()
+    there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
+    by_kind = {
+        "weights": weights,
+        "masters": 0 if dtype == torch.float32 else 4 * sum(trainable.values()),
+        "optimizer": _state_bytes(config, *optimizer),
+        "gradients": gradients,
+    }
+    return HostNeed(
+        by_kind,
+        there_bytes=sum(p.numel() * p.element_size() for p in there),
+        page_locked_bytes=weights + gradients if device.pins_host else 0,
+    )
+
+
+def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any]) -> int:
+    """Of the optimizer's state that is still to be made; 0 where nothing is known of it."""
+    groups, numbers = given, None
+    if isinstance(client, torch.optim.Optimizer):
+        groups = client.param_groups
+        numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
+    elif client is None and config.optimizer is not None:
+        numbers = state_numbers(config.optimizer.type, config.optimizer.params)
+    return 4 * (numbers or 0) * sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+
+
+def _fill_meta(model: nn.Module) -> None:
+    names = initialize_weights(model)
+    if names:
+        _logger.warning(
+            "%d tensors of %s were on the meta device: initialized by their modules' own initialization, which may not be "
+            "all that a constructor does. To load them instead: harmony_ds.load_weights, or from_pretrained.",
+            len(names),
+            type(model).__name__,
+        )
+
+
 def _check_on_host(model: nn.Module, device: Device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != device.host_type:
+        if tensor.device.type != device.host_type and not tensor.is_meta:
             raise ModelError(
                 f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
                 "device itself. Pass the model before any .to(device) or .cuda()."

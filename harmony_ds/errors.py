@@ -16,6 +16,7 @@
     ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
+    ├── HostMemoryError                     host memory (or a container's share) does not hold the training state
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
     └── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
@@ -91,6 +92,10 @@ class ProfileError(HarmonyError):
 
 class DoesNotFitError(HarmonyError):
     """No plan fits the device memory budget."""
+
+
+class HostMemoryError(HarmonyError):
+    """Host memory, or what a container may have of it, does not hold weights, masters and optimizer state."""
 
 
 class DeviceOutOfMemoryError(HarmonyError, torch.OutOfMemoryError):

@@ -17,6 +17,7 @@ from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config
+from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import DoesNotFitError, ModelError, ProfileError
@@ -34,8 +35,6 @@ from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
 
-_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 0}
-"""fp32 numbers per parameter; other optimizers are taken for Adam-like."""
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
 
@@ -132,10 +131,9 @@ def _of_model(profile: Profile) -> dict[str, str]:
 
 def update_cost(config: Config) -> UpdateCost:
     """What the configured optimizer moves in host memory per parameter."""
-    name = "adam" if config.optimizer is None else config.optimizer.type.lower()
-    states = _STATES.get(name, 2)
-    if name == "sgd" and config.optimizer is not None and config.optimizer.params.get("momentum"):
-        states = 1
+    section = config.optimizer
+    states = 2 if section is None else state_numbers(section.type, section.params)
+    states = 2 if states is None else states  # taken for Adam-like
     mixed = config.compute_dtype != torch.float32
     return UpdateCost(states, config.accumulation_dtype.itemsize, config.compute_dtype.itemsize if mixed else 0)
 

@@ -14,6 +14,7 @@ from harmony_ds.cli.exits import one_sentence
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
+from harmony_ds.offload.host_limits import host_rooms
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.subject import BatchShape, Subject, load_subject
 from harmony_ds.survey import Survey, measure, with_profile
@@ -69,9 +70,5 @@ def read_profile(path: Path) -> Profile:
 
 
 def _host_memory_bytes() -> int | None:
-    """What is available now, where the system says so (Linux)."""
-    file = Path("/proc/meminfo")
-    if not file.is_file():
-        return None
-    rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
-    return next((int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:"), None)
+    """What this process can still get, where the system says so (Linux)."""
+    return min((room.free_bytes for room in host_rooms()), default=None)

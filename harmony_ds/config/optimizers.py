@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from harmony_ds.config.settings import Section
 from harmony_ds.errors import ConfigError
 
@@ -23,3 +26,17 @@ def refuse_what_is_not_run(section: Section | None) -> None:
     reason = None if section is None else NOT_RUN.get(section.type.lower())
     if section is not None and reason is not None:
         raise ConfigError(f'"optimizer.type": {section.type} is not run: {reason}.')
+
+
+_STATES = {
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "lion", "deepspeedcpulion", "asgd", "rmsprop"), 1),
+    **dict.fromkeys(("sgd", "adafactor"), 0),
+}
+
+
+def state_numbers(name: str, options: Mapping[str, Any]) -> int | None:
+    """fp32 numbers that the optimizer of this name keeps per parameter; None if it is not known."""
+    name = name.lower()
+    if name == "sgd" and options.get("momentum"):
+        return 1
+    return _STATES.get(name, 2 if "adam" in name else None)

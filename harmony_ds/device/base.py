@@ -59,6 +59,8 @@ class Device(ABC):
     """Whether copies run beside compute, or on the thread that computes."""
     host_type = "cpu"
     """What torch calls the device that host memory is on."""
+    pins_host = False
+    """Whether `host_empty` page-locks."""
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
     watch: Callable[[Stream, Issuing], Issuing] | None = None

@@ -32,8 +32,8 @@ class CudaDevice(Device):
         if budget_bytes is not None:
             # The caching allocator refuses to reserve more than this share, whoever asks.
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), index)
-        self._pin = pin
-        self._registered: set[int] = set()
+        self.pins_host = pin
+        self._registered: dict[int, int] = {}  # address to bytes
         self._streams: dict[Stream, torch.cuda.Stream] = {
             Stream.SWAP_IN: torch.cuda.Stream(index),
             Stream.SWAP_OUT: torch.cuda.Stream(index),
@@ -87,16 +87,18 @@ class CudaDevice(Device):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype)
-        if not self._pin or numel == 0:
+        if not self.pins_host or numel == 0:
             return buffer
         nbytes = numel * dtype.itemsize
         status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
         if int(status) == 0:
-            self._registered.add(buffer.data_ptr())
+            self._registered[buffer.data_ptr()] = nbytes
         else:
+            # Not for want of `ulimit -l`: the driver does not ask that limit (see offload/host_limits.py).
             warnings.warn(
-                f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}): copies of them "
-                "will be slower. Raise `ulimit -l`, or set harmony.pin_memory to false to silence this.",
+                f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}), beside "
+                f"{sum(self._registered.values()):,} bytes that are: copies of them will be slower. WSL and some "
+                "containers limit page-locked memory; set harmony.pin_memory to false to silence this.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -104,7 +106,7 @@ class CudaDevice(Device):
 
     def host_free(self, buffer: Tensor) -> None:
         if buffer.data_ptr() in self._registered:
-            self._registered.discard(buffer.data_ptr())
+            del self._registered[buffer.data_ptr()]
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def charge(self, nbytes: int, what: str) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,43 @@ class HarmonyEngine(Checkpoints):
         loss = torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
         self._reports.train_loss(self, loss)
         return loss
+
+    def train_group(
+        self,
+        batches: Sequence[Any],
+        loss_fn: LossFunction,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> list[Tensor]:
+        """One optimizer step over `batches`, whose losses `loss_fn(batch)` computes with calls of the model of its own.
+
+        Args:
+            batches: one for each micro-batch, however many.
+            loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
+                It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
+                call `engine.module` any number of times, with and without gradients, and must not call backward.
+            aside: makes the context that measuring runs in, which may undo what `loss_fn` noted meanwhile.
+
+        Returns:
+            The losses, detached, 0-dim, on the device.
+        """
+        self._need_optimizer("train_group")
+        if self._group or not batches:
+            raise BatchError(
+                f"train_group() got {len(batches)} micro-batches while {len(self._group)} of engine(...) are queued: it "
+                "takes at least one, and none may be queued."
+            )
+        try:
+            queued = [self._group.queue((batch,), {}, None, loss_fn, aside) for batch in batches]
+            for micro_batch in queued:
+                micro_batch.backward_from_loss(1, self._scaler.scale)
+            self._backwards = len(batches)
+            self._optimizer_step({})
+        except BaseException:
+            self._group = self._new_group()
+            raise
+        self.micro_steps += len(batches)
+        self._group_began = self.micro_steps
+        return [micro_batch.loss(attached=False) for micro_batch in queued]
 
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.

@@ -6,6 +6,8 @@ fp32 beside it; in fp32 the parameter is its own master.
 
     fp32         parameter = slab view = master                          4 bytes per parameter
     bf16, fp16   parameter = slab view (2), master (4)                   6 bytes per trainable parameter
+
+A model whose weights are a mapped file is read once, layer by layer, and the file's pages go as its layers are copied.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
 from harmony_ds.device.base import Device
+from harmony_ds.offload.process_memory import MappedFiles, return_freed
+
+_WORTH_RETURNING = 2**20
+"""Bytes; to ask the allocator takes it milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,19 @@ class HostStore:
         self._device = device
         self._slabs: list[Tensor] = []
         self._places: dict[str, Place] = {}
+        mapped = MappedFiles()
+        freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.resident):
             fresh = [name for name in names if name not in self._places]
             if fresh:
-                self._settle(fresh)
+                freed_bytes += self._settle(fresh, mapped)
+                if freed_bytes >= _WORTH_RETURNING:
+                    return_freed()
+                    freed_bytes = 0
 
-    def _settle(self, names: list[str]) -> None:
+    def _settle(self, names: list[str], mapped: MappedFiles) -> int:
+        """Moves `names` into a slab; returns how many bytes they took before."""
+        freed_bytes = 0
         places: dict[str, Place] = {}
         end = 0
         for name in names:
@@ -76,13 +89,19 @@ class HostStore:
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
                 slab[place.start + place.numel : place.start + place.padded].zero_()
+            before = parameter.data
             parameter.data = view
+            mapped.release(before)
+            freed_bytes += before.numel() * before.element_size()
+            del before  # the last reference, unless the caller holds one: its memory goes now
         self._places |= places
+        return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == torch.float32:
             return parameter
-        return nn.Parameter(parameter.detach().float().contiguous().clone(), requires_grad=True)
+        master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        return nn.Parameter(master.copy_(parameter.detach()), requires_grad=True)
 
     def pieces(self, names: Iterable[str]) -> list[Piece]:
         """The fewest contiguous runs of host memory that hold `names`."""

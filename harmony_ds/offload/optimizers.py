@@ -5,7 +5,7 @@ Parameters of the model go in, their masters come to lie in the optimizer's para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,16 @@ ParameterGroups = Iterable[Any]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 _NATIVE = {"adagrad": "DeepSpeedCPUAdagrad", "lion": "DeepSpeedCPULion"}
+
+
+def members(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters in what an optimizer takes: parameters, pairs of `named_parameters()`, or groups of either."""
+    for entry in groups:
+        if isinstance(entry, dict):
+            held = entry["params"]
+            yield from members([held] if isinstance(held, torch.Tensor) else held)
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
 
 
 class Masters:
@@ -42,8 +52,7 @@ class Masters:
 
     def _masters(self, parameters: Any) -> list[nn.Parameter]:
         masters: list[nn.Parameter] = []
-        for entry in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-            parameter = entry[1] if isinstance(entry, tuple) else entry  # named_parameters() gives pairs
+        for parameter in members([{"params": parameters}]):
             if id(parameter) not in self._master_of:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."

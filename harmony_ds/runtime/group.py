@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,17 @@ class OutputKinds:
 class QueuedMicroBatch:
     """A ticket: one micro-batch whose loss is known now, later, or never."""
 
-    def __init__(self, group: StepGroup, micro_batch: MicroBatch, loss_fn: LossFunction) -> None:
+    def __init__(
+        self,
+        group: StepGroup,
+        micro_batch: MicroBatch,
+        loss_fn: LossFunction,
+        call: Callable[..., Any],
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.micro_batch = micro_batch
+        self.call = call
+        self.aside = aside
         self.loss_fn = loss_fn
         self._group: StepGroup | None = group
         self._value: Tensor | None = None
@@ -203,16 +213,31 @@ class StepGroup:
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
 
-    def queue(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None) -> QueuedMicroBatch:
-        """Queues one micro-batch; measures the model first if none as large has been seen."""
-        micro_batch = self._micro_batch(len(self._queue), args, kwargs, grad=True)
-        ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of)
+    def queue(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_fn: LossFunction | None,
+        call: Callable[..., Any] | None = None,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> QueuedMicroBatch:
+        """Queues one micro-batch; measures the model first if none as large has been seen.
+
+        Args:
+            call: what is called with `args` and `kwargs` instead of the model; it calls the model itself.
+            aside: makes the context that measuring runs in.
+        """
+        call = call or self._module
+        micro_batch = self._micro_batch(len(self._queue), args, kwargs, True, call)
+        ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)
         if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs)):
             self._measure(ticket, args, kwargs)
         self._queue.append(ticket)
         return ticket
 
-    def _micro_batch(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> MicroBatch:
+    def _micro_batch(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, call: Callable[..., Any]
+    ) -> MicroBatch:
         if not tensors_in((args, kwargs)):
             raise BatchError(
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
@@ -220,7 +245,7 @@ class StepGroup:
             )
 
         def forward() -> Any:
-            return self._module(*self.on_device(args), **self.on_device(kwargs))
+            return call(*self.on_device(args), **self.on_device(kwargs))
 
         return MicroBatch(
             index=index,
@@ -253,11 +278,11 @@ class StepGroup:
 
         def few(rows: int) -> Callable[[], Any]:
             few_args, few_kwargs = few_rows((args, kwargs), rows)
-            return lambda: self._module(*self.on_device(few_args), **self.on_device(few_kwargs))
+            return lambda: ticket.call(*self.on_device(few_args), **self.on_device(few_kwargs))
 
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
-        with self._ledger.aside(), Autocast.entered(micro_batch.autocast):
+        with self._ledger.aside(), ticket.aside(), Autocast.entered(micro_batch.autocast):
             sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed)
             self._runner.measure(sample, forwarded)
 
@@ -342,9 +367,10 @@ class StepGroup:
         """Losses of micro-batches, without gradients."""
         micro_batches: list[MicroBatch] = []
         for index, (args, kwargs, loss_fn) in enumerate(batches):
-            micro_batch = self._micro_batch(index, args, kwargs, grad=False)
+            micro_batch = self._micro_batch(index, args, kwargs, False, self._module)
             if not self._runner.covers((args, kwargs)):
-                self._measure(QueuedMicroBatch(self, micro_batch, loss_fn or loss_of), args, kwargs)
+                ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, self._module)
+                self._measure(ticket, args, kwargs)
             micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
         with self._ledger.aside():

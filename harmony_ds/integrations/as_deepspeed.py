@@ -1,0 +1,26 @@
+"""harmony_ds in DeepSpeed's place, for code that calls `deepspeed.initialize` itself: accelerate, Trainer, scripts."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from harmony_ds import zero
+from harmony_ds.distributed import init_distributed
+from harmony_ds.engine import HarmonyEngine, initialize
+
+
+def install_as_deepspeed() -> None:
+    """From now on, in this process, `deepspeed.initialize` is `harmony_ds.initialize`.
+
+    So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
+    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`; and `torch.distributed` is initialized for this one
+    process. Call it before the training code imports any of these names. The installed DeepSpeed stays what it is under
+    its other names.
+
+    Raises:
+        UnsupportedError: a launcher has started several processes.
+    """
+    init_distributed()
+    deepspeed = import_module("deepspeed")
+    vars(deepspeed).update(initialize=initialize, DeepSpeedEngine=HarmonyEngine, init_distributed=init_distributed)
+    vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)

@@ -1,0 +1,257 @@
+"""Hugging Face's Trainer over harmony_ds: `class MyTrainer(HarmonyMixin, AnyTrainer)`, or `HarmonyTrainer`.
+
+    Trainer                           engine
+    get_batch_samples                 -> the group is remembered
+    training_step of its first batch  -> train_group: every micro-batch's own training_step, up to its backward
+    training_step of the others       -> their losses are handed out
+    clip, optimizer.step              -> done already: the norm is handed out
+
+So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
+are new from the group's first `training_step` on, not from `optimizer.step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+from harmony_ds.config.read import read_config
+from harmony_ds.engine import HarmonyEngine, initialize
+from harmony_ds.errors import UnsupportedError, UsageError
+
+_PER_SAMPLE_STATE = ("_prepare_inputs",)
+"""A subclass that prepares inputs itself (TRL's GRPO) counts its micro-batches while they run, one after the other."""
+
+_NOTES = ("_metrics", "_textual_logs")
+
+
+class _Lane(threading.local):
+    losses: list[Tensor] | None = None
+
+
+_lane = _Lane()
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object  # the Trainer stands behind the mixin
+
+
+class HarmonyMixin(_Base):  # type: ignore[misc]
+    """Makes a Trainer train by harmony_ds. It stands first among the bases."""
+
+    _engine: HarmonyEngine | None = None
+    optimizer: Any
+    _max_steps = 1
+
+    def __init__(self, *args: Any, ds_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+        """As the Trainer's, and:
+
+        Args:
+            ds_config: a ds_config (dict or path; "auto" values are filled from the TrainingArguments). Without one,
+                `TrainingArguments(deepspeed=...)`; without that, every value is "auto".
+
+        Raises:
+            UnsupportedError: the Trainer computes with state that is prepared micro-batch by micro-batch.
+        """
+        _refuse_stateful(type(self))
+        self._ds_config = None if ds_config is None else read_config(ds_config)
+        self._losses: deque[Tensor] = deque()
+        self._batches: list[Any] = []
+        super().__init__(*args, **kwargs)
+
+    # ---- setup
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        if self._ds_config is None:
+            self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
+        # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.
+        self.args.deepspeed = self.args.deepspeed_plugin = None
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return {**arguments, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's accelerator, whose backward only notes what the engine is to propagate back from."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.backward = _note_loss
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine swaps weights in; the model stays in host memory."""
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        self._max_steps = max_steps
+        self._losses.clear()
+        if self._engine is not None and self._engine.optimizer is None:
+            self._destroy_engine()
+        return super()._prepare_for_training(max_steps, *args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The Trainer's optimizer, unless the ds_config names one."""
+        if self.optimizer is None and "optimizer" in (self._ds_config or {}):
+            return None
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's scheduler, unless the ds_config names one."""
+        assert self._engine is not None
+        if self._engine.lr_scheduler is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = DeepSpeedSchedulerWrapper(self._engine.lr_scheduler, self.optimizer)
+        return self.lr_scheduler
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if not training:
+            return cast(nn.Module, self.model)
+        if self._engine is None:
+            optimizer = self.optimizer
+            self._engine, made, _, _ = initialize(
+                model=self.model, optimizer=optimizer, config=self._filled_config(self._max_steps)
+            )
+            self.optimizer = DeepSpeedOptimizerWrapper(made)  # its step() does nothing
+            self.optimizer._is_accelerate_prepared = True
+            self.accelerator._optimizers.append(self.optimizer)
+        return self._engine
+
+    def _filled_config(self, max_steps: int) -> dict[str, Any]:
+        """The ds_config, its "auto" values filled as Hugging Face fills them."""
+        args = self.args
+        config = copy.deepcopy(dict(self._ds_config or {}))
+        config.setdefault("train_micro_batch_size_per_gpu", "auto")
+        config.setdefault("gradient_accumulation_steps", "auto")
+        config.setdefault("gradient_clipping", "auto")
+        for name, wanted in (("bf16", args.bf16), ("fp16", args.fp16)):
+            if wanted:
+                config.setdefault(name, {"enabled": "auto"})
+        filler = HfTrainerDeepSpeedConfig(config)
+        try:
+            filler.trainer_config_process(args)
+            filler.trainer_config_finalize(args, self.model, max_steps)
+        finally:
+            unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
+        filled: dict[str, Any] = filler.config
+        return filled
+
+    def _destroy_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = None
+        self.model_wrapped = self.model
+
+    # ---- a step
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The group's batches, remembered for its first `training_step`."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._batches = list(batches)
+        self._losses.clear()
+        return batches, items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The loss of one micro-batch. The whole group runs when the first of its losses is asked for."""
+        assert self._engine is not None
+        if not self._losses:
+            batches = [dict(batch) if isinstance(batch, Mapping) else batch for batch in self._batches or [inputs]]
+            self._batches = []
+
+            def loss_of(batch: Any) -> Tensor:
+                return self._loss_of(batch, num_items_in_batch)
+
+            self._losses.extend(self._engine.train_group(batches, loss_of, self._notes_kept))
+        return self._losses.popleft()
+
+    @contextmanager
+    def _notes_kept(self) -> Iterator[None]:
+        """Undoes what `compute_loss` counts, and appends to metrics (as TRL's trainers do), while it is measured."""
+        kept = {
+            name: copy.deepcopy(value)
+            for name, value in vars(self).items()
+            if name in _NOTES or isinstance(value, (int, float))
+        }
+        try:
+            yield
+        finally:
+            self.__dict__.update(kept)
+
+    def _loss_of(self, batch: Any, num_items_in_batch: Any) -> Tensor:
+        noted: list[Tensor] = []
+        before, _lane.losses = _lane.losses, noted
+        try:
+            super().training_step(self.model, batch, num_items_in_batch)
+        finally:
+            _lane.losses = before
+        if len(noted) != 1:
+            raise UsageError(
+                f"{type(self).__name__}.training_step() called accelerator.backward {len(noted)} times, not once."
+            )
+        return noted[0]
+
+    def _clip_grad_norm(self, model: nn.Module) -> float | None:
+        assert self._engine is not None
+        return self._engine.get_global_grad_norm()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    # ---- evaluation
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, the weights streamed layer by layer."""
+        if self._engine is None:
+            config = {k: v for k, v in self._filled_config(1).items() if k not in ("optimizer", "scheduler")}
+            self._engine, _, _, _ = initialize(model=self.model, config=config)
+        with self._engine.streaming():
+            return super().prediction_step(model, *args, **kwargs)
+
+    # ---- checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._engine is not None
+        self._engine.save_checkpoint(output_dir)
+        if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self._engine is not None
+        path, _ = self._engine.load_checkpoint(checkpoint)
+        if path is None:
+            raise UsageError(f"{checkpoint} holds no checkpoint of harmony_ds: resume needs one, not weights alone.")
+        if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+
+
+class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` over harmony_ds."""
+
+
+def _note_loss(loss: Tensor, **_: Any) -> None:
+    if _lane.losses is None:
+        raise UsageError(
+            "accelerator.backward(loss) was called outside training_step: the engine runs backward itself."
+        )
+    _lane.losses.append(loss)
+
+
+def _refuse_stateful(trainer: type) -> None:
+    for base in trainer.__mro__:
+        if base.__module__.startswith(("transformers.", __name__)):
+            continue
+        for name in _PER_SAMPLE_STATE:
+            if name in vars(base):
+                raise UnsupportedError(
+                    f"{base.__name__}.{name} prepares inputs micro-batch by micro-batch (as TRL's GRPO and RLOO do), and "
+                    "harmony_ds runs the micro-batches of a step together. Use this trainer without HarmonyMixin."
+                )

@@ -1,0 +1,160 @@
+"""Host memory: what training is going to take of it, and what the system lets this process have.
+
+What limits it is the machine's memory and the cgroups that this process is in (containers, batch systems). The limit on
+locked memory (`ulimit -l`, RLIMIT_MEMLOCK) is not among them: CUDA's driver page-locks by taking references on pages
+(os_lock_user_pages in NVIDIA/open-gpu-kernel-modules), not by mlock, and asks that limit nothing. A page-locked page
+cannot be swapped out, though, so page-locked memory has to fit beside everything else without swap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harmony_ds.errors import HostMemoryError
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 says so by a number like 2**63 - 4096."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """Bytes of host memory that training takes, by kind.
+
+    Attributes:
+        there_bytes: of memory in use now that goes as the rest comes: the model's own tensors, but not mapped files.
+        page_locked_bytes: what cannot be swapped out, of all of it.
+    """
+
+    by_kind: Mapping[str, int]
+    there_bytes: int
+    page_locked_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+    @property
+    def more_bytes(self) -> int:
+        """What has to be free now."""
+        return max(0, self.total_bytes - self.there_bytes)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_kind.items() if nbytes)
+        there = f", {self.there_bytes:,} of them in use by the model already" if self.there_bytes else ""
+        return f"training needs at least {self.total_bytes:,} bytes of host memory ({kinds}){there}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Bytes that this process can still get.
+
+    Attributes:
+        swap_bytes: on top of `free_bytes`, for what may be swapped out.
+        source: who says so.
+    """
+
+    free_bytes: int
+    swap_bytes: int
+    source: str
+
+
+def check_host_memory(need: HostNeed, rooms: list[HostRoom] | None = None) -> None:
+    """Compares what is needed with what there is (None: ask this system).
+
+    Raises:
+        HostMemoryError: it is too little; says by how much, by whose limit, and what helps.
+    """
+    for room in host_rooms() if rooms is None else rooms:
+        if need.more_bytes > room.free_bytes + room.swap_bytes:
+            swap = f" and {room.swap_bytes:,} of swap" if room.swap_bytes else ""
+            raise HostMemoryError(
+                f"{need}: {need.more_bytes:,} more, but {room.free_bytes:,} bytes are free{swap} ({room.source}). "
+                + _WAYS_OUT
+            )
+        page_locked = min(need.page_locked_bytes, need.more_bytes)
+        if page_locked > room.free_bytes:
+            raise HostMemoryError(
+                f"{need}. Of them {page_locked:,} more are page-locked, which keeps them out of swap, but "
+                f"{room.free_bytes:,} bytes are free without it ({room.source}). Set harmony.pin_memory to false. "
+                + _WAYS_OUT
+            )
+
+
+_WAYS_OUT = (
+    'What helps: 1. {"bf16": {"enabled": true}} with "data_types": {"grad_accum_dtype": "bf16"} (smaller gradients). '
+    "2. An optimizer with less state (Lion, SGD). 3. Fewer trainable parameters (freeze some, LoRA). 4. Without "
+    'gradient_clipping ("gradient_clipping": 0, and "check_grad_overflow": false in bf16), gradients do not wait on the '
+    "host. 5. A smaller model, or more memory."
+)
+
+
+def host_rooms(root: Path = Path("/")) -> list[HostRoom]:
+    """What this machine's memory and every cgroup above this process leave; empty where the system does not say.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    machine = _machine(root)
+    return [*([] if machine is None else [machine]), *_cgroups(root)]
+
+
+def _machine(root: Path) -> HostRoom | None:
+    rows = _numbers(root / "proc/meminfo")
+    if "MemAvailable:" not in rows:
+        return None
+    free, swap = rows["MemAvailable:"] * 1024, rows.get("SwapFree:", 0) * 1024
+    return HostRoom(free, swap, f"MemAvailable in /proc/meminfo, of {rows.get('MemTotal:', 0) * 1024:,} bytes in all")
+
+
+def _cgroups(root: Path) -> Iterator[HostRoom]:
+    file = root / "proc/self/cgroup"
+    for line in _lines(file):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            mounts: tuple[Path, ...] = (root / "sys/fs/cgroup/unified", root / "sys/fs/cgroup")
+            names = ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            mounts = (root / "sys/fs/cgroup/memory",)
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        mount = next((mount for mount in mounts if mount.is_dir()), mounts[-1])
+        # A limit may be set at any level. In a container the path may be the host's, and only the root be there.
+        for folder in _upwards(mount, path):
+            room = _cgroup(folder, *names)
+            if room is not None:
+                yield room
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part and part != ".."]
+    for length in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:length])
+
+
+def _cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str) -> HostRoom | None:
+    limit = next(iter(_lines(folder / limit_file)), "max")
+    usage = next(iter(_lines(folder / usage_file)), "")
+    if limit == "max" or not usage or int(limit) >= _UNLIMITED:
+        return None
+    # Pages of files count as used, and go when somebody needs the memory.
+    rows = _numbers(folder / "memory.stat")
+    files = rows.get(f"{prefix}inactive_file", 0) + rows.get(f"{prefix}active_file", 0)
+    used = max(0, int(usage) - files)
+    return HostRoom(
+        max(0, int(limit) - used), 0, f"{folder / limit_file} allows {int(limit):,}, of which {used:,} are in use"
+    )
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in _lines(file))
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

@@ -1,0 +1,125 @@
+"""Host memory that `initialize` takes: no more than it needs on its way, and nothing where there is too little."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from harmony_ds import HostMemoryError
+from harmony_ds.offload import host_limits
+from harmony_ds.offload.host_limits import HostRoom
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
+from tests.oracle import assert_same
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "init_peak" / "run.py"
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path: Path) -> None:
+    sizes = ["--layers", "8", "--width", "512", "--vocabulary", "256"]  # layers of 12 MiB
+    cases = ["host:fp32", "from_pretrained:fp32", "meta:fp32"]
+    command = [sys.executable, str(BENCHMARK), *sizes, "--folder", str(tmp_path), "--cases", *cases]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+    assert run.returncode == 0, run.stderr[-2000:]
+    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert [row["source"] for row in rows] == ["host", "from_pretrained", "meta"]
+    for row in rows:
+        assert row["peak"] <= row["state"] + 2 * row["layer"], row
+        assert row["state"] == 4 * row["parameters"] > 7 * row["layer"]
+        assert row["after"] >= 0.95 * row["state"], row  # else nothing was measured
+
+
+def rooms_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(host_limits, "host_rooms", lambda: [HostRoom(free_bytes, 0, "the test")])
+
+
+def linear(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+
+
+COUNT = 2 * 64 * 64
+
+
+def needed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, make: object, **more: object) -> str:
+    """What an engine says that it needs where there is nothing."""
+    rooms_of(monkeypatch, 0)
+    clip = more.pop("clip", None)
+    config = config_of(1, clip=clip, **more)  # type: ignore[arg-type]
+    with pytest.raises(HostMemoryError) as caught, engine_for(model, make, config):
+        pass
+    return str(caught.value).partition(": ")[0]
+
+
+def test_weights_masters_state_and_gradients_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f", {4 * COUNT:,} of them in use by the model already"
+    kinds = f"weights {4 * COUNT:,}, optimizer {8 * COUNT:,}, gradients {4 * COUNT // 2:,}"
+    assert needed(monkeypatch, linear(), adamw) == (
+        f"training needs at least {14 * COUNT:,} bytes of host memory ({kinds}){there}"
+    )
+    assert f"({18 * COUNT:,} bytes" not in needed(monkeypatch, linear(), adamw)
+    kinds = f"weights {2 * COUNT:,}, masters {4 * COUNT:,}, optimizer {8 * COUNT:,}, gradients {4 * COUNT:,}"
+    assert needed(monkeypatch, linear(), adamw, clip=1.0, **BF16) == (
+        f"training needs at least {18 * COUNT:,} bytes of host memory ({kinds}){there}"
+    )
+
+
+def test_only_what_is_trained_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = linear()
+    half[0].requires_grad_(False)  # type: ignore[operator]
+
+    assert f"(weights {4 * COUNT:,}, optimizer {4 * COUNT:,}, " in needed(monkeypatch, half, adamw, clip=1.0)
+    assert f"(weights {4 * COUNT:,}, gradients {4 * COUNT:,})" in needed(monkeypatch, linear(), sgd, clip=1.0)
+    first = linear()
+    rooms_of(monkeypatch, 0)
+    with pytest.raises(HostMemoryError, match=f"optimizer {4 * COUNT:,}"):
+        harmony_ds.initialize(
+            model=first,
+            model_parameters=first[0].parameters(),  # type: ignore[operator]
+            config=config_of(1, clip=1.0, optimizer={"type": "AdamW", "params": {"torch_adam": True}}),
+        )
+
+
+def test_a_mapped_or_meta_model_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = linear()
+
+    assert needed(monkeypatch, model, adamw).endswith(")")
+
+
+def test_a_refused_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = family("llama")
+    model = one.build(0.0)
+    before, places = weights_of(model), [p.data_ptr() for p in model.parameters()]
+    rooms_of(monkeypatch, 1000)
+    with pytest.raises(HostMemoryError, match=r"[\d,]+ more, but 1,000 bytes are free \(the test\)"):
+        harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config_of(1))
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert_same(model, before, bitwise=True)
+
+    rooms_of(monkeypatch, 10**9)
+    with engine_for(model, adamw, config_of(1)) as engine:
+        train_groups(engine, groups_of(one, 1, 1))
+
+
+def test_the_callers_own_references_stay_what_they_were() -> None:
+    model = family("llama").build(0.0)
+    held = model.state_dict()
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters)
+    with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
+        train_groups(engine, groups_of(family("llama"), 1, 1))
+        engine.finish_updates()
+
+        assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        assert not torch.equal(model.state_dict()["lm_head.weight"], held["lm_head.weight"])

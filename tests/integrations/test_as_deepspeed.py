@@ -1,0 +1,107 @@
+"""Unchanged accelerate and Trainer code after `install_as_deepspeed()`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+import harmony_ds
+from tests.integrations.test_trainer import arguments, assert_same, llama, text
+
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+    "harmony": {"device": "cpu"},
+}
+
+
+def _forget_accelerate() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("initialize", "DeepSpeedEngine", "init_distributed"):
+        monkeypatch.setattr(deepspeed, name, getattr(deepspeed, name))
+    for name in ("Init", "GatheredParameters"):
+        monkeypatch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    _forget_accelerate()
+    harmony_ds.install_as_deepspeed()
+    yield
+    _forget_accelerate()
+
+
+def test_an_accelerate_loop(installed: None) -> None:
+    data = text(16)
+    expected = llama()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    losses = []
+    for index, batch in enumerate(DataLoader(data, batch_size=2)):
+        loss = expected(**batch).loss
+        losses.append(loss.detach())
+        (loss / 4).backward()
+        if index % 4 == 3:
+            torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = llama()
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(DS_CONFIG)), gradient_accumulation_steps=4
+    )
+    engine, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(data, batch_size=2)
+    )
+    assert isinstance(engine, harmony_ds.HarmonyEngine)
+    assert accelerator.unwrap_model(engine) is model
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # nothing is looked at before its boundary
+        for batch in loader:
+            with accelerator.accumulate(engine):
+                loss = engine(**batch).loss
+                seen.append(loss.detach())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(engine.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [float(loss) for loss in seen] == [float(loss) for loss in losses]
+    for (name, weight), (_, other) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    accelerator.free_memory()
+
+
+def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
+    stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(24))
+    stock.train()
+    _forget_accelerate()
+    ours = Trainer(
+        model=llama(),
+        args=arguments(tmp_path, use_cpu=False, deepspeed=dict(DS_CONFIG), logging_nan_inf_filter=False),
+        train_dataset=text(24),
+    )
+    with warnings.catch_warnings():
+        # Trainer adds losses up in place, and so looks at them: told once, and right.
+        warnings.filterwarnings("ignore", message="a loss or an output was looked at")
+        ours.train()
+    assert isinstance(ours.model_wrapped, harmony_ds.HarmonyEngine)
+    assert_same(stock, ours)
+    ours.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    ours.accelerator.free_memory()

@@ -1,0 +1,224 @@
+"""HarmonyTrainer against the stock Trainer, in fp32 on the CPU: the same weights, losses and norms, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import harmony_ds
+from harmony_ds.errors import UnsupportedError
+from harmony_ds.integrations.transformers import HarmonyMixin, HarmonyTrainer
+
+CONFIG: dict[str, Any] = {"harmony": {"device": "cpu"}}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            use_cache=False,
+        )
+    )
+
+
+def text(rows: int = 22) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    data = []
+    for row in range(rows):
+        ids = torch.randint(0, 61, (8,), generator=generator)
+        labels = ids.clone()
+        labels[: row % 5] = -100  # so that micro-batches hold different numbers of items
+        data.append({"input_ids": ids, "labels": labels})
+    return data
+
+
+def arguments(folder: Path, cls: Any = TrainingArguments, **more: Any) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
+        "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+        "weight_decay": 0.01, "seed": 3,
+    }  # fmt: skip
+    return cls(**{**settings, **more})
+
+
+def logged(trainer: Any) -> list[tuple[float, float, float]]:
+    return [(e["loss"], e["grad_norm"], e["learning_rate"]) for e in trainer.state.log_history if "loss" in e]
+
+
+def both(
+    folder: Path, model: nn.Module, data: Any, stock: Any = Trainer, args: dict[str, Any] | None = None, **more: Any
+):
+    """The stock trainer and the one under test, both trained."""
+    ours = type("Ours", (HarmonyMixin, stock), {})
+    trainers = []
+    for kind, extra in ((stock, {}), (ours, {"ds_config": CONFIG})):
+        cls = Seq2SeqTrainingArguments if issubclass(stock, Seq2SeqTrainer) else TrainingArguments
+        trainer = kind(
+            model=copy.deepcopy(model), args=arguments(folder, cls, **(args or {})), train_dataset=data, **extra, **more
+        )
+        trainer.train()
+        trainers.append(trainer)
+    return trainers
+
+
+def assert_same(stock: Any, ours: Any) -> None:
+    assert logged(stock) == logged(ours)
+    assert len(logged(stock)) > 1
+    for (name, expected), (_, actual) in zip(
+        stock.model.named_parameters(), ours.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, actual), name
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, max_grad_norm: float) -> None:
+    stock, ours = both(tmp_path, llama(), text(), args={"max_grad_norm": max_grad_norm})
+    assert_same(stock, ours)
+    assert len(logged(ours)) == 6  # 11 micro-batches: groups of 4, 4 and 3, twice
+    assert ours._engine.swap_report().micro_batches == 3
+
+
+def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0,
+        )
+    )  # fmt: skip
+    data = [{"input_ids": row["input_ids"], "labels": index % 2} for index, row in enumerate(text())]
+    stock, ours = both(tmp_path, model, data, args={"eval_strategy": "epoch"}, eval_dataset=data[:6])
+    assert_same(stock, ours)
+    evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (stock, ours)]
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 2
+    assert (stock.predict(data[:5]).predictions == ours.predict(data[:5]).predictions).all()
+
+
+def test_label_smoothing(tmp_path: Path) -> None:
+    assert_same(*both(tmp_path, llama(), text(), args={"label_smoothing_factor": 0.1}))
+
+
+def test_a_compute_loss_of_the_users_own(tmp_path: Path) -> None:
+    class Focused(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            first = nn.functional.cross_entropy(logits[:, 0], inputs["input_ids"][:, 1])
+            self.seen = getattr(self, "seen", 0) + int(first.item() > 0)
+            return first + logits.square().mean()
+
+    assert_same(*both(tmp_path, llama(), text(), Focused))
+
+
+def test_sequence_to_sequence_with_generation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=61, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, dropout_rate=0.0,
+            tie_word_embeddings=False, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    args = {"predict_with_generate": True, "generation_max_length": 6}
+    stock, ours = both(tmp_path, model, text(), Seq2SeqTrainer, args)
+    torch.testing.assert_close(
+        torch.tensor(logged(stock)), torch.tensor(logged(ours)), rtol=1e-5, atol=1e-7
+    )  # the position bias of all layers is one tensor, whose gradients are added up in another order
+    assert (stock.predict(text(3)).predictions == ours.predict(text(3)).predictions).all()
+
+
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    assert_same(*both(tmp_path, model, text()))
+
+
+def test_training_arguments_may_carry_the_ds_config(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+        **CONFIG,
+    }
+    stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text())
+    stock.train()
+    harmony_ds.init_distributed()
+    ours = HarmonyTrainer(model=llama(), args=arguments(tmp_path, deepspeed=config), train_dataset=text())
+    ours.train()
+    assert_same(stock, ours)
+
+
+def test_the_saved_model_is_loaded_by_stock_from_pretrained(tmp_path: Path) -> None:
+    trainer = HarmonyTrainer(model=llama(), args=arguments(tmp_path), train_dataset=text(8), ds_config=CONFIG)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+
+
+def test_evaluation_before_training(tmp_path: Path) -> None:
+    stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6))
+    ours = HarmonyTrainer(
+        model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6), ds_config=CONFIG
+    )
+    assert stock.evaluate()["eval_loss"] == ours.evaluate()["eval_loss"]
+    stock.train()
+    ours.train()
+    assert_same(stock, ours)
+
+
+def test_callbacks_come_in_the_trainers_order(tmp_path: Path) -> None:
+    class Listener(TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.events.append("begin")
+
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            self.events.append("substep")
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.events.append("end")
+
+    heard = []
+    for kind, extra in ((Trainer, {}), (HarmonyTrainer, {"ds_config": CONFIG})):
+        listener = Listener()
+        kind(model=llama(), args=arguments(tmp_path), train_dataset=text(), callbacks=[listener], **extra).train()
+        heard.append(listener.events)
+    assert heard[0] == heard[1]
+
+
+def test_a_trainer_that_prepares_inputs_one_by_one_is_refused(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs)
+
+    ours = type("Ours", (HarmonyMixin, Counting), {})
+    with pytest.raises(UnsupportedError, match=r"Counting\._prepare_inputs"):
+        ours(model=llama(), args=arguments(tmp_path), ds_config=CONFIG)

@@ -1,0 +1,97 @@
+"""TRL's trainers under HarmonyMixin: the same weights, losses, norms and metrics as without it, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds.errors import UnsupportedError
+from harmony_ds.integrations.transformers import HarmonyMixin
+from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama
+
+trl = pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *"the a cat dog sat ran here there".split()]
+    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=32
+    )
+
+
+def trained(kind: Any, config: Any, folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **more: Any) -> list[Any]:
+    from datasets import Dataset
+
+    trainers = []
+    for cls, extra in ((kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})):
+        args = arguments(folder, config, bf16=False, max_length=16, gradient_checkpointing=False)
+        made = {name: make() for name, make in more.items()}
+        trainer = cls(
+            model=llama(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **made, **extra
+        )
+        trainer.train()
+        trainers.append(trainer)
+    return trainers
+
+
+def metrics(trainer: Any) -> list[dict[str, float]]:
+    timed = ("runtime", "per_second", "flos", "loss", "grad_norm")
+    return [
+        {key: value for key, value in entry.items() if not key.endswith(timed)} for entry in trainer.state.log_history
+    ]
+
+
+def assert_metrics_agree(stock: Any, ours: Any) -> None:
+    for expected, actual in zip(metrics(stock), metrics(ours), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-7)  # means of what is appended in another order
+
+
+def test_sft(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": "the cat sat here" if i % 3 else "a dog ran there the dog sat"} for i in range(22)]
+    stock, ours = trained(trl.SFTTrainer, trl.SFTConfig, tmp_path, rows, tokenizer)
+    assert_same(stock, ours)
+    assert_metrics_agree(stock, ours)
+
+
+PAIRS = [
+    {"prompt": "the cat", "chosen": " sat here" if i % 2 else " ran", "rejected": " ran there the dog"}
+    for i in range(22)
+]
+
+
+def test_dpo_with_a_reference_model(tmp_path: Path, tokenizer: Any) -> None:
+    def reference() -> nn.Module:
+        model = llama()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        return model
+
+    stock, ours = trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, tokenizer, ref_model=reference)
+    assert_same(stock, ours)
+    assert_metrics_agree(stock, ours)
+
+
+def test_dpo_with_lora_whose_reference_is_the_model_without_adapters(tmp_path: Path, tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+
+    def lora() -> Any:
+        torch.manual_seed(1)
+        return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+
+    assert_same(*trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, tokenizer, peft_config=lora))
+
+
+def test_grpo_is_refused_by_name() -> None:
+    ours = type("Ours", (HarmonyMixin, trl.GRPOTrainer), {})
+    with pytest.raises(UnsupportedError, match=r"GRPOTrainer\._prepare_inputs"):
+        ours(model=llama())

@@ -1,0 +1,124 @@
+"""What is needed of host memory, against what the machine and its cgroups leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harmony_ds.errors import HostMemoryError
+from harmony_ds.offload.host_limits import HostNeed, HostRoom, check_host_memory, host_rooms
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\nSwapTotal: 500 kB\nSwapFree: 200 kB\n"
+NEED = HostNeed({"weights": 300, "masters": 600, "optimizer": 1200, "gradients": 0}, there_bytes=100)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def free_bytes(root: Path) -> list[int]:
+    return [room.free_bytes for room in host_rooms(root)]
+
+
+def test_the_machines_memory_is_what_is_available_and_swap(tmp_path: Path) -> None:
+    (room,) = host_rooms(write(tmp_path, {"proc/meminfo": MEMINFO}))
+
+    assert (room.free_bytes, room.swap_bytes) == (600 * 1024, 200 * 1024)
+    assert "1,024,000" in room.source
+
+
+def test_a_system_without_proc_says_nothing(tmp_path: Path) -> None:
+    assert host_rooms(tmp_path) == []
+
+
+def test_cgroup_2_counts_at_every_level_without_pages_of_files(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup"
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            f"{top}/job/step/memory.max": "max\n",
+            f"{top}/job/step/memory.current": "50\n",
+            f"{top}/job/memory.max": "1000\n",
+            f"{top}/job/memory.current": "700\n",
+            f"{top}/job/memory.stat": "anon 100\ninactive_file 400\nactive_file 100\nshmem 5\n",
+        },
+    )
+
+    (room,) = host_rooms(root)
+
+    assert room.free_bytes == 1000 - (700 - 500)
+    assert room.swap_bytes == 0
+    assert "job/memory.max allows 1,000, of which 200 are in use" in room.source
+
+
+def test_cgroup_1_and_its_way_of_saying_unlimited(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup/memory"
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
+            f"{top}/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{top}/memory.usage_in_bytes": "12345\n",
+            f"{top}/docker/abc/memory.limit_in_bytes": "900\n",
+            f"{top}/docker/abc/memory.usage_in_bytes": "500\n",
+            f"{top}/docker/abc/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20\n",
+        },
+    )
+
+    assert free_bytes(root) == [900 - 450]
+
+
+def test_in_a_container_whose_own_path_is_not_there_the_root_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/../outside\n",
+        "sys/fs/cgroup/memory.max": "100\n",
+        "sys/fs/cgroup/memory.current": "30\n",
+    }
+
+    assert free_bytes(write(tmp_path, files)) == [70]
+
+
+def test_more_in_use_than_allowed_leaves_nothing(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "100\n",
+        "sys/fs/cgroup/memory.current": "130\n",
+    }
+
+    assert free_bytes(write(tmp_path, files)) == [0]
+
+
+def test_what_fits_is_not_refused() -> None:
+    check_host_memory(NEED, [HostRoom(2000, 0, "exactly")])
+    check_host_memory(NEED, [HostRoom(1500, 500, "with swap")])
+    check_host_memory(NEED, [])
+
+
+def test_one_byte_too_little_is_refused_with_both_numbers_and_what_helps() -> None:
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(NEED, [HostRoom(10**6, 0, "enough"), HostRoom(1499, 500, "the smaller one")])
+
+    text = str(caught.value)
+    assert text.startswith(
+        "training needs at least 2,100 bytes of host memory (weights 300, masters 600, optimizer 1,200), 100 of them in "
+        "use by the model already: 2,000 more, but 1,499 bytes are free and 500 of swap (the smaller one). What helps: 1."
+    )
+
+
+def test_page_locked_memory_has_to_fit_without_swap() -> None:
+    need = HostNeed({"weights": 1000, "optimizer": 1000}, there_bytes=0, page_locked_bytes=1000)
+    check_host_memory(need, [HostRoom(1000, 1000, "just")])
+
+    with pytest.raises(
+        HostMemoryError, match=r"1,000 more are page-locked.*999 bytes are free.*harmony\.pin_memory to f"
+    ):
+        check_host_memory(need, [HostRoom(999, 5000, "mostly swap")])
+
+
+def test_this_machine_has_room_for_little() -> None:
+    check_host_memory(HostNeed({"weights": 1024}, there_bytes=0))

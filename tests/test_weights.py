@@ -1,0 +1,371 @@
+"""Weights for models from the meta device: out of safetensors files, or by their modules' own initialization."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import harmony_ds
+from harmony_ds import CheckpointError, ModelError
+from harmony_ds.offload.process_memory import MappedFiles
+from harmony_ds.weights import initialize_weights
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, means_of, seed_of, train_groups
+from tests.families import FAMILIES, MODULES, Family, build_seeded
+from tests.oracle import assert_same, train_plainly
+
+RENAMED = ("gpt_neox", "vit", "mixtral", "qwen3_moe", "deepseek_v3")
+"""Families whose files have other names than their parameters."""
+LOADED = [one for one in FAMILIES + MODULES if one.name not in RENAMED]
+BARE = ("clip", "BareParameterNet", "TwoPassNet", "UntouchedNet")
+"""Families with a parameter that no module initializes on its own."""
+
+
+class Net(nn.Module):
+    """Embedding and head tied, a frozen layer, batch statistics, and a table that no file holds."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = Scale()
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+
+
+class Scale(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(5.0, device=self.table.device))
+
+
+def meta(one: type[nn.Module]) -> Any:
+    with torch.device("meta"):
+        return one()
+
+
+def meta_like(plain: nn.Module) -> nn.Module:
+    """The same model on the meta device, ties and all."""
+    if not isinstance(plain, PreTrainedModel):
+        return plain.to("meta")
+    with torch.device("meta"):
+        return type(plain)(plain.config).train()
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder)
+    else:
+        save_model(model, str(folder / "model.safetensors"))
+    return folder
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@pytest.mark.parametrize("one", LOADED, ids=lambda one: one.name)
+def test_a_meta_model_becomes_what_was_saved(one: Family, tmp_path: Path) -> None:
+    saved(one.build(0.0), tmp_path)
+    model = meta_like(one.build(0.0))
+    before = {name: (id(t), t.requires_grad) for name, t in tensors_of(model)}
+    harmony_ds.load_weights(model, tmp_path)
+
+    expected = dict(tensors_of(one.build(0.0)))
+    assert {name: (id(t), t.requires_grad) for name, t in tensors_of(model)} == before
+    assert expected.keys() == before.keys()
+    for name, tensor in tensors_of(model):
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.dtype == expected[name].dtype
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_files_with_other_names_are_refused_for_from_pretrained(name: str, tmp_path: Path) -> None:
+    saved(family(name).build(0.0), tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"lacks .* and has .* from_pretrained"):
+        harmony_ds.load_weights(meta_like(family(name).build(0.0)), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_training_is_plain_training_of_the_model_from_pretrained(name: str, tmp_path: Path) -> None:
+    one = family(name)
+    saved(one.build(0.0), tmp_path)
+    groups = groups_of(one, 2, 2)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    losses = means_of(train_plainly(plain, groups, adamw(plain.parameters()), clip=1.0, seed_of=seed_of))
+    mapped = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    loaded = meta_like(one.build(0.0))
+    harmony_ds.load_weights(loaded, tmp_path)
+
+    assert one.bitwise
+    for model in (mapped, loaded):
+        with engine_for(model, adamw, config_of(2, clip=1.0)) as engine:
+            assert train_groups(engine, groups) == losses
+        assert_same(model, plain, bitwise=True)
+
+
+def test_parameters_are_mapped_until_an_engine_takes_them(tmp_path: Path) -> None:
+    one = family("llama")
+    saved(one.build(0.0), tmp_path)
+    model = meta_like(one.build(0.0))
+    harmony_ds.load_weights(model, tmp_path)
+    mapped = MappedFiles()
+    assert all(mapped.holds(p) for p in model.parameters())
+
+    with engine_for(model, None, config_of(1)):
+        assert not any(MappedFiles().holds(p) for p in model.parameters())
+
+
+def test_an_optimizer_built_before_trains_the_loaded_parameters(tmp_path: Path) -> None:
+    one = family("llama")
+    saved(one.build(0.0), tmp_path)
+    model = meta_like(one.build(0.0))
+    optimizer = adamw(model.parameters())
+    harmony_ds.load_weights(model, tmp_path)
+    plain = one.build(0.0)
+    for trained, made in ((model, lambda _: optimizer), (plain, adamw)):
+        with engine_for(trained, made, config_of(1)) as engine:
+            train_groups(engine, groups_of(one, 1, 1))
+
+    assert_same(model, plain, bitwise=True)
+
+
+def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
+    plain = build_seeded(Net)
+    whole = {name: t.clone() for name, t in plain.state_dict().items() if name != "head.weight"}
+    names = sorted(whole)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: whole[name] for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        model = meta(Net)
+        harmony_ds.load_weights(model, path)
+        assert_same(model, plain, bitwise=True)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.scale.table, torch.arange(5.0))
+        assert not model.blocks[1].weight.requires_grad
+
+
+def test_a_model_in_memory_takes_the_weights_too(tmp_path: Path) -> None:
+    plain = build_seeded(Net)
+    saved(plain, tmp_path)
+    model = Net()
+    harmony_ds.load_weights(model, tmp_path / "model.safetensors")
+
+    assert_same(model, plain, bitwise=True)
+
+
+def test_parameters_take_the_dtype_of_the_file(tmp_path: Path) -> None:
+    saved(build_seeded(Net).bfloat16(), tmp_path)
+    model = meta(Net)
+    harmony_ds.load_weights(model, tmp_path)
+
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def changed(tmp_path: Path, change: dict[str, Tensor | None]) -> Path:
+    """A file with the weights of a Net, some of them replaced, added, or (None) left out."""
+    tensors: dict[str, Tensor | None] = {**build_seeded(Net).state_dict(), **change}
+    file = tmp_path / "changed.safetensors"
+    save_file({name: t.clone() for name, t in tensors.items() if t is not None}, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.bias": None}, r"changed\.safetensors lacks norm\.bias\. Weights of"),
+        ({"extra": torch.ones(1)}, r"has extra, which the model has not"),
+        ({"scale.table": torch.ones(5)}, r"has scale\.table, which the model has not"),
+        ({"embed.weight": None, "head.weight": None}, r"lacks embed\.weight\."),
+        ({"embed.weight": torch.ones(7, 4)}, r"embed\.weight and head\.weight are one tensor .* different values"),
+        (
+            {"blocks.2.bias": torch.ones(5)},
+            r"blocks\.2\.bias has the shape \(5,\) in the file, and \(4,\) in the model",
+        ),
+        ({"blocks.2.bias": torch.ones(4).int()}, r"blocks\.2\.bias is torch\.int32 in the file, and torch\.float32 in"),
+    ],
+)
+def test_files_that_are_not_the_models_are_refused(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    file = changed(tmp_path, change)
+
+    with pytest.raises(CheckpointError, match=message):
+        harmony_ds.load_weights(meta(Net), file)
+
+
+def test_either_name_of_a_tied_parameter_is_enough(tmp_path: Path) -> None:
+    for name in ("embed.weight", "head.weight"):
+        model = meta(Net)
+        harmony_ds.load_weights(model, changed(tmp_path, {name: None}))
+        assert_same(model, build_seeded(Net), bitwise=True)
+
+
+def test_a_model_that_an_engine_holds_is_refused(tmp_path: Path) -> None:
+    model = family("llama").build(0.0)
+    saved(model, tmp_path)
+    with engine_for(model, adamw, config_of(1)), pytest.raises(ModelError, match="belongs to an engine"):
+        harmony_ds.load_weights(model, tmp_path)
+    harmony_ds.load_weights(model, tmp_path)
+    assert_same(model, family("llama").build(0.0), bitwise=True)
+
+
+def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nor any other safetensors file"):
+        harmony_ds.load_weights(meta(Net), tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        harmony_ds.load_weights(meta(Net), tmp_path / "missing.safetensors")
+    file = changed(tmp_path, {})
+    with pytest.raises(CheckpointError, match=r"name one of changed\.safetensors"):
+        harmony_ds.load_weights(meta(Net), tmp_path)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        harmony_ds.load_weights(meta(Net), file)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is no index of safetensors files"):
+        harmony_ds.load_weights(meta(Net), tmp_path)
+
+
+# ---- initialization
+
+
+class Plain(nn.Module):
+    """Modules of torch's that initialize themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(8)
+
+
+def test_torchs_modules_draw_what_they_draw_in_host_memory() -> None:
+    torch.manual_seed(3)
+    plain = Plain()
+    model = meta(Plain)
+    torch.manual_seed(3)
+    names = initialize_weights(model)
+
+    assert set(names) == {name for name, _ in tensors_of(plain)}
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("one", [one for one in FAMILIES if one.name not in BARE], ids=lambda one: one.name)
+def test_models_of_transformers_initialize_themselves(one: Family) -> None:
+    expected = one.build(0.0)
+    model = meta_like(expected)
+    initialize_weights(model)
+
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    for name, parameter in expected.named_parameters():
+        drawn = model.get_parameter(name)
+        assert drawn.isfinite().all()
+        assert parameter.numel() < 200 or abs(drawn.std() - parameter.std()) < 0.5 * parameter.std(), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_initialization_is_transformers_own(name: str) -> None:
+    plain = family(name).build(0.0)
+    model = meta_like(plain)
+    for module in plain.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    torch.manual_seed(3)
+    plain.initialize_weights()  # type: ignore[operator]
+    torch.manual_seed(3)
+    initialize_weights(model)
+
+    untied = [n for n, p in plain.named_parameters() if p is not plain.get_input_embeddings().weight]  # type: ignore[operator]
+    assert len(untied) > 20
+    for parameter in untied[: len(untied) // 2]:
+        assert torch.equal(model.get_parameter(parameter), plain.get_parameter(parameter)), parameter
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_parameter_that_nobody_initializes_is_named(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"(logit_scale|scale|temperature|unused_scale).*on the meta device.*load_weights"
+    ):
+        initialize_weights(meta_like(family(name).build(0.0)))
+
+
+class ForgetfulLinear(nn.Linear):
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("positions", torch.arange(3), persistent=False)
+
+
+def test_a_buffer_that_its_module_forgets_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^positions "):
+        initialize_weights(meta(ForgetfulLinear))
+    saved(ForgetfulLinear(), tmp_path)
+    with pytest.raises(ModelError, match=r"positions: on the meta device, while other parameters .* have values"):
+        harmony_ds.load_weights(meta(ForgetfulLinear), tmp_path)
+
+
+def test_what_has_values_keeps_them() -> None:
+    model = Plain()
+    before = {name: t.clone() for name, t in tensors_of(model)}
+    model.blocks[1] = nn.Linear(8, 8, device="meta")
+    names = initialize_weights(model)
+
+    assert names == ("blocks.1.weight", "blocks.1.bias")
+    assert all(torch.equal(t, before[name]) for name, t in tensors_of(model) if not name.startswith("blocks.1"))
+    assert initialize_weights(model) == ()
+
+
+def test_a_meta_model_trains_from_its_own_initialization(caplog: pytest.LogCaptureFixture) -> None:
+    one = family("llama")
+    model, plain = meta_like(one.build(0.0)), meta_like(one.build(0.0))
+    torch.manual_seed(7)
+    initialize_weights(plain)
+    torch.manual_seed(7)
+    optimizer = adamw(model.parameters())
+    with (
+        caplog.at_level(logging.WARNING, "harmony_ds"),
+        engine_for(model, lambda _: optimizer, config_of(2)) as engine,
+        engine_for(plain, adamw, config_of(2)) as other,
+    ):
+        assert train_groups(engine, groups_of(one, 2, 2)) == train_groups(other, groups_of(one, 2, 2))
+
+    assert_same(model, plain, bitwise=True)
+    assert sum("were on the meta device" in record.message for record in caplog.records) == 1
+
+
+def test_files_are_not_changed_by_training(tmp_path: Path) -> None:
+    one = family("llama")
+    saved(one.build(0.0), tmp_path)
+    before = {name: t.clone() for name, t in load_file(tmp_path / "model.safetensors").items()}
+    model = meta_like(one.build(0.0))
+    harmony_ds.load_weights(model, tmp_path)
+    with engine_for(model, adamw, config_of(1)) as engine:
+        train_groups(engine, groups_of(one, 1, 1))
+
+    after = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
