@@ -162,8 +162,8 @@ def _named(stream: str, what: Task | str, count: int) -> tuple[str, str]:
 
 def span_name(stream: str, what: Task | str) -> str:
     """What the work of a task on `stream` is called."""
-    measured = stream == UPDATE and isinstance(what, Task) and what.kind is TaskKind.SWAP_OUT
-    return f"norm {what}" if measured else str(what)
+    arrived = stream == UPDATE and isinstance(what, Task) and what.kind is TaskKind.SWAP_OUT
+    return f"gradients {what}" if arrived else str(what)  # their norm, their sum with earlier ones
 
 
 class _Lowering:
