@@ -63,7 +63,7 @@ class Peaks:
     def _peak(self, packing: Packing, policy: Policy) -> int:
         base = resident_bytes(packing, policy, self._request)
         wanted = self._request.micro_batches
-        if not policy.grouping:  # little grows with their number, but in tasks that concern no single one
+        if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
             tasks = compose_step(packing, Group(tuple(range(wanted))), policy)
             return base + self._walks_of(packing).walk(tasks).peak_bytes
         if wanted <= _SHORT + 1:
