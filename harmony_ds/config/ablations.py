@@ -79,8 +79,8 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "just-in-time-update",
         _JUST_IN_TIME,
-        "updates begin when the whole backward pass is over, not as gradients arrive; no change with gradient clipping, "
-        "whose norm they wait for anyway",
+        "updates begin when the whole backward pass is over, not as gradients arrive",
+        requires={"gradient_clipping": 0},  # else they wait for the norm of all gradients in any case
     ),
     Ablation("overlap-update", _OVERLAP, "everything waits while the host measures gradients or updates weights"),
     Ablation(
