@@ -25,12 +25,15 @@ from tests.engine.drive import (
     engine_for,
     family,
     groups_of,
+    lanes,
     loop,
     means_of,
     plainly,
     seed_of,
     train_groups,
+    weights_of,
 )
+from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
 from tests.engine.test_ledger import layer_bytes, packed
 from tests.families import BUILD_SEED, HIDDEN, VOCABULARY
 from tests.oracle import assert_same, train_plainly, train_plainly_bf16
@@ -170,6 +173,24 @@ def test_bf16_gradients_halve_what_they_move_and_are_grouped_or_not_the_same() -
     assert moved[0] == 2 * moved[1]
     assert moved[2] == COUNT * moved[1]
     assert_same(weights[1], weights[2], bitwise=True)
+
+
+@pytest.mark.parametrize("off", [{"fuse_last_pack": False}, EVERYTHING.harmony], ids=["fused-last-pack", "everything"])
+@pytest.mark.parametrize(("where", "at"), [("forward", 2), ("forward", 4), ("backward", 1)])
+def test_a_failed_step_is_as_if_it_had_not_been_tried(off: dict[str, Any], where: str, at: int) -> None:
+    groups = groups_of(LLAMA, 2, 4)
+    plain, _ = plainly(LLAMA, 0.1, groups, adamw, 0.5)
+    trap = Trap(at)
+    model = trapped_llama(trap, where)
+    with engine_for(model, adamw, config_of(4, 0.5, {"pack_layers": 2, **off})) as engine:
+        train_groups(engine, groups[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(groups[1]))
+        assert lanes() == []
+        assert engine.usable
+        train_groups(engine, groups[1:])
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
 
 
 # ---- another schedule
