@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harmony_ds.scheduler.plan import Pack, Plan, Task
+    from harmony_ds.scheduler.plan import Pack, Plan, Policy, Task
 
 _WIDTH = 120
 _WIDEST_CELL = 24
@@ -71,19 +71,24 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
     away = sum(index in packing.forward[: policy.stash_on_host] for index in packing.forward)
     stash = f"of {away} forward packs on the host" if away else "on the device"
-    updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
-    if policy.updates_last and not policy.deferred_update:
-        updates = "when the backward pass is over"
-    if not policy.overlap_update:
-        updates += ", and all else waits for them"
     if not policy.grouping:
         yield "no grouping: each micro-batch passes all packs on its own"
+    if not policy.overlap_update:
+        yield "no overlap of updates: all else waits for them"
     if policy.forward_rows or policy.backward_rows:
         yield (
             f"micro-batches go through layers in pieces of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
-    yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
+    yield f"stash {stash}; updates {_when(policy)}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
+
+
+def _when(policy: Policy) -> str:
+    """Updates happen."""
+    arriving = "as gradients arrive" if policy.grouping else "as the last micro-batch's gradients arrive"
+    if policy.deferred_update:
+        return "when the norm of all gradients is known"
+    return "when the backward pass is over" if policy.updates_last else arriving
 
 
 def _visits(tasks: Sequence[Task], updates_last: bool) -> tuple[list[_Visit], list[Task]]:
