@@ -35,7 +35,7 @@ from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
 from harmony_ds.weights import initialize_weights
 
@@ -122,8 +122,7 @@ def assemble(
         plan=saved,
         profile=None if settings.profile is None else Path(settings.profile),
         stash=settings.stash,
-        prefetch=settings.prefetch,
-        deferred_update=config.deferred_update,
+        policy=_policy(config),
         element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
         residency=_residency(config, device, device_optimizer),
         sizes=_sizes(settings.micro_batch) if saved is None else Sizes.of(saved.policy),
@@ -160,6 +159,19 @@ def assemble(
             updater.stop()
         raise
     return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
+
+
+def _policy(config: Config) -> Policy:
+    settings = config.harmony
+    return Policy(
+        prefetch=settings.prefetch,
+        deferred_update=config.deferred_update,
+        gradient_slabs=settings.gradient_slabs,
+        grouping=settings.grouping,
+        just_in_time_update=settings.just_in_time_update,
+        overlap_update=settings.overlap_update,
+        fuse_last_pack=settings.fuse_last_pack,
+    )
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:

@@ -144,7 +144,7 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     sent = [plan.packs[index].gradient_bytes for index in plan.packing.backward]
-    slabs = sum(sent) if plan.policy.deferred_update else min(sum(sent), situation.gradient_slabs * max(sent))
+    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), situation.gradient_slabs * max(sent))
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,

@@ -47,6 +47,10 @@ def test_defaults_of_the_harmony_block() -> None:
         pin_memory=True,
         seed=None,
         gradient_slabs=3,
+        grouping=True,
+        just_in_time_update=True,
+        overlap_update=True,
+        fuse_last_pack=True,
     )
 
 
@@ -118,6 +122,10 @@ def test_the_harmony_block_is_read() -> None:
         "gradient_slabs": 1,
         "residency": 3,
         "micro_batch": {"forward": 8, "backward": 4},
+        "grouping": False,
+        "just_in_time_update": False,
+        "overlap_update": False,
+        "fuse_last_pack": False,
     }
     settings = load(harmony=block).harmony
 

@@ -1,6 +1,6 @@
 """Mechanisms of the schedule, and how each is switched off in a ds_config: to see what it is worth.
 
-Every switch changes when and where things happen. Results are the same bits, except where `exact` is False.
+Every switch changes when and where things happen. Results are the same bits, except where `exact_on` says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ablation:
         others: keys of other blocks, nested as in the ds_config.
         requires: what must stand in the ds_config for this to differ from it.
         device: the kind of device on which it can make a difference ("": any).
-        exact: whether results are the same bits.
+        rounds_on: kinds of device on which results are not the same bits.
     """
 
     name: str
@@ -30,7 +30,11 @@ class Ablation:
     others: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
     device: str = ""
-    exact: bool = True
+    rounds_on: tuple[str, ...] = ()
+
+    def exact_on(self, device: str) -> bool:
+        """Whether results on a device of kind `device` are the same bits as without the change."""
+        return device not in self.rounds_on
 
     def applies_to(self, config: Mapping[str, Any], device: str) -> bool:
         """Whether a run of the ds_config `config` on a device of kind `device` ("cpu", "cuda") could differ."""
@@ -63,6 +67,7 @@ _JUST_IN_TIME = {"just_in_time_update": False}
 _OVERLAP = {"overlap_update": False}
 _FUSED = {"fuse_last_pack": False}
 _RESIDENCY = {"residency": "off"}
+_DEVICE_UPDATES = ("cuda",)  # its kernels round otherwise than the host's
 
 ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
@@ -74,8 +79,8 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "just-in-time-update",
         _JUST_IN_TIME,
-        "updates begin when the whole backward pass is over, not as gradients arrive; no change with gradient clipping, "
-        "whose norm they wait for anyway",
+        "updates begin when the whole backward pass is over, not as gradients arrive",
+        requires={"gradient_clipping": 0},  # else they wait for the norm of all gradients in any case
     ),
     Ablation("overlap-update", _OVERLAP, "everything waits while the host measures gradients or updates weights"),
     Ablation(
@@ -83,7 +88,12 @@ ABLATIONS: tuple[Ablation, ...] = (
     ),
     Ablation("stash-on-device", {"stash": "device"}, "all stashed inputs wait on the device, if they fit"),
     Ablation("stash-on-host", {"stash": "host"}, "all stashed inputs but the last pack's wait on the host"),
-    Ablation("residency", _RESIDENCY, "no pack is kept on the device from forward to backward, or from step to step"),
+    Ablation(
+        "residency",
+        _RESIDENCY,
+        "no pack is kept on the device from forward to backward, or from step to step: the host updates all",
+        rounds_on=_DEVICE_UPDATES,
+    ),
     Ablation("pinned-memory", {"pin_memory": False}, "host memory is not page-locked", device="cuda"),
     Ablation(
         "bf16-gradients",
@@ -91,12 +101,13 @@ ABLATIONS: tuple[Ablation, ...] = (
         "gradients are summed and sent in bf16, not in fp32: a choice of dtype, which rounds",
         others={"data_types": {"grad_accum_dtype": "bf16"}},
         requires={"bf16": {"enabled": True}},
-        exact=False,
+        rounds_on=("cpu", "cuda"),
     ),
     Ablation(
         "everything",
         {**_GROUPING, **_PREFETCH, **_JUST_IN_TIME, **_OVERLAP, **_FUSED, **_RESIDENCY},
         "grouping, prefetch, just-in-time and overlapped updates, the fused last pack and residency, all off",
+        rounds_on=_DEVICE_UPDATES,
     ),
 )
 """In the order in which a waterfall shows them; "everything" comes last."""

@@ -11,8 +11,9 @@ from harmony_ds.errors import ConfigError
 
 _HARMONY = frozenset(
     "device device_memory_gib pack_layers layers stash prefetch pin_memory seed gradient_slabs plan profile "
-    "residency micro_batch".split()
+    "residency micro_batch grouping just_in_time_update overlap_update fuse_last_pack".split()
 )
+_FLAGS = ("grouping", "prefetch", "just_in_time_update", "overlap_update", "fuse_last_pack", "pin_memory")
 
 
 def harmony_settings(block: object, pin_memory: bool = True, micro_batch: str = "config") -> HarmonySettings:
@@ -79,7 +80,7 @@ def _check_harmony(settings: HarmonySettings) -> None:
     seed = settings.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ConfigError(f"harmony.seed must be a whole number, not {seed!r}.")
-    for key in ("prefetch", "pin_memory"):
+    for key in _FLAGS:
         if not isinstance(getattr(settings, key), bool):
             raise ConfigError(f"harmony.{key} must be true or false, not {getattr(settings, key)!r}.")
 

@@ -48,6 +48,12 @@ class HarmonySettings:
         plan: a file with a plan to run, in the place of a search.
         profile: a file that times and rates are kept in, and taken from where it was measured on the same.
         residency: packs that stay on the device from step to step: "off", "auto", or how many of the last ones.
+        grouping: a pack that is on the device runs all micro-batches; else each micro-batch passes all packs on its own.
+        just_in_time_update: a pack is updated as soon as its gradients have arrived, where nothing is to be known first
+            of all gradients; else when the whole backward pass is over.
+        overlap_update: the host updates weights while the device computes; else everything waits for it.
+        fuse_last_pack: the last pack's forward, the loss and its backward run together for each micro-batch; else it
+            runs forward with the others and is recomputed.
         micro_batch: how many rows of a micro-batch go through a layer at a time: "config" (all of them), "auto" (what
             the search finds fastest), or numbers for the forward and the backward pass. Losses are over the
             ds_config's micro-batches in any case.
@@ -66,6 +72,10 @@ class HarmonySettings:
     profile: str | None = None
     residency: str | int = "auto"
     micro_batch: str | tuple[int, int] = "config"
+    grouping: bool = True
+    just_in_time_update: bool = True
+    overlap_update: bool = True
+    fuse_last_pack: bool = True
 
     @property
     def budget_bytes(self) -> int | None:

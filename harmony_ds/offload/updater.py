@@ -79,8 +79,8 @@ class Updater:
     def receive(self, delivery: Delivery) -> None:
         """Takes a delivery over; what it carries is used by a later `update` of the pack that owns it.
 
-        A parameter that several packs share is delivered by each: they are added up as they come, so that only the
-        first delivery is kept until the update.
+        A parameter that several packs share is delivered by each, and where micro-batches pass the packs one by one, by
+        each of those: they are added up as they come, so that only the first delivery is kept until the update.
         """
         if not delivery.gradients:  # no micro-batch came through that pack
             self._gradients.release(delivery)
@@ -89,7 +89,8 @@ class Updater:
         for name in delivery.gradients:
             self._held.setdefault(name, []).append(delivery)
         if shared:
-            self._put(_FIRST, lambda: self._gather(shared))
+            work = self.timed()
+            self._put(_FIRST, lambda: self._gather(shared, work))
 
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last delivery has been received."""
@@ -234,9 +235,11 @@ class Updater:
         if not delivery.gradients:
             self._gradients.release(delivery)
 
-    def _gather(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            self._sum(name)
+    def _gather(self, names: tuple[str, ...], work: AbstractContextManager[object]) -> None:
+        self._arrive(names)
+        with work:
+            for name in names:
+                self._sum(name)
 
     def _arrive(self, names: tuple[str, ...]) -> None:
         for name in names:

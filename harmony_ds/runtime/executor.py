@@ -10,6 +10,7 @@ UPDATE_ON_DEVICE                              device_store.update
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_store import DeviceStore
-from harmony_ds.offload.host_gradients import Delivery, HostGradients
+from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
@@ -30,12 +31,13 @@ from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.timeline import NOT_RECORDED, Recorder
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 
 RESIDENT = -1
 """The pack number under which the resident set is updated."""
 
 Progress = Callable[[int, int, str], None]
+_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Work:
         activation_bytes: per task, what it holds beside weights; charged where no allocator counts it.
         order: the call order that positions refer to.
         micro_batches: by index.
-        resident: packs that are on the device before the first task and behind the last.
+        policy: of the plan; its resident packs are on the device before the first task and behind the last.
+        parked: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.parked`).
     """
 
     packs: tuple[Pack, ...]
@@ -56,7 +59,12 @@ class Work:
     activation_bytes: tuple[int, ...]
     order: tuple[int, ...]
     micro_batches: Mapping[int, MicroBatch]
-    resident: tuple[int, ...] = ()
+    policy: Policy = _POLICY
+    parked: frozenset[int] = frozenset()
+
+    def parks(self, task: Task) -> bool:
+        """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
+        return task.micro_batch in self.parked and self.packs[task.pack].positions[-1] == len(self.order) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class Executor:
         self._resident: DeviceCopy | None = None
         self._copies: dict[int, DeviceCopy] = {}
         self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
-        self._deliveries: dict[int, Delivery] = {}
+        self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
         self.on_progress: Progress | None = None
@@ -120,6 +128,7 @@ class Executor:
         """
         parts = self._parts
         self._hyper, self._clipping = hyper, clipping
+        self._to_send = Counter(task.pack for task in work.tasks if task.kind is TaskKind.SWAP_OUT)
         self.updates_issued = 0
         self.overflow = False
         self.norm = None
@@ -140,7 +149,7 @@ class Executor:
                         self.on_progress(done + 1, total, str(task))
         finally:
             parts.random.close()
-            for index in work.resident:
+            for index in work.policy.resident:
                 del self._copies[index]
 
     def abandon(self) -> None:
@@ -184,10 +193,11 @@ class Executor:
 
     def _hold_packs(self, work: Work) -> None:
         """Resident packs: what the host still has to update of them comes to the device once."""
-        names = [work.packs[index].parameters for index in work.resident]
+        resident = work.policy.resident
+        names = [work.packs[index].parameters for index in resident]
         if self._parts.updater is not None and not self._parts.device_store.holds(names):
             self._parts.updater.wait_all()
-        self._copies.update(zip(work.resident, self._parts.device_store.hold(names), strict=True))
+        self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
 
     def _swap_in(self, work: Work, task: Task) -> None:
         pack = work.packs[task.pack]
@@ -227,6 +237,9 @@ class Executor:
             )
             if call is not None:
                 micro_batch.calls.append((position, call))
+            if position == len(work.order) - 1 and work.parks(task):
+                micro_batch.parked.append(outputs)
+                return
             lane.resume(outputs)
             del outputs
         micro_batch.finish()
@@ -244,21 +257,35 @@ class Executor:
                 micro_batch.pass_position(micro_batch.place(lane.request.layer, work.order))
                 lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
             micro_batch.finish()
-        loss = micro_batch.objective(micro_batch.outputs)
-        micro_batch.outputs = None
-        if loss is not None and loss.requires_grad:
-            glue = micro_batch.glue
-            loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
-        del loss
+        self._propagate_loss(micro_batch)
         if in_pieces:
             self._backward(work, task)
             return
         self._settle(micro_batch)
         self._accumulate(task.pack)
 
+    def _propagate_loss(self, micro_batch: MicroBatch) -> None:
+        loss = micro_batch.objective(micro_batch.outputs)
+        micro_batch.outputs = None
+        if loss is not None and loss.requires_grad:
+            glue = micro_batch.glue
+            loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
+
+    def _run_to_end(self, micro_batch: MicroBatch) -> None:
+        """What comes behind the last call."""
+        if micro_batch.parked:  # it may have ended without that call
+            lane = self._enter(micro_batch)
+            lane.resume(micro_batch.parked.pop())
+            if lane.request is not None:
+                raise OffPlanError
+            micro_batch.finish()
+
     def _backward(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
+        if work.parks(task):
+            self._run_to_end(micro_batch)
+            self._propagate_loss(micro_batch)
         for call in micro_batch.take_calls(work.packs[task.pack]):
             micro_batch.glue.settle(call.number)
             self._parts.layer_calls.backward(
@@ -299,16 +326,25 @@ class Executor:
     # ---- gradients and updates
 
     def _swap_out(self, work: Work, task: Task) -> None:
-        self._send(task.pack, self._copies[task.pack], work.packs[task.pack].owned)
+        self._to_send[task.pack] -= 1
+        complete = not self._to_send[task.pack]
+        self._send(task.pack, self._copies[task.pack], work.packs[task.pack].owned if complete else ())
+        self._wait_for_host(work)
 
     def _send(self, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
+        """`owned`: parameters of which this is the last that will come."""
         assert self._parts.gradients is not None and self._parts.updater is not None
         gradients = self._parts.residency.gradients(copy)
         delivery = self._parts.gradients.swap_out(gradients, beyond_limit=self._clipping is not None)
         self._leaving[pack] = (gradients, delivery.arrived)
         self._parts.updater.receive(delivery)
-        if self._clipping is not None:
+        if self._clipping is not None and owned:
             self._parts.updater.measure(owned)
+
+    def _wait_for_host(self, work: Work) -> None:
+        """Where updates do not overlap: until the host has done what it was asked for."""
+        if not work.policy.overlap_update and self._parts.updater is not None:
+            self._parts.updater.wait_all()
 
     def _free_gradients(self, work: Work, task: Task) -> None:
         self._free(task.pack)
@@ -322,7 +358,7 @@ class Executor:
         assert self._parts.updater is not None and self._clipping is not None
         self.release_resident(wanted=True)
         store, updater = self._parts.device_store, self._parts.updater
-        for index in work.resident:
+        for index in work.policy.resident:
             store.measure(work.packs[index].owned)
         updater.add_norms(store.take_norms())
         self.norm = updater.norm(self._clipping)
@@ -337,6 +373,7 @@ class Executor:
             return
         self.updates_issued += 1
         self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.norm)
+        self._wait_for_host(work)
 
     def _update_on_device(self, work: Work, task: Task) -> None:
         if self.overflow:
@@ -347,7 +384,7 @@ class Executor:
         self.recorder.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
 
-    def finish_step(self) -> None:
+    def finish_step(self, work: Work) -> None:
         """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""
         self.release_resident(wanted=True)
         if self.resident_names and self._parts.updater is not None and not self.overflow:
@@ -357,6 +394,7 @@ class Executor:
         if self.norm is None and self._parts.updater is not None:
             self._parts.updater.add_norms(self._parts.device_store.take_norms())
             self.norm = self._parts.updater.norm_of_updates()
+        self._wait_for_host(work)
 
 
 def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:

@@ -50,6 +50,8 @@ class MicroBatch:
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
     glue: Glue = field(default_factory=Glue)
+    parked: list[Any] = field(default_factory=list)
+    """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
     _numbers: int = 0
 
@@ -99,6 +101,7 @@ class MicroBatch:
         self.lane = None
         self.outputs = None
         self.calls.clear()
+        self.parked.clear()
         self.glue = Glue()
         self.forwarded = False
         self._cursor = self._numbers = 0

@@ -28,7 +28,7 @@ from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet, Task, TaskKind
+from harmony_ds.scheduler.plan import Plan, Policy, ResidentSet, Task, TaskKind, parked
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -47,10 +47,10 @@ class PlanSettings:
 
     Attributes:
         group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, prefetch, residency: see `harmony_ds.config.HarmonySettings`.
+        pack_layers, stash, residency: see `harmony_ds.config.HarmonySettings`.
+        policy: when tasks are issued; what the search decides stands at its defaults.
         plan: to run in the place of a search.
         profile: the file in which times and rates are kept.
-        deferred_update: whether updates wait for the norm of all gradients.
         element: bytes per element of weights and gradients on the link.
         sizes: rows of the pieces that layer calls are cut into; None: as the search finds best.
     """
@@ -58,8 +58,7 @@ class PlanSettings:
     group_size: int
     pack_layers: int | None
     stash: str
-    prefetch: bool
-    deferred_update: bool
+    policy: Policy
     element: ElementBytes
     plan: Plan | None = None
     profile: Path | None = None
@@ -175,7 +174,7 @@ class Runner:
             self._costs, self._graph, self._plan, self._choices = table, graph, choices[0].plan, choices
             self._sizes = sizes
             if self._parts.gradients is not None:
-                self._parts.gradients.held = held_deliveries(self._plan.packing)
+                self._parts.gradients.held = held_deliveries(self._plan)
             self._tasks.clear()
             for micro_batch in queued:
                 micro_batch.move(moved)
@@ -205,12 +204,7 @@ class Runner:
             resident_bytes=self._resident_bytes(graph),
             pack_layers=settings.pack_layers,
             stash=settings.stash,
-            policy=Policy(
-                prefetch=settings.prefetch,
-                deferred_update=settings.deferred_update,
-                forward_rows=sizes.forward,
-                backward_rows=sizes.backward,
-            ),
+            policy=replace(settings.policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
             residency=settings.residency,
             resident_set=self._resident_set(graph),
         )
@@ -249,14 +243,17 @@ class Runner:
         work = self._tasks.get(group)
         if work is None:
             tasks = compose_step(plan.packing, group, plan.policy)
-            validate(plan.packing, tasks, group, plan.policy.resident)
+            validate(plan.packing, tasks, group, plan.policy)
             work = self._tasks[group] = self._with_memory(tasks)
         return replace(work, micro_batches={m.index: m for m in micro_batches})
 
     def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
         assert self._plan is not None and self._costs is not None
-        walked = walk_memory(self._plan.packs, tasks, self._costs)
-        return Work(self._plan.packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy.resident)
+        packs = self._plan.packs
+        walked = walk_memory(packs, tasks, self._costs)
+        return Work(
+            packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy, parked(packs, tasks)
+        )
 
     # ---- running
 
@@ -326,7 +323,7 @@ class Runner:
             device.reset_peak()
             with self.executor.recorder.step(self._plan, work.tasks):
                 self.executor.run(work, hyper, clipping)
-                self.executor.finish_step()
+                self.executor.finish_step(work)
             self._check_peak(device.peak_bytes() - others)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
@@ -348,7 +345,7 @@ class Runner:
         assert work is not None
         with self._recovering(list(work.micro_batches.values())):
             self.executor.run(work, hyper, clipping)
-            self.executor.finish_step()
+            self.executor.finish_step(work)
 
     def _check_peak(self, peak_bytes: int) -> None:
         """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
@@ -378,7 +375,7 @@ class Runner:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         assert self._plan is not None and self._costs is not None
-        packs, resident = self._plan.packs, self._plan.policy.resident
+        packs, policy = self._plan.packs, self._plan.policy
         tasks = [
             task
             for index in self._plan.packing.backward
@@ -387,12 +384,12 @@ class Runner:
                 *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
                 Task(TaskKind.EVICT, index),
             )
-            if task.kind is TaskKind.FORWARD or index not in resident
+            if task.kind is TaskKind.FORWARD or index not in policy.resident
         ]
         costs = [replace(cost, stash_bytes=0) for cost in self._costs.costs]
         walked = walk_memory(packs, tuple(tasks), replace(self._costs, costs=tuple(costs), held_bytes=0))
         by_index = {m.index: m for m in micro_batches}
-        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, by_index, resident)
+        work = Work(packs, tuple(tasks), walked.activation_bytes, self._graph.calls, by_index, policy)
         with self._recovering(micro_batches):
             self.executor.run(work)
         self.executor.release_resident(wanted=False)
@@ -438,8 +435,13 @@ def _part_of(work: Work, part: slice) -> Work:
     return replace(work, tasks=work.tasks[part], activation_bytes=work.activation_bytes[part])
 
 
-def held_deliveries(packing: Packing) -> int:
-    """Packs whose gradients must wait on the host for an earlier pack's, because they share a parameter."""
+def held_deliveries(plan: Plan) -> int:
+    """Packs whose gradients must wait on the host: for other micro-batches' or other packs' of a parameter that both
+    have, or for the end of the backward pass.
+    """
+    packing = plan.packing
+    if plan.policy.gradients_wait:
+        return len(packing.backward)
     delivered: set[str] = set()
     held = 0
     packs = [packing.packs[index] for index in reversed(packing.backward)]

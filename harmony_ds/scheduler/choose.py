@@ -49,7 +49,7 @@ def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
 def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
     plan = draft_plan(packing, request, policy, 0)
-    validate(packing, plan.tasks, Group(tuple(range(request.micro_batches))), policy.resident)
+    validate(packing, plan.tasks, Group(tuple(range(request.micro_batches))), policy)
     peak = plan.resident_bytes + walk_memory(packing.packs, plan.tasks, costs).peak_bytes
     return replace(plan, peak_bytes=peak)
 

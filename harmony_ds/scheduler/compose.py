@@ -5,6 +5,9 @@
     backward    (I n-3) B n-2.*  G n-1  O n-2  E n-2 ...  recompute and propagate back
     update      U p behind O p, or all of them in forward order behind N, where the norm of the gradients is known
 
+Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
+last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
+
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
 its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U.
@@ -34,6 +37,12 @@ class Group:
     def all(self) -> tuple[int, ...]:
         return tuple(sorted(self.fresh + self.forwarded))
 
+    def rounds(self, grouping: bool) -> list[Group]:
+        """What passes the packs together: all of them, or each on its own."""
+        if grouping or len(self.all) < 2:
+            return [self]
+        return [Group((m,)) if m in self.fresh else Group((), (m,)) for m in self.all]
+
 
 def compose_forward(packing: Packing, micro_batch: int, policy: Policy) -> tuple[Task, ...]:
     """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now."""
@@ -42,7 +51,9 @@ def compose_forward(packing: Packing, micro_batch: int, policy: Policy) -> tuple
 
 def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """Everything between the first micro-batch of a group and the update of the last pack."""
-    return tuple(_Composer(packing, group, policy).step())
+    rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
+    tasks = [task for part in rounds[:-1] for task in part.passes(last=False)]
+    return (*tasks, *rounds[-1].passes(last=True), *_updates_last(packing, policy))
 
 
 def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
@@ -53,7 +64,21 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
     return set(away), taking
 
 
+def _updates_last(packing: Packing, policy: Policy) -> Iterator[Task]:
+    """Updates behind the backward pass, in forward order: what is needed first goes first."""
+    if policy.deferred_update:
+        yield Task(TaskKind.NORM, 0)
+    if policy.updates_last:
+        yield from (_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward)
+
+
+def _update(index: int, policy: Policy) -> Task:
+    return Task(TaskKind.UPDATE_ON_DEVICE if index in policy.resident else TaskKind.UPDATE, index)
+
+
 class _Composer:
+    """One forward and one backward pass."""
+
     def __init__(self, packing: Packing, group: Group, policy: Policy) -> None:
         self._packing = packing
         self._group = group
@@ -69,23 +94,23 @@ class _Composer:
         self._swap_ins = self._issue([(index, index not in self._policy.resident) for index in order])
         yield from self._forward(order, kept=self._policy.resident)
 
-    def step(self) -> Iterator[Task]:
+    def passes(self, last: bool) -> Iterator[Task]:
+        """Both passes; in the last round of a step with the updates that are due."""
         policy, packs = self._policy, self._packing.packs
-        forward = list(self._packing.forward) if self._group.fresh else []
-        last = self._packing.backward[-1]
-        backward = [last, *(i for i in reversed(self._packing.backward[:-1]) if packs[i].needs_backward)]
-        # Without a pass there and a pass back there is nothing to be kept for.
-        kept = {*policy.resident, *(index for index in policy.kept if index in forward and index in backward)}
+        end = self._packing.backward[-1]
+        through = [*self._packing.forward] if policy.fuse_last_pack else [*self._packing.forward, end]
+        forward = through if self._group.fresh else []
+        backward = [end, *(i for i in reversed(self._packing.backward[:-1]) if packs[i].needs_backward)]
+        # Without a pass there and a pass back there is nothing to be kept for. What ends one pass begins the other.
+        stays = (*policy.kept, end)
+        kept = {*policy.resident, *(index for index in stays if index in forward and index in backward)}
         # One sequence, so that the last pack is swapped in while the one before it computes.
         self._swap_ins = self._issue(
             [(index, index not in policy.resident) for index in forward]
             + [(index, index not in kept) for index in backward]
         )
         yield from self._forward(forward, kept)
-        yield from self._backward(backward)
-        if policy.deferred_update:
-            yield Task(TaskKind.NORM, 0)
-            yield from (self._update(index) for index in self._packing.backward if packs[index].needs_backward)
+        yield from self._backward(backward, updates=last and not policy.updates_last)
 
     def _forward(self, order: Sequence[int], kept: Collection[int]) -> Iterator[Task]:
         for index in order:
@@ -97,21 +122,22 @@ class _Composer:
             if index not in kept:
                 yield Task(TaskKind.EVICT, index)
 
-    def _backward(self, order: Sequence[int]) -> Iterator[Task]:
+    def _backward(self, order: Sequence[int], updates: bool) -> Iterator[Task]:
+        fused = self._group.fresh if self._policy.fuse_last_pack else ()
         freed: Task | None = None
         for index in order:
             pack = self._packing.packs[index]
             resident = index in self._policy.resident
             yield from next(self._swap_ins)
-            yield from self._run_backward(pack, fused=self._group.fresh if index == order[0] else ())
+            yield from self._run_backward(pack, fused=fused if index == order[0] else ())
             if freed:
                 yield freed
                 freed = None
             if pack.needs_backward and not resident:
                 yield Task(TaskKind.SWAP_OUT, index)
                 freed = Task(TaskKind.FREE_GRADIENTS, index)
-            if pack.needs_backward and not self._policy.deferred_update:
-                yield self._update(index)
+            if pack.needs_backward and updates:
+                yield _update(index, self._policy)
             if not resident:
                 yield Task(TaskKind.EVICT, index)
         if freed:
@@ -135,9 +161,6 @@ class _Composer:
         # A forward pass that ran alone has cut, and stashed, the last pack too.
         last = pack.index == self._packing.backward[-1]
         return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
-
-    def _update(self, index: int) -> Task:
-        return Task(TaskKind.UPDATE_ON_DEVICE if index in self._policy.resident else TaskKind.UPDATE, index)
 
     def _issue(self, order: list[tuple[int, bool]]) -> Iterator[list[Task]]:
         """For each pack in `order`, with whether it is swapped in: the swap-ins to issue before it runs."""

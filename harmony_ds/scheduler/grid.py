@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harmony_ds.scheduler.plan import Pack, Plan, Task
+    from harmony_ds.scheduler.plan import Pack, Plan, Policy, Task
 
 _WIDTH = 120
 _WIDEST_CELL = 24
@@ -38,12 +38,12 @@ class _Visit:
 
 def format_plan(plan: Plan) -> str:
     """Its packs, in the order in which they run. The same plan always prints the same."""
-    visits, closing = _visits(plan.tasks)
-    rows = [_row(plan, visit) for visit in visits]
+    visits, closing = _visits(plan.tasks, plan.policy.updates_last)
+    rows = [row for part in _rounds(plan, visits) for row in part]
     table = [_HEADINGS, *(row for _, same in groupby(rows, key=lambda row: row[0]) for row in _fewer(list(same)))]
     shown = [column for column in range(len(_HEADINGS)) if any(row[column] for row in table[1:])]
     lines = [*_head(plan), "", *_aligned([[_cut(row[column]) for column in shown] for row in table])]
-    return "\n".join([*lines, *_closing(closing), "", *_legend(plan)])
+    return "\n".join([*lines, *_closing(closing, plan.policy.overlap_update), "", *_legend(plan)])
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -71,22 +71,33 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
     away = sum(index in packing.forward[: policy.stash_on_host] for index in packing.forward)
     stash = f"of {away} forward packs on the host" if away else "on the device"
-    updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
+    if not policy.grouping:
+        yield "no grouping: each micro-batch passes all packs on its own"
+    if not policy.overlap_update:
+        yield "no overlap of updates: all else waits for them"
     if policy.forward_rows or policy.backward_rows:
         yield (
             f"micro-batches go through layers in pieces of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
-    yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
+    yield f"stash {stash}; updates {_when(policy)}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 
 
-def _visits(tasks: Sequence[Task]) -> tuple[list[_Visit], list[Task]]:
+def _when(policy: Policy) -> str:
+    """Updates happen."""
+    arriving = "as gradients arrive" if policy.grouping else "as the last micro-batch's gradients arrive"
+    if policy.deferred_update:
+        return "when the norm of all gradients is known"
+    return "when the backward pass is over" if policy.updates_last else arriving
+
+
+def _visits(tasks: Sequence[Task], updates_last: bool) -> tuple[list[_Visit], list[Task]]:
     """The visits, and what comes behind the last one."""
     visits = [_Visit()]
     closing: list[Task] = []
     for task in tasks:
         letter, current = task.kind.value, visits[-1]
-        if closing or letter == "N":
+        if closing or letter == "N" or (updates_last and letter in "UD"):
             closing.append(task)
             continue
         runs = letter in _RUNS
@@ -98,6 +109,17 @@ def _visits(tasks: Sequence[Task]) -> tuple[list[_Visit], list[Task]]:
             current.letter, current.pack = letter, task.pack
         current.tasks.append(task)
     return [visit for visit in visits if visit.letter], closing
+
+
+def _rounds(plan: Plan, visits: Sequence[_Visit]) -> Iterator[list[tuple[str, ...]]]:
+    """The rows; where micro-batches pass alone, those of the first and of the last."""
+    last = plan.micro_batches - 1
+    if plan.policy.grouping or last < 2:
+        yield [_row(plan, visit) for visit in visits]
+        return
+    yield [_row(plan, visit) for visit in visits if 0 in visit.numbers(visit.letter)]
+    yield [(f"... {last - 1} times more", *("" for _ in _HEADINGS[1:]))]
+    yield [_row(plan, visit) for visit in visits if last in visit.numbers(visit.letter)]
 
 
 def _row(plan: Plan, visit: _Visit) -> tuple[str, ...]:
@@ -152,20 +174,22 @@ def _aligned(table: list[list[str]]) -> Iterator[str]:
         yield _cut("  ".join(cells).rstrip(), _WIDTH)
 
 
-def _closing(tasks: Sequence[Task]) -> Iterator[str]:
+def _closing(tasks: Sequence[Task], overlap: bool) -> Iterator[str]:
     if not tasks:
         return
     updates = [task.pack for task in tasks if task.kind.value == "U"]
     there = [task.pack for task in tasks if task.kind.value == "D"]
-    parts = ["norm of all gradients"]
-    parts += [f"updates of {ranges(updates)} on the host, under the next forward pass"] if updates else []
+    under = ", under the next forward pass" if overlap else ""
+    parts = ["norm of all gradients"] if any(task.kind.value == "N" for task in tasks) else []
+    parts += [f"updates of {ranges(updates)} on the host{under}"] if updates else []
     parts += [f"updates of {ranges(there)} on the device"] if there else []
     yield _cut("then      " + "; ".join(parts), _WIDTH)
 
 
 def _legend(plan: Plan) -> Iterator[str]:
     yield "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,"
-    kept = " A kept pack waits on the device for its backward pass." if plan.policy.kept else ""
+    stays = plan.policy.kept or not plan.policy.fuse_last_pack
+    kept = " A kept pack waits on the device for its backward pass." if stays else ""
     yield f"B recompute and backward.{kept}"
 
 

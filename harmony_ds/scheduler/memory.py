@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind, parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MemoryWalks:
         if away not in self._known:
             costs = _with_stash_on_host(self._packs, self._costs) if away else self._costs
             self._known[away] = costs, [_PackCosts(pack, costs) for pack in self._packs]
-        walk = _Walk(self._packs, *self._known[away])
+        walk = _Walk(self._packs, *self._known[away], parked(self._packs, tasks))
         rows = [walk.step(task) for task in tasks]
         return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
@@ -121,7 +121,7 @@ class _PackCosts:
             )
 
     @property
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
         return self.last == len(self._costs.costs) - 1
 
     def _forward(self) -> int:
@@ -130,7 +130,7 @@ class _PackCosts:
         for call in self._calls:
             most = max(most, stash + call.alive_bytes + call.forward_bytes)
             stash += _stash_bytes(call)
-        if self._is_last:
+        if self.is_last:
             call = self._calls[-1]
             most = max(most, stash - _stash_bytes(call) + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
         return most
@@ -191,8 +191,11 @@ def _stash_bytes(call: CallCost) -> int:
 
 
 class _Walk:
-    def __init__(self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[_PackCosts]) -> None:
+    def __init__(
+        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[_PackCosts], parked: frozenset[int]
+    ) -> None:
         self._costs = costs
+        self._parked = parked
         self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
@@ -252,11 +255,19 @@ class _Walk:
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
         most = self._between + pack.forward_bytes
-        following = pack.last + 1
-        ends = following == len(self._costs.costs)
-        self._waiting.put(task.micro_batch, self._held_by(task) if ends else self._costs.costs[following].alive_bytes)
+        self._waiting.put(task.micro_batch, self._held_behind(pack, task))
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
         return max(most, self._between)
+
+    def _held_behind(self, pack: _PackCosts, task: Task) -> int:
+        """What a micro-batch holds that has been run forward through `pack`, beside its stash."""
+        following = pack.last + 1
+        if following < len(self._costs.costs):
+            return self._costs.costs[following].alive_bytes
+        if task.micro_batch in self._parked:
+            last = self._costs.costs[-1]
+            return max(self._held_by(task), last.alive_bytes + last.graph_bytes)
+        return self._held_by(task)
 
     def _fused(self, pack: _PackCosts, task: Task) -> int:
         self._known.add(task.micro_batch)
@@ -285,7 +296,10 @@ class _Walk:
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        most = self._between + self._held_by(task) + excess + pack.backward_bytes[again]
+        backward = self._held_by(task) + excess + pack.backward_bytes[again]
+        if task.micro_batch in self._parked and pack.is_last:
+            backward = max(backward, pack.forward_bytes)  # which holds the loss
+        most = self._between + backward
         self._leave(pack, task)
         return max(most, self._between)
 

@@ -38,7 +38,8 @@ class Peaks:
 
     def at_least(self, packing: Packing, policy: Policy) -> int:
         """Bytes below which the peak cannot be: weights, gradients and stash while each pack runs back."""
-        packs, wanted = packing.packs, self._request.micro_batches
+        packs = packing.packs
+        wanted = self._request.micro_batches if policy.grouping else 1
         away = packing.forward[: policy.stash_on_host]
         first = packs[away[-1]].positions[-1] + 1 if away else 0  # calls before it have their stash on the host
         most, ahead = 0, 0  # ahead: the weights of the pack that runs back next, on their way while this one runs
@@ -62,6 +63,9 @@ class Peaks:
     def _peak(self, packing: Packing, policy: Policy) -> int:
         base = resident_bytes(packing, policy, self._request)
         wanted = self._request.micro_batches
+        if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
+            tasks = compose_step(packing, Group(tuple(range(wanted))), policy)
+            return base + self._walks_of(packing).walk(tasks).peak_bytes
         if wanted <= _SHORT + 1:
             return base + max(self._held(packing, policy, wanted).values())
         short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
@@ -71,9 +75,7 @@ class Peaks:
     def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[Place, int]:
         """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
         tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
-        if id(packing) not in self._walks:
-            self._walks[id(packing)] = packing, MemoryWalks(packing.packs, self._costs)
-        profile = self._walks[id(packing)][1].walk(tasks)
+        profile = self._walks_of(packing).walk(tasks)
         held: dict[Place, int] = {}
         times: dict[Place, int] = {}
         for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
@@ -85,3 +87,8 @@ class Peaks:
             times[key] = times.get(key, 0) + 1
             held[task.kind, task.pack, near, times[key]] = weights + rest
         return held
+
+    def _walks_of(self, packing: Packing) -> MemoryWalks:
+        if id(packing) not in self._walks:
+            self._walks[id(packing)] = packing, MemoryWalks(packing.packs, self._costs)
+        return self._walks[id(packing)][1]

@@ -10,6 +10,7 @@ the whole model is known; `D2` updates pack 2, which never leaves the device, th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -109,6 +110,8 @@ class Packing:
 class Policy:
     """Where things wait, and when tasks are issued.
 
+    Of one kind of update (`deferred_update`), and one size of pieces, every policy gives the same bits.
+
     Attributes:
         prefetch: swap the next pack in while this one computes.
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
@@ -118,6 +121,12 @@ class Policy:
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         gradient_slabs: packs whose gradients may wait on the host for an update that is not deferred.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
+        grouping: a pack on the device runs all micro-batches; else each micro-batch passes all packs on its own, and
+            its gradients are added up on the host.
+        just_in_time_update: updates that are not deferred begin as gradients arrive; else behind the backward pass.
+        overlap_update: the host works on gradients and weights while the device computes. If not, the executor waits
+            for it behind each task that gives it work; the tasks are the same.
+        fuse_last_pack: forward, loss and backward of the last pack are one task for each micro-batch.
     """
 
     prefetch: bool = True
@@ -128,6 +137,20 @@ class Policy:
     gradient_slabs: int = 3
     forward_rows: int = 0
     backward_rows: int = 0
+    grouping: bool = True
+    just_in_time_update: bool = True
+    overlap_update: bool = True
+    fuse_last_pack: bool = True
+
+    @property
+    def updates_last(self) -> bool:
+        """Whether all updates come behind the backward pass."""
+        return self.deferred_update or not self.just_in_time_update
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether the gradients of all packs are on the host at once."""
+        return self.updates_last or not self.grouping
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +225,17 @@ class Plan:
             data["peak_bytes"],
             ResidentSet(**data["resident_set"]),
         )
+
+
+def parked(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
+    """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
+    its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
+    """
+    last = max(packs, key=lambda pack: pack.positions[-1]).index
+    there = {task.micro_batch for task in tasks if task.kind is TaskKind.FORWARD and task.pack == last}
+    if not there:
+        return frozenset()
+    return frozenset(t.micro_batch for t in tasks if t.kind is TaskKind.BACKWARD and t.pack == last) & there
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

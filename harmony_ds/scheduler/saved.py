@@ -50,6 +50,13 @@ def adopt(
             + ("with" if request.policy.deferred_update else "without")
             + ". Plan again."
         )
+    for key in ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack"):
+        there, here = getattr(plan.policy, key), getattr(request.policy, key)
+        if there != here:
+            raise ConfigError(
+                f"harmony.plan was made with harmony.{key} {str(there).lower()}, and is to run with "
+                f"{str(here).lower()}. Plan again."
+            )
     adopted = make_plan(rebuilt, costs, request, plan.policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(

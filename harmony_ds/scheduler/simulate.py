@@ -4,14 +4,16 @@
     swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
     compute   F, L, B, D     waits for the swap-in of its pack and stash, and behind a G for the gradients on their way
     swap_out  S, O           waits for the compute so far
-    update    norms, U       waits for the gradients to arrive
+    update    norms, U       waits for the gradients to arrive; without grouping, adds up what each micro-batch sends
 
+Where updates do not overlap, whatever is issued behind them waits for them.
 Where copies do not overlap with compute (the CPU device), the first four are one stream. Steps follow each other: the
 updates of one run under the forward pass of the next, so two are simulated and the second one counts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +28,8 @@ STREAMS = (HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE)
 RESIDENT_SET = "resident set"
 _RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _STEPS = 2
+_ADDITION = 3.0
+"""Adding gradients up reads two and writes one, where their norm reads one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +162,8 @@ def _named(stream: str, what: Task | str, count: int) -> tuple[str, str]:
 
 def span_name(stream: str, what: Task | str) -> str:
     """What the work of a task on `stream` is called."""
-    measured = stream == UPDATE and isinstance(what, Task) and what.kind is TaskKind.SWAP_OUT
-    return f"norm {what}" if measured else str(what)
+    arrived = stream == UPDATE and isinstance(what, Task) and what.kind is TaskKind.SWAP_OUT
+    return f"gradients {what}" if arrived else str(what)  # their norm, their sum with earlier ones
 
 
 class _Lowering:
@@ -169,10 +173,10 @@ class _Lowering:
         self._plan = plan
         self._costs = costs
         self._machine = machine
-        self._times = _PackTimes(costs)
+        self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
         self._runs = _merged(plan.tasks)
         self._places = {task: place for place, task in enumerate(plan.tasks) if task.kind in _RUNS}
-        self._deferred = plan.policy.deferred_update
+        self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.names: list[tuple[str, Task | str, int]] = []  # stream, what it is, how many tasks in one
         self._arrived: dict[int, int] = {}  # pack -> its swap-in
@@ -185,10 +189,12 @@ class _Lowering:
         self._leaving: int | None = None
         self._norms: list[int] = []
         self._updates: list[int] = []
+        self._sent: Counter[int] = Counter()  # pack -> how often its gradients have left in this step
 
     def step(self) -> tuple[int, int]:
         """Queues one step; returns the places of its first job and behind its last."""
         first = len(self.jobs)
+        self._sent.clear()
         resident = self._plan.resident_set
         if resident.weight_bytes:
             self._compute_after.append(self._copy_in(RESIDENT_SET, resident.weight_bytes, self._owner_updates(("",))))
@@ -274,13 +280,18 @@ class _Lowering:
         self._compute(task, count * duration, after, count)
 
     def _swap_out(self, task: Task, pack: Pack) -> None:
-        slabs = self._plan.policy.gradient_slabs
-        # Not deferred, the host waits for a slab that an earlier update has done with.
-        freed = () if self._deferred else tuple(self._updates[-slabs:][:1] if len(self._updates) >= slabs else ())
+        policy, updates = self._plan.policy, self._updates
+        # Where only a few wait, the host waits for a slab that an earlier update has done with.
+        full = not policy.gradients_wait and len(updates) >= policy.gradient_slabs
+        freed = (updates[-policy.gradient_slabs],) if full else ()
         out = self._gone[pack.index] = self._copy_out(task, pack.gradient_bytes, freed)
-        if self._deferred:
-            duration = pack.update_elements / self._machine.norm_elements_per_ms
-            self._norms.append(self._add(UPDATE, task, duration, (out,), self._host_demand()))
+        norm_ms = pack.update_elements / self._machine.norm_elements_per_ms
+        duration = _ADDITION * norm_ms if self._sent[pack.index] else 0.0
+        self._sent[pack.index] += 1
+        measured = policy.deferred_update and self._sent[pack.index] == self._rounds
+        if measured or duration:
+            done = self._add(UPDATE, task, duration + norm_ms * measured, (out,), self._host_demand())
+            self._norms += [done] if measured else []
 
     def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
         return tuple({self._updated[name] for name in parameters if name in self._updated})
@@ -343,6 +354,8 @@ class _Lowering:
         count: int = 1,
     ) -> int:
         lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
+        if stream != UPDATE and not self._plan.policy.overlap_update:
+            after = (*after, *self._latest(UPDATE))
         self.jobs.append(Job((lane,), duration_ms, after, demands))
         self.names.append((stream, name, count))
         place = len(self.jobs) - 1
@@ -351,10 +364,11 @@ class _Lowering:
 
 
 class _PackTimes:
-    """How long one micro-batch takes through a pack."""
+    """How long one micro-batch takes through a pack; `parked`: the one whose backward pass begins with the loss."""
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(self, costs: CostTable, parked: Pack | None) -> None:
         self._costs = costs
+        self._parked = parked
         self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
 
     def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
@@ -368,7 +382,8 @@ class _PackTimes:
         if kind is TaskKind.FORWARD:
             return sum(cost.forward_ms for cost in costs)
         if kind is TaskKind.BACKWARD:
-            return sum(cost.backward_ms for cost in costs)
+            tail_ms = self._costs.tail_ms if pack is self._parked else 0.0
+            return tail_ms + sum(cost.backward_ms for cost in costs)
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 
 

@@ -32,17 +32,20 @@ class TimeBounds:
     def of(self, packing: Packing, policy: Policy) -> tuple[float, int]:
         """The bound in ms, and the bytes of weights and gradients that are swapped."""
         machine, packs = self._machine, packing.packs
+        rounds = 1 if policy.grouping else self._groups
         stay = set(policy.resident)
         backward = [packs[i] for i in packing.backward if packs[i].needs_backward or i == packing.backward[-1]]
         there = [packs[i] for i in (*packing.forward, packing.backward[-1]) if i not in stay]
         back = [p for p in backward[:-1] if p.index not in stay and p.index not in policy.kept]
         out = [p for p in backward if p.needs_backward and p.index not in stay]
-        in_bytes = self._set.weight_bytes + sum(p.weight_bytes for p in there) + sum(p.weight_bytes for p in back)
-        out_bytes = self._set.gradient_bytes + sum(p.gradient_bytes for p in out)
+        in_bytes = self._set.weight_bytes + rounds * sum(p.weight_bytes for p in (*there, *back))
+        out_bytes = self._set.gradient_bytes + rounds * sum(p.gradient_bytes for p in out)
         stash = self._groups * self._stash_bytes(packing, policy)
-        swap_in = (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
-        swap_out = len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
-        compute = self._compute_ms(packing, backward)
+        swap_in = (
+            rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
+        )
+        swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
+        compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) for p in out) + self._set.update_elements / machine.update_elements_per_ms
         swap_bytes = in_bytes + out_bytes
@@ -58,13 +61,16 @@ class TimeBounds:
 
     def tighter(self, packing: Packing, policy: Policy) -> float:
         """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
+        if not policy.grouping:
+            return 0.0  # the looser bound counts every swap of every micro-batch, and that is nearly all there is
         walk = _Walk(self._machine, policy, packing, self._groups)
         ends = []
         for _ in range(2):
             for index, backward in walk.order:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
-                walk.run(index, backward, self._run_ms(packing, pack, backward), self._stash_of(pack))
+                run_ms = self._run_ms(packing, pack, backward, policy.fuse_last_pack)
+                walk.run(index, backward, run_ms, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
 
@@ -72,24 +78,26 @@ class TimeBounds:
         """Of one micro-batch, in bytes."""
         return self._stash[pack.positions[-1] + 1] - self._stash[pack.positions[0]]
 
-    def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
+    def _run_ms(self, packing: Packing, pack: Pack, backward: bool, fuse: bool) -> float:
         """All micro-batches through one pack."""
         first, behind = pack.positions[0], pack.positions[-1] + 1
-        if pack is packing.fused:
-            ms = self._fused[behind] - self._fused[first] + self._costs.tail_ms
-        elif backward:
-            ms = self._backward[behind] - self._backward[first]
-        else:
-            ms = self._forward[behind] - self._forward[first]
-        head = self._costs.head_ms if first == 0 and (not backward or not packing.forward) else 0.0
-        return self._groups * (ms + head)
+        fused = backward and fuse and pack is packing.fused
+        sums = self._fused if fused else self._backward if backward else self._forward
+        ms = sums[behind] - sums[first]
+        if backward and pack is packing.fused:
+            ms += self._costs.tail_ms
+        begins = not backward or (fused and not packing.forward)
+        return self._groups * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
 
-    def _compute_ms(self, packing: Packing, backward: list[Pack]) -> float:
+    def _compute_ms(self, packing: Packing, backward: list[Pack], fuse: bool) -> float:
         machine, groups = self._machine, self._groups
         fused = packing.fused.positions
         begin = fused[0]
-        runs = len(packing.forward) + len(backward)
-        ms = self._forward[begin] + self._fused[-1] - self._fused[begin] + self._costs.head_ms + self._costs.tail_ms
+        runs = len(packing.forward) + len(backward) + (not fuse)
+        last = self._fused[-1] - self._fused[begin]
+        if not fuse:
+            last = self._forward[-1] - self._forward[begin] + self._backward[-1] - self._backward[begin]
+        ms = self._forward[begin] + last + self._costs.head_ms + self._costs.tail_ms
         ms += sum(self._backward[p.positions[-1] + 1] - self._backward[p.positions[0]] for p in backward[:-1])
         overhead = 0.0 if machine.copies_overlap else machine.task_ms * runs
         return groups * (ms + overhead)
@@ -119,8 +127,9 @@ class _Walk:
         self._leaving, self._returning = stash_moves(packing, policy)
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
-        self.order = [(i, False) for i in there[:-1]] + [(there[-1], True)] + [(i, True) for i in back]
-        self._back = frozenset(back)
+        last = [] if policy.fuse_last_pack else [(there[-1], False)]  # forward alone, and it stays
+        self.order = [(i, False) for i in there[:-1]] + last + [(there[-1], True)] + [(i, True) for i in back]
+        self._kept = {*(i for i in back if i in policy.kept), *(i for i, _ in last)}
         owner = {name: i for i in packing.backward for name in packs[i].owned}
         self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
         self._updated: dict[int, float] = {}
@@ -129,7 +138,7 @@ class _Walk:
         self._evicted = self._evicted_earlier = 0.0  # when the last eviction was safe, and that before the last run
 
     def swap_in(self, index: int, backward: bool) -> None:
-        if index in self._stay or (backward and index in self._back and index in self._policy.kept):
+        if index in self._stay or (backward and index in self._kept):
             return
         machine = self._machine
         ms = machine.swap_ms + self._packing.packs[index].weight_bytes / machine.swap_in_bytes_per_ms
@@ -148,7 +157,7 @@ class _Walk:
         if (index in self._returning and backward) or (index in self._leaving and not backward):
             self._move_stash(begin, run_ms / self._groups, backward, stash_bytes)
         self._evicted_earlier, self._freed_earlier = self._evicted, self._freed
-        if index not in self._stay and (backward or index not in self._policy.kept):
+        if index not in self._stay and (backward or index not in self._kept):
             self._evicted = self._computed
         pack = self._packing.packs[index]
         if backward and pack.needs_backward:
@@ -177,7 +186,7 @@ class _Walk:
                 self._computed = self._gone
             norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0
             self._host = max(self._host, self._gone) + norm_ms
-        if not deferred:
+        if not self._policy.updates_last:
             self._update(pack)
 
     def _update(self, pack: Pack) -> None:
@@ -189,11 +198,10 @@ class _Walk:
         self._updated[pack.index] = self._host
 
     def finish(self) -> float:
-        """The end of a step; deferred updates begin."""
-        if self._policy.deferred_update:
-            norm = self._host
-            if self._stay:
-                self._computed = max(self._computed, norm)
+        """The end of a step; updates that come last begin."""
+        if self._policy.updates_last:
+            if self._stay and self._policy.deferred_update:
+                self._computed = max(self._computed, self._host)  # of all norms
             for index in self._packing.backward:
                 if self._packing.packs[index].needs_backward:
                     self._update(self._packing.packs[index])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.plan import Packing, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.resident import sharing
 
 
@@ -13,18 +14,23 @@ class PlanError(AssertionError):
     """A list of tasks that must not be executed; always a fault of the scheduler, never of a user."""
 
 
-def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, resident: tuple[int, ...] = ()) -> None:
+_DEFAULT = Policy()
+
+
+def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Policy = _DEFAULT) -> None:
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
-    the pack's weights and its own stash on the device; every gradient is swapped out once, behind the last backward,
-    freed once and updated once behind that (and behind the norm, if there is one); and nothing is left on the device
-    but the `resident` packs, which are never swapped and share no parameter with others.
+    the pack's weights and its own stash on the device; every gradient is swapped out once (without grouping, once for
+    each micro-batch), behind the last backward, freed as often, and updated once behind that (and behind the norm, if
+    there is one, or the backward pass, as the policy says); and nothing is left on the device but the resident packs,
+    which are never swapped and share no parameter with others.
     """
+    resident = policy.resident
     _check_cover(packing)
     for index in resident:
         shared = sharing(packing, index, resident)
         if shared is not None:
             raise PlanError(f"pack {index} is resident and shares {shared[0]} with pack {shared[1]}, which is not")
-    walk = _Walk(packing, group, resident, deferred=any(task.kind is TaskKind.NORM for task in tasks))
+    walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
         wrong = walk.pass_over(task)
         if wrong:
@@ -57,24 +63,28 @@ def _check_pass(name: str, packing: Packing, numbers: tuple[int, ...], end: int)
 class _Walk:
     """What has happened so far. Every handler returns what is wrong with its task, or None."""
 
-    def __init__(self, packing: Packing, group: Group, resident: tuple[int, ...], deferred: bool) -> None:
+    def __init__(self, packing: Packing, group: Group, policy: Policy, deferred: bool) -> None:
         packs = packing.packs
         self._group = group
+        self._policy = policy
         self._packing = packing
         self._last = packing.backward[-1]
-        self._resident = frozenset(resident)
+        self._resident = frozenset(policy.resident)
         self._wanted = [index for index in packing.backward if packs[index].needs_backward]
-        self._swapped = [index for index in self._wanted if index not in self._resident]
-        self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
+        rounds = len(group.rounds(policy.grouping))
+        self._swapped = [index for index in self._wanted if index not in self._resident for _ in range(rounds)]
+        through = packing.forward if policy.fuse_last_pack else (*packing.forward, self._last)
+        self._forward = {m: [*through] for m in group.fresh} | {m: [] for m in group.forwarded}
         self._backward = {
             m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
         self._norm_missing = deferred
-        self._inside: set[int] = set(resident)
+        self._inside: set[int] = set(policy.resident)
+        self._gathered: set[int] = set()  # packs with gradients that have not been swapped out
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
-        self._out: list[int] = []
-        self._freed: list[int] = []
-        self._updated: list[int] = []
+        self._out: Counter[int] = Counter()
+        self._freed: Counter[int] = Counter()
+        self._updated: Counter[int] = Counter()
         self._handlers: dict[TaskKind, Callable[[Task], str | None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.EVICT: self._evict,
@@ -104,8 +114,8 @@ class _Walk:
             ("freed", self._freed, self._swapped),
             ("updated", self._updated, self._wanted),
         ):
-            if sorted(done) != wanted:
-                return f"packs {wanted} have gradients to be so treated, but {sorted(done)} are {what}"
+            if sorted(done.elements()) != wanted:
+                return f"packs {wanted} have gradients to be so treated, but {sorted(done.elements())} are {what}"
         return None
 
     def _swap_in(self, task: Task) -> str | None:
@@ -125,6 +135,8 @@ class _Walk:
             return "there is no such micro-batch"
         if task.pack not in self._inside:
             return "its weights are not on the device"
+        if self._out[task.pack] > self._freed[task.pack]:
+            return "its earlier gradients have not been freed"
         return None
 
     def _run_forward(self, task: Task) -> str | None:
@@ -140,7 +152,8 @@ class _Walk:
             return wrong
         if self._forward[task.micro_batch]:
             return "its forward pass is not finished"
-        fused = task.pack == self._last and task.micro_batch in self._group.fresh
+        fresh = task.pack == self._last and task.micro_batch in self._group.fresh
+        fused = fresh and self._policy.fuse_last_pack
         if fused != (task.kind is TaskKind.FUSED):
             return "fused where it must not be, or not fused where it must"
         if any((p, task.micro_batch) in self._away for p in self._positions(task)):
@@ -149,20 +162,26 @@ class _Walk:
         if order[:1] != [task.pack]:
             return "out of backward order"
         order.pop(0)
+        self._gathered.add(task.pack)
         return None
+
+    def _unfinished(self, task: Task) -> bool:
+        """Whether gradients of the pack are still to come."""
+        return any(task.pack in order for order in self._backward.values())
 
     def _swap_out(self, task: Task) -> str | None:
         if task.pack not in self._inside:
             return "its gradients went with its weights"
-        if any(task.pack in order for order in self._backward.values()) or task.pack in self._out:
+        if task.pack not in self._gathered or (self._policy.grouping and self._unfinished(task)):
             return "swapped out early or twice"
-        self._out.append(task.pack)
+        self._gathered.discard(task.pack)
+        self._out[task.pack] += 1
         return None
 
     def _free(self, task: Task) -> str | None:
-        if task.pack not in self._out or task.pack in self._freed:
+        if self._out[task.pack] <= self._freed[task.pack]:
             return "freed early or twice"
-        self._freed.append(task.pack)
+        self._freed[task.pack] += 1
         return None
 
     def _positions(self, task: Task) -> tuple[int, ...]:
@@ -180,21 +199,31 @@ class _Walk:
 
     def _norm(self, task: Task) -> str | None:
         self._norm_missing = False
-        return None if sorted(self._out) == self._swapped else "not every gradient has been swapped out"
+        return None if sorted(self._out.elements()) == self._swapped else "not every gradient has been swapped out"
 
-    def _update(self, task: Task) -> str | None:
+    def _not_due(self, task: Task) -> str | None:
         if self._norm_missing:
             return "updated before the norm is known"
-        if task.pack not in self._out or task.pack in self._updated or task.pack in self._resident:
+        if not self._policy.just_in_time_update and any(self._backward.values()):
+            return "updated before the backward pass is over"
+        if self._unfinished(task) or self._updated[task.pack]:
             return "updated early, twice or in the wrong place"
-        self._updated.append(task.pack)
+        return None
+
+    def _update(self, task: Task) -> str | None:
+        wrong = self._not_due(task)
+        if wrong:
+            return wrong
+        if task.pack in self._gathered or not self._out[task.pack] or task.pack in self._resident:
+            return "updated early, twice or in the wrong place"
+        self._updated[task.pack] += 1
         return None
 
     def _update_on_device(self, task: Task) -> str | None:
-        if self._norm_missing:
-            return "updated before the norm is known"
-        unfinished = any(task.pack in order for order in self._backward.values())
-        if task.pack not in self._resident or unfinished or task.pack in self._updated:
+        wrong = self._not_due(task)
+        if wrong:
+            return wrong
+        if task.pack not in self._resident:
             return "updated early, twice or in the wrong place"
-        self._updated.append(task.pack)
+        self._updated[task.pack] += 1
         return None

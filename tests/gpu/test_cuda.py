@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import harmony_ds
+from harmony_ds.config.ablations import ABLATIONS, Ablation
 from harmony_ds.device import CudaDevice, Stream
 from tests.families import FAMILIES, Family
 from tests.oracle import assert_same, largest_difference
@@ -190,6 +191,30 @@ def test_results_do_not_change_when_streams_are_delayed(stash: str, clip: float)
     for other in weights[1:]:
         worst = max(relative for _, relative in largest_difference(other, weights[0]).values())
         assert worst <= 1e-5
+
+
+SWITCHED = [a for a in ABLATIONS if a.exact_on("cuda") and not a.device]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("ablation", SWITCHED, ids=lambda ablation: ablation.name)
+def test_switches_change_no_result_under_delayed_streams(ablation: Ablation, clip: float) -> None:
+    settings = {**config(pack_layers=2, residency="off"), "gradient_clipping": clip}
+    weights = []
+    for given, device in ((settings, None), (ablation.applied(settings), Delayed(3))):
+        model = llama()
+        engine, *_ = harmony_ds.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=given, device=device
+        )
+        data = batches()
+        for _ in range(3):
+            engine.train_batch(data)
+        report = engine.memory_report()
+        engine.destroy()
+        assert report.device_peak_bytes <= report.planned_peak_bytes
+        weights.append(model)
+    worst = max(relative for _, relative in largest_difference(weights[1], weights[0]).values())
+    assert worst <= 1e-5
 
 
 def test_a_budget_below_the_weights_is_enough() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harmony_ds.scheduler import ALL_PACKS, Group, Pack, Packing, Policy, compose_forward, compose_step
+from harmony_ds.scheduler.plan import parked
 from tests.scheduler.examples import packs_of, text
 
 THREE = packs_of(True, True, True)
@@ -119,3 +122,55 @@ def test_swaps_do_not_depend_on_the_number_of_micro_batches() -> None:
 
 def test_a_group_is_ordered_by_index() -> None:
     assert Group(fresh=(3, 0), forwarded=(2, 1)).all == (0, 1, 2, 3)
+
+
+def test_without_grouping_each_micro_batch_passes_all_packs_and_the_last_one_brings_the_updates() -> None:
+    policy = Policy(prefetch=False, deferred_update=False, grouping=False)
+    assert step(packs_of(True, True), TWO_FRESH, policy) == (
+        "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"
+    )
+
+
+def test_without_grouping_prefetch_begins_anew_with_each_micro_batch() -> None:
+    assert step(packs_of(True, True), TWO_FRESH, Policy(grouping=False)) == (
+        "I0 I1 F0.0 E0 I0 L1.0 O1 E1 B0.0 G1 O0 E0 G0 I0 I1 F0.1 E0 I0 L1.1 O1 E1 B0.1 G1 O0 E0 G0 N U0 U1"
+    )
+
+
+def test_without_grouping_what_ran_forward_early_only_runs_back() -> None:
+    policy = Policy(prefetch=False, deferred_update=False, grouping=False)
+    assert step(packs_of(True, True), Group(fresh=(1,), forwarded=(0,)), policy) == (
+        "I1 B1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"
+    )
+
+
+def test_updates_that_are_not_just_in_time_come_last_in_forward_order() -> None:
+    late = Policy(prefetch=False, deferred_update=False, just_in_time_update=False)
+    deferred = Policy(prefetch=False, deferred_update=True)
+
+    assert step(THREE, TWO_FRESH, late).split() == [t for t in step(THREE, TWO_FRESH, deferred).split() if t != "N"]
+    assert step(THREE, TWO_FRESH, replace(deferred, just_in_time_update=False)) == step(THREE, TWO_FRESH, deferred)
+
+
+def test_a_last_pack_that_is_not_fused_stays_from_one_pass_to_the_other() -> None:
+    policy = Policy(prefetch=False, deferred_update=False, fuse_last_pack=False)
+    assert step(packs_of(True, True), TWO_FRESH, policy) == (
+        "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
+    )
+    assert step(packs_of(True), TWO_FRESH, policy) == "I0 F0.0 F0.1 B0.0 B0.1 O0 U0 E0 G0"
+    assert step(packs_of(True, True), TWO_FRESH, replace(policy, prefetch=True)) == (
+        "I0 I1 F0.0 F0.1 E0 F1.0 F1.1 I0 B1.0 B1.1 O1 U1 E1 B0.0 B0.1 G1 O0 U0 E0 G0"
+    )
+
+
+def test_the_overlap_of_updates_changes_no_task() -> None:
+    assert step(THREE, TWO_FRESH, replace(PLAIN, overlap_update=False)) == step(THREE, TWO_FRESH, PLAIN)
+
+
+def test_micro_batches_are_parked_that_run_through_the_last_pack_both_ways() -> None:
+    def parked_in(group: Group, policy: Policy) -> frozenset[int]:
+        return parked(THREE, compose_step(Packing.reused(THREE), group, policy))
+
+    assert parked_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
+    assert parked_in(Group((0, 2), (1,)), Policy()) == set()
+    assert parked(THREE, compose_forward(Packing.reused(THREE), 0, Policy(fuse_last_pack=False))) == set()

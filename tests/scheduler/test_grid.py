@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Plan, Policy, compose_step
 from harmony_ds.scheduler.grid import amount, ranges
 from tests.scheduler.examples import packs_of
+
+SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
 
 
 def plan_of(packs: int, micro_batches: int, policy: Policy) -> Plan:
@@ -87,3 +91,40 @@ def test_ranges(numbers: list[int], text: str) -> None:
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1,024.0 GiB")])
 def test_amounts(nbytes: int, text: str) -> None:
     assert amount(nbytes) == text
+
+
+def test_micro_batches_that_pass_alone_are_shown_by_the_first_and_the_last() -> None:
+    policy = Policy(deferred_update=False, grouping=False, just_in_time_update=False, overlap_update=False)
+    lines = plan_of(2, 5, policy).format().splitlines()
+
+    assert lines[2] == "no grouping: each micro-batch passes all packs on its own"
+    assert lines[3] == "no overlap of updates: all else waits for them"
+    assert "; updates when the backward pass is over;" in lines[4]
+    assert [line.split()[:1] + line.split()[-2:] for line in lines[7:14]] == [
+        ["forward", "0", "evicted"],
+        ["fused", "1", "evicted"],
+        ["backward", "0", "evicted"],
+        ["...", "times", "more"],
+        ["forward", "4", "evicted"],
+        ["fused", "1", "evicted"],
+        ["backward", "0", "evicted"],
+    ]
+    assert lines[14] == "then      updates of 0-1 on the host"
+
+
+def test_a_last_pack_that_is_not_fused_is_kept_between_its_passes() -> None:
+    lines = plan_of(2, 2, Policy(fuse_last_pack=False)).format().splitlines()
+
+    assert [(line.split()[0], line.split()[-1]) for line in lines[5:9]] == [
+        ("forward", "evicted"),
+        ("forward", "kept"),
+        ("backward", "evicted"),
+        ("backward", "evicted"),
+    ]
+    assert "A kept pack waits" in lines[-1]
+
+
+def test_however_it_is_put_together_a_plan_keeps_within_the_width() -> None:
+    for flags in itertools.product([False, True], repeat=4):
+        policy = Policy(stash_on_host=ALL_PACKS, deferred_update=False, **dict(zip(SWITCHES, flags, strict=True)))
+        assert max(map(len, plan_of(101, 12, policy).format().splitlines())) <= 120

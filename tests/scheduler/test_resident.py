@@ -54,7 +54,7 @@ def test_a_resident_pack_that_shares_a_parameter_with_a_swapped_one_is_refused()
     group = Group((0,))
     tasks = compose_step(tied(), group, Policy(resident=(3,)))
     with pytest.raises(PlanError, match="pack 3 is resident and shares p0 with pack 0, which is not"):
-        validate(tied(), tasks, group, (3,))
+        validate(tied(), tasks, group, Policy(resident=(3,)))
 
 
 def test_gradients_of_a_shared_parameter_are_counted_until_its_owner_is_updated() -> None:

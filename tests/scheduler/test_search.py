@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan, pack_uniformly
 from harmony_ds.scheduler.candidates import candidates
+from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.search import search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
@@ -183,3 +185,26 @@ def test_the_plan_says_what_it_was_made_for() -> None:
 
     assert plan.micro_batches == 7
     assert plan.stash_on_host
+
+
+SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("off", [*((switch,) for switch in SWITCHES), SWITCHES], ids=" ".join)
+@pytest.mark.parametrize("deferred", [True, False])
+def test_bounds_and_peaks_hold_with_mechanisms_switched_off(
+    off: tuple[str, ...], machine: Machine, deferred: bool
+) -> None:
+    policy = replace(Policy(deferred_update=deferred), **dict.fromkeys(off, False))  # type: ignore[arg-type]
+    wanted = replace(request(None), policy=policy, residency="auto", micro_batches=7, budget_bytes=40_000)
+    bounds, peaks = TimeBounds(COSTS, machine, wanted), Peaks(COSTS, wanted)
+    for candidate in itertools.islice(candidates(GRAPH, COSTS, FP32, wanted, bounds), 0, None, 31):
+        plan = make_plan(candidate.packing, COSTS, wanted, candidate.policy)
+        prediction = simulate(plan, COSTS, machine)
+        assert candidate.bound_ms <= prediction.step_ms * (1 + 1e-9)
+        assert bounds.tighter(candidate.packing, candidate.policy) <= prediction.step_ms * (1 + 1e-9)
+        assert candidate.swap_bytes == prediction.swaps.weights_in + prediction.swaps.gradients_out
+        assert peaks.at_least(candidate.packing, candidate.policy) <= plan.peak_bytes
+        assert peaks.of(candidate.packing, candidate.policy) == plan.peak_bytes
+    assert search(GRAPH, COSTS, machine, FP32, wanted)[0].plan.peak_bytes <= 40_000

@@ -70,7 +70,9 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
     packs = packs_of(*needs)
     for flags in itertools.product([False, True], [0, 1, ALL_PACKS], [False, True]):
         packing = Packing.reused(packs)
-        validate(packing, compose_step(packing, group, Policy(*flags)), group)
+        for grouping, just_in_time, fuse in itertools.product([False, True], repeat=3):
+            policy = Policy(*flags, grouping=grouping, just_in_time_update=just_in_time, fuse_last_pack=fuse)
+            validate(packing, compose_step(packing, group, policy), group, policy)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +166,37 @@ def test_a_deferred_update_before_the_norm_is_caught() -> None:
 def test_a_micro_batch_that_nobody_knows_is_caught() -> None:
     with pytest.raises(PlanError):
         check(IMMEDIATE.replace("F0.1", "F0.1 F0.7"))
+
+
+UNGROUPED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"
+UNFUSED = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "policy", "message"),
+    [
+        (UNGROUPED, Policy(), r"\(O1\): swapped out early or twice"),
+        (UNGROUPED.replace("O0 E0 G0 I0", "E0 I0"), Policy(grouping=False), r"but \[0, 1, 1\] are swapped out"),
+        (
+            UNGROUPED.replace("O0 E0 G0", "O0 O0 E0 G0", 1),
+            Policy(grouping=False),
+            r"\(O0\): swapped out early or twice",
+        ),
+        (UNGROUPED.replace("O0 E0", "O0 U0 E0", 1), Policy(grouping=False), r"\(U0\): updated early, twice"),
+        (
+            UNGROUPED.replace("O0 E0 G0", "O0 E0", 1),
+            Policy(grouping=False),
+            r"\(B0.1\): its earlier gradients have not",
+        ),
+        (UNFUSED, Policy(), r"\(F1.0\): out of forward order"),
+        (UNFUSED.replace("F1.1", "L1.1"), Policy(fuse_last_pack=False), r"\(L1.1\): its forward pass is not finished"),
+        (UNFUSED.replace(" B1.0", " L1.0"), Policy(fuse_last_pack=False), r"\(L1.0\): fused where it must not be"),
+        (UNFUSED, Policy(fuse_last_pack=False, just_in_time_update=False), r"\(U1\): updated before the backward pass"),
+    ],
+)
+def test_each_switch_is_a_promise_of_its_own(tasks: str, policy: Policy, message: str) -> None:
+    packing = Packing.reused(packs_of(True, True))
+    validate(packing, parse(UNGROUPED), GROUP, Policy(grouping=False))
+    validate(packing, parse(UNFUSED), GROUP, Policy(fuse_last_pack=False))
+    with pytest.raises(PlanError, match=message):
+        validate(packing, parse(tasks), GROUP, policy)

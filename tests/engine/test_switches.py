@@ -1,0 +1,292 @@
+"""Every switch of the schedule, alone and all together: the same bits as plain PyTorch, and another schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from harmony_ds import ConfigError, TaskKind
+from harmony_ds.config.ablations import ABLATIONS, Ablation
+from harmony_ds.scheduler import Plan
+from harmony_ds.scheduler.simulate import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.trace import ExecutedStep
+from tests.engine.drive import (
+    WHOLE,
+    Groups,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    lanes,
+    loop,
+    means_of,
+    plainly,
+    seed_of,
+    train_groups,
+    weights_of,
+)
+from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
+from tests.engine.test_ledger import layer_bytes, packed
+from tests.families import BUILD_SEED, HIDDEN, VOCABULARY
+from tests.oracle import assert_same, train_plainly, train_plainly_bf16
+
+LLAMA = family("llama")
+COUNT = 3
+GROUPS: Groups = groups_of(LLAMA, 2, COUNT)
+EXACT = [ablation for ablation in ABLATIONS if ablation.exact_on("cpu") and not ablation.device]
+EVERYTHING = ABLATIONS[-1]
+SWITCHES = ("grouping", "prefetch", "just_in_time_update", "overlap_update", "fuse_last_pack")
+SWITCHED = [ablation for ablation in EXACT if ablation.harmony.keys() & set(SWITCHES)]
+BUDGET_GIB = 2e6 / 2**30
+
+
+def names(ablation: Ablation) -> str:
+    return ablation.name
+
+
+def gpt2() -> nn.Module:
+    """Five layers that draw random numbers; no weight is shared, so that sums of gradients have one order."""
+    torch.manual_seed(BUILD_SEED)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=HIDDEN, n_layer=3, n_head=2, tie_word_embeddings=False,
+        use_cache=False, initializer_range=0.1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).train()
+
+
+@cache
+def executed(clip: float = 0.0, **harmony: Any) -> ExecutedStep:
+    """The second step of an engine with these settings."""
+    with engine_for(LLAMA.build(0.0), adamw, config_of(COUNT, clip, {"pack_layers": 2, **harmony})) as engine:
+        engine.train_batch(iter(GROUPS[0]))
+        with engine.record_steps() as steps:
+            engine.train_batch(iter(GROUPS[1]))
+        return steps[0]
+
+
+def kinds(step: ExecutedStep) -> str:
+    return "".join(task.kind.value for task in step.tasks)
+
+
+def times(step: ExecutedStep) -> Counter[TaskKind]:
+    return Counter(task.kind for task in step.tasks)
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("ablation", EXACT, ids=names)
+def test_gpt2_with_dropout_trains_like_plain(ablation: Ablation, clip: float) -> None:
+    plain, model = gpt2(), gpt2()
+    losses = train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=clip or None, seed_of=seed_of)
+    with engine_for(model, adamw, ablation.applied(config_of(COUNT, clip, {"pack_layers": 2}))) as engine:
+        actual = train_groups(engine, GROUPS)
+        engine.finish_updates()
+        assert str(engine.plan_report())
+        assert engine.plan is not None
+        assert engine.memory_report().device_peak_bytes <= engine.plan.peak_bytes
+
+    assert_same(model, plain, bitwise=True)
+    assert actual == means_of(losses)
+
+
+def test_any_two_switches_together_give_the_same_bits() -> None:
+    plain = {clip: plainly(LLAMA, 0.0, GROUPS, adamw, clip or None) for clip in (0.0, 0.5)}
+    for number, pair in enumerate(itertools.combinations(SWITCHES, 2)):
+        clip = 0.5 * (number % 2)
+        harmony = {**dict.fromkeys(pair, False), "pack_layers": (1, 2, WHOLE)[number % 3]}
+        harmony |= {"stash": ("host", "device")[number // 3 % 2], "residency": (0, 2)[number // 2 % 2]}
+        model = LLAMA.build(0.0)
+        with engine_for(model, adamw, config_of(COUNT, clip, harmony)) as engine:
+            assert train_groups(engine, GROUPS) == means_of(plain[clip][1]), harmony
+        assert_same(model, plain[clip][0], bitwise=True)
+
+
+@pytest.mark.parametrize("ablation", SWITCHED, ids=names)
+def test_the_search_finds_a_plan_within_a_budget(ablation: Ablation) -> None:
+    plain, losses = plainly(LLAMA, 0.0, GROUPS, adamw)
+    model = LLAMA.build(0.0)
+    config = ablation.applied(config_of(COUNT, None, {"device_memory_gib": BUDGET_GIB}))
+    with engine_for(model, adamw, config) as engine:
+        assert train_groups(engine, GROUPS) == means_of(losses)
+        assert engine.plan is not None
+        assert engine.memory_report().device_peak_bytes <= engine.plan.peak_bytes <= BUDGET_GIB * 2**30
+        assert Plan.from_json(engine.plan.to_json()) == engine.plan
+        assert max(map(len, engine.plan.format().splitlines())) <= 120
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_losses_that_are_looked_at_early(clip: float) -> None:
+    plain, losses = plainly(LLAMA, 0.0, GROUPS, adamw, clip or None)
+    model = LLAMA.build(0.0)
+    config = EVERYTHING.applied(config_of(COUNT, clip, {"pack_layers": 2}))
+    with engine_for(model, adamw, config) as engine, pytest.warns(RuntimeWarning, match="looked at before"):
+        assert loop(engine, GROUPS, look=lambda i: i == 1) == losses
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("name", ["T5", "SkipNet", "BatchNormNet", "LayerDropNet", "mixtral"])
+def test_models_with_habits(name: str) -> None:
+    one = family(name.lower() if name == "T5" else name)
+    groups = groups_of(one, 2, COUNT)
+    plain, losses = plainly(one, 0.0, groups, lambda p: torch.optim.SGD(p, lr=1e-3), 0.5)
+    model = one.build(0.0)
+    config = EVERYTHING.applied(config_of(COUNT, 0.5, {"pack_layers": 1}))
+    with engine_for(model, lambda p: torch.optim.SGD(p, lr=1e-3), config) as engine:
+        actual = train_groups(engine, groups)
+    assert_same(model, plain, one.bitwise)
+    assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6, abs=0.0)
+
+
+@pytest.mark.parametrize("off", [{}, EVERYTHING.harmony])
+def test_bf16_sums_are_those_of_plain_mixed_precision(off: dict[str, Any]) -> None:
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    run = train_plainly_bf16(plain, GROUPS, adamw, clip=0.5, seed_of=seed_of)
+    config = config_of(COUNT, 0.5, {"pack_layers": 2, **off}, bf16={"enabled": True})
+    with engine_for(model, adamw, config) as engine:
+        actual = train_groups(engine, GROUPS)
+    assert_same(model, plain, bitwise=True)
+    assert actual == means_of(run.losses)
+
+
+def test_bf16_gradients_halve_what_they_move_and_are_grouped_or_not_the_same() -> None:
+    config = config_of(COUNT, 0.5, {"pack_layers": 2}, bf16={"enabled": True})
+    choice = next(ablation for ablation in ABLATIONS if not ablation.exact_on("cpu"))
+    moved, weights = [], []
+    for asked in (config, choice.applied(config), EVERYTHING.applied(choice.applied(config))):
+        model = LLAMA.build(0.0)
+        with engine_for(model, adamw, asked) as engine:
+            train_groups(engine, GROUPS)
+            moved.append(engine.swap_report().device_to_host["gradients"])
+        weights.append(model)
+
+    assert moved[0] == 2 * moved[1]
+    assert moved[2] == COUNT * moved[1]
+    assert_same(weights[1], weights[2], bitwise=True)
+
+
+@pytest.mark.parametrize(
+    ("off", "where", "at"),
+    [
+        ({"fuse_last_pack": False}, "forward", 4),
+        (EVERYTHING.harmony, "forward", 2),
+        (EVERYTHING.harmony, "backward", 1),
+    ],
+)
+def test_a_failed_step_is_as_if_it_had_not_been_tried(off: dict[str, Any], where: str, at: int) -> None:
+    groups = groups_of(LLAMA, 2, 4)
+    plain, _ = plainly(LLAMA, 0.1, groups, adamw, 0.5)
+    trap = Trap(at)
+    model = trapped_llama(trap, where)
+    with engine_for(model, adamw, config_of(4, 0.5, {"pack_layers": 2, **off})) as engine:
+        train_groups(engine, groups[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(groups[1]))
+        assert lanes() == []
+        assert engine.usable
+        train_groups(engine, groups[1:])
+    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+# ---- another schedule
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("pack", [1, 2, WHOLE])
+def test_without_grouping_weights_and_gradients_move_for_every_micro_batch(pack: int, clip: float) -> None:
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(COUNT, clip, {"grouping": False, "pack_layers": pack})) as engine:
+        train_groups(engine, GROUPS)
+        report = engine.swap_report()
+        assert engine.plan_report().swapped_bytes == engine.plan_report().choices[0].prediction.swaps.total
+
+    packs = packed(layer_bytes(model, 4), pack)
+    assert report.host_to_device["weights"] == COUNT * (sum(packs) + sum(packs[:-1]))
+    assert report.device_to_host["gradients"] == COUNT * sum(packs)
+    assert report.ratio == COUNT
+
+
+def test_without_grouping_a_micro_batch_is_done_before_the_next_begins() -> None:
+    step = executed(grouping=False)
+    runs = [task.micro_batch for task in step.tasks if task.micro_batch >= 0]
+    assert runs == sorted(runs)
+    assert {task.micro_batch for task in step.tasks if task.kind is TaskKind.BACKWARD} == {0, 1, 2}
+    grouped = executed()
+    assert [task.micro_batch for task in grouped.tasks if task.micro_batch >= 0] != runs
+
+
+def test_without_a_fused_pack_the_last_one_is_recomputed() -> None:
+    step, fused = executed(fuse_last_pack=False), executed()
+    last = step.plan.packing.backward[-1]
+
+    assert (times(fused)[TaskKind.FUSED], times(step)[TaskKind.FUSED]) == (COUNT, 0)
+    runs = [task.kind for task in step.tasks if task.pack == last and task.micro_batch >= 0]
+    assert runs == [TaskKind.FORWARD] * COUNT + [TaskKind.BACKWARD] * COUNT
+    computed = [span.tasks[0] for span in step.spans if span.stream == COMPUTE]
+    assert [task.kind for task in computed if task.pack == last] == runs
+    # It stays from one pass to the next, so that nothing else differs.
+    assert times(step)[TaskKind.SWAP_IN] == times(fused)[TaskKind.SWAP_IN]
+
+
+def test_updates_that_are_not_just_in_time_follow_the_backward_pass_in_forward_order() -> None:
+    step, in_time = executed(just_in_time_update=False), executed()
+
+    assert kinds(step).endswith("UUU") and kinds(step).count("U") == 3
+    assert [task.pack for task in step.tasks if task.kind is TaskKind.UPDATE] == [0, 1, 2]
+    assert kinds(in_time).index("U") < kinds(in_time).rindex("B")
+    ends = max(span.end_ms for span in step.spans if span.stream == COMPUTE)
+    assert all(span.begin_ms >= ends for span in step.spans if span.stream == UPDATE)
+
+
+def test_with_clipping_updates_wait_for_the_norm_in_any_case() -> None:
+    step, in_time = executed(0.5, just_in_time_update=False), executed(0.5)
+    assert step.tasks == in_time.tasks
+    assert kinds(step).endswith("NUUU")
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("grouping", [True, False])
+def test_updates_that_do_not_overlap_have_the_device_to_themselves(grouping: bool, clip: float) -> None:
+    step, overlapping = executed(clip, overlap_update=False, grouping=grouping), executed(clip, grouping=grouping)
+
+    assert step.tasks == overlapping.tasks
+    host = [span for span in step.spans if span.stream == UPDATE]
+    device = [span for span in step.spans if span.stream in (COMPUTE, SWAP_IN, SWAP_OUT)]
+    assert len(host) >= 3
+    for update, other in itertools.product(host, device):
+        assert update.end_ms <= other.begin_ms or other.end_ms <= update.begin_ms, (update, other)
+    assert max(span.end_ms for span in host) <= step.issued_ms[-1][1]
+
+
+def test_without_prefetch_each_swap_in_stands_before_its_pack() -> None:
+    for prefetch in (False, True):
+        step = executed(prefetch=prefetch)
+        following = [b.pack for a, b in itertools.pairwise(step.tasks) if a.kind is TaskKind.SWAP_IN]
+        swapped = [task.pack for task in step.tasks if task.kind is TaskKind.SWAP_IN]
+        assert (following == swapped) is not prefetch
+
+
+def test_a_saved_plan_runs_only_with_the_switches_it_was_made_with(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with engine_for(LLAMA.build(0.0), adamw, config_of(COUNT, 0.0, {"pack_layers": 2, "grouping": False})) as engine:
+        train_groups(engine, GROUPS[:1])
+        assert engine.plan is not None
+        file.write_text(engine.plan.to_json())
+    config = config_of(COUNT, 0.0, {"plan": str(file)})
+    with (
+        engine_for(LLAMA.build(0.0), adamw, config) as engine,
+        pytest.raises(ConfigError, match=r"made with harmony\.grouping false, and is to run with true\. Plan again"),
+    ):
+        train_groups(engine, GROUPS[:1])
