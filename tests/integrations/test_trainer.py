@@ -214,11 +214,56 @@ def test_callbacks_come_in_the_trainers_order(tmp_path: Path) -> None:
     assert heard[0] == heard[1]
 
 
-def test_a_trainer_that_prepares_inputs_one_by_one_is_refused(tmp_path: Path) -> None:
-    class Counting(Trainer):
+def test_inputs_are_prepared_in_order_and_once(tmp_path: Path) -> None:
+    class Noisy(Trainer):
+        prepared = 0
+
         def _prepare_inputs(self, inputs: Any) -> Any:
+            inputs = super()._prepare_inputs(inputs)
+            self.prepared += 1
+            changed = torch.randint(0, 61, (1,), generator=torch.Generator().manual_seed(self.prepared))
+            return {**inputs, "input_ids": torch.where(inputs["input_ids"] == 3, changed, inputs["input_ids"])}
+
+    stock, ours = both(tmp_path, llama(), text(), Noisy)
+    assert_same(stock, ours)
+    assert stock.prepared == ours.prepared == 22
+
+
+def test_a_trainer_that_counts_while_it_prepares_is_refused(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        _step = 0
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            self._step += 1
             return super()._prepare_inputs(inputs)
 
     ours = type("Ours", (HarmonyMixin, Counting), {})
-    with pytest.raises(UnsupportedError, match=r"Counting\._prepare_inputs"):
-        ours(model=llama(), args=arguments(tmp_path), ds_config=CONFIG)
+    with pytest.raises(UnsupportedError, match=r"_prepare_inputs counts micro-batches"):
+        ours(model=llama(), args=arguments(tmp_path), train_dataset=text(), ds_config=CONFIG).train()
+
+
+def test_a_trainer_that_generates_in_its_training_step_is_refused(tmp_path: Path) -> None:
+    class Generating(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            inputs["input_ids"] = model.generate(inputs["input_ids"], max_new_tokens=2)
+            inputs["labels"] = inputs["input_ids"]
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    ours = type("Ours", (HarmonyMixin, Generating), {})(
+        model=llama(), args=arguments(tmp_path), train_dataset=text(), ds_config=CONFIG
+    )
+    with pytest.raises(UnsupportedError, match=r"Ours generates in its training_step"):
+        ours.train()
+    ours.model.generate(text(1)[0]["input_ids"][None], max_new_tokens=2)  # the model is as it was
+
+
+def test_each_micro_batch_knows_whether_it_is_its_groups_last(tmp_path: Path) -> None:
+    class Asking(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.told = [*getattr(self, "told", []), self.accelerator.sync_gradients]
+            return loss
+
+    stock, ours = both(tmp_path, llama(), text(), Asking)
+    assert stock.told == ours.told
+    assert stock.told[:5] == [False, False, False, True, False]
