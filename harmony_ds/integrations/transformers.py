@@ -233,16 +233,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
         hidden = [(self, "_prepare_inputs", _as_it_is)] if _prepares_inputs(type(self)) else []
         hidden += [(self.model, "generate", generate)]
-        before = [vars(owner).get(name) for owner, name, _ in hidden]
+        before = [owner.__dict__.get(name) for owner, name, _ in hidden]
         for owner, name, instead in hidden:
-            vars(owner)[name] = instead
+            owner.__dict__[name] = instead
         try:
             yield
         finally:
             for (owner, name, _), own in zip(hidden, before, strict=True):
-                vars(owner).pop(name)
+                owner.__dict__.pop(name)
                 if own is not None:
-                    vars(owner)[name] = own
+                    owner.__dict__[name] = own
 
     @contextmanager
     def _notes_kept(self) -> Iterator[None]:
@@ -251,8 +251,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         try:
             yield
         finally:
-            vars(self).clear()
-            vars(self).update(kept)
+            self.__dict__.clear()
+            self.__dict__.update(kept)
 
     def _loss_of(self, batch: Any, last: bool, num_items_in_batch: Any) -> Tensor:
         noted: list[Tensor] = []

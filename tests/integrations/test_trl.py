@@ -62,6 +62,23 @@ def test_sft(tmp_path: Path, tokenizer: Any) -> None:
     assert_metrics_agree(stock, ours)
 
 
+def test_evaluation_before_the_model_is_measured(tmp_path: Path, tokenizer: Any) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"text": "a dog ran there the dog sat"} for _ in range(4)])
+    losses = []
+    for kind, extra in (
+        (trl.SFTTrainer, {}),
+        (type("Ours", (HarmonyMixin, trl.SFTTrainer), {}), {"ds_config": CONFIG}),
+    ):
+        args = arguments(tmp_path, trl.SFTConfig, bf16=False, max_length=16, gradient_checkpointing=False)
+        trainer = kind(
+            model=llama(), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer, **extra
+        )
+        losses.append(trainer.evaluate()["eval_loss"])  # uses the head's weight outside of the head
+    assert losses[0] == losses[1]
+
+
 PAIRS = [
     {"prompt": "the cat", "chosen": " sat here" if i % 2 else " ran", "rejected": " ran there the dog"}
     for i in range(22)
