@@ -80,6 +80,11 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         self._batches: list[Any] = []
         super().__init__(*args, **kwargs)
 
+    @property
+    def harmony_engine(self) -> HarmonyEngine | None:
+        """The engine, for its reports; None before training or evaluation has begun."""
+        return self._engine
+
     # ---- setup
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
