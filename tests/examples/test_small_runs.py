@@ -45,8 +45,8 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_vit_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     main = main_of("vit_mnist", monkeypatch)
-    losses, right = main(["--steps", "20", "--layers", "1", "--hidden", "32", "--budget-gib", "0.02"])
-    assert sum(losses[-3:]) < sum(losses[:3]) and right > 0.15  # a guess is right once in ten
+    losses, right = main(["--steps", "20", "--layers", "1", "--hidden", "64", "--budget-gib", "0.02"])
+    assert sum(losses[-3:]) < sum(losses[:3]) and right > 0.2  # a guess is right once in ten
 
 
 def test_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, te
 
 SCHEDULED: dict[str, Any] = {
     **CONFIG,
-    # torch's: DeepSpeed's compiled Adam computes its bias correction anew after a jump to another step, and rounds it
-    # differently there.
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
     },
     "scheduler": {
         "type": "WarmupDecayLR",
