@@ -38,9 +38,12 @@ def test_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_sft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    losses = main_of("sft", monkeypatch)(["--steps", "4", "--tokens", "16", "--out", str(tmp_path)])
+    main, size = main_of("sft", monkeypatch), ["--tokens", "16", "--out", str(tmp_path)]
+    losses = main([*size, "--steps", "4"])
     assert losses[-1] < losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path)
+    (further,) = main([*size, "--steps", "1", "--model", str(tmp_path)])
+    assert further < losses[0]
 
 
 def test_vit_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
