@@ -98,12 +98,17 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, whose backward only notes what the engine is to propagate back from."""
         super().create_accelerator_and_postprocess()
-        unwrap = self.accelerator.unwrap_model
+        unwrap, prepare = self.accelerator.unwrap_model, self.accelerator.prepare_model
 
         def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return unwrap(model.module if isinstance(model, HarmonyEngine) else model, *args, **kwargs)
 
+        def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+            other = evaluation_mode and model is not self.model  # a reference or reward model: as without this mixin
+            return prepare(model, other if device_placement is None else device_placement, evaluation_mode)
+
         self.accelerator.backward = _note_loss
+        self.accelerator.prepare_model = prepare_model
         self.accelerator.unwrap_model = unwrap_model
         self.accelerator.gradient_state = _GradientState()
 

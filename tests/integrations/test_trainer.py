@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import (
     BertConfig,
@@ -179,6 +180,17 @@ def test_the_saved_model_is_loaded_by_stock_from_pretrained(tmp_path: Path) -> N
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+
+
+def test_a_reference_model_is_put_on_the_device_as_without_the_mixin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = HarmonyTrainer(model=llama(), args=arguments(tmp_path), train_dataset=text(4), ds_config=CONFIG)
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    reference = trainer.accelerator.prepare_model(llama(), evaluation_mode=True)
+    assert {parameter.device.type for parameter in reference.parameters()} == {"meta"}
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
 
 
 def test_evaluation_before_training(tmp_path: Path) -> None:
