@@ -2,7 +2,8 @@
 
     Trainer                           engine
     get_batch_samples                 -> the group is remembered
-    training_step of its first batch  -> train_group: every micro-batch's own training_step, up to its backward
+    training_step of its first batch  -> _prepare_inputs of every micro-batch, if it is not Hugging Face's own
+                                         train_group: every micro-batch's own training_step, up to its backward
     training_step of the others       -> their losses are handed out
     clip, optimizer.step              -> done already: the norm is handed out
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
 from transformers import Trainer
@@ -30,17 +32,28 @@ from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
 
-_PER_SAMPLE_STATE = ("_prepare_inputs",)
-"""A subclass that prepares inputs itself (TRL's GRPO) counts its micro-batches while they run, one after the other."""
-
-_NOTES = ("_metrics", "_textual_logs")
+_NOTES = ("_metrics", "_textual_logs")  # of TRL's trainers: appended to while a loss is computed
 
 
 class _Lane(threading.local):
     losses: list[Tensor] | None = None
+    last: bool | None = None
 
 
 _lane = _Lane()
+
+
+class _GradientState(GradientState):  # type: ignore[misc]
+    """accelerate's, in which every micro-batch of a group finds whether itself is the last one."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        return bool(self.__dict__["sync_gradients"]) if _lane.last is None else _lane.last
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.__dict__["sync_gradients"] = value
+
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -61,15 +74,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         Args:
             ds_config: a ds_config (dict or path; "auto" values are filled from the TrainingArguments). Without one,
                 `TrainingArguments(deepspeed=...)`; without that, every value is "auto".
-
-        Raises:
-            UnsupportedError: the Trainer computes with state that is prepared micro-batch by micro-batch.
         """
-        _refuse_stateful(type(self))
         self._ds_config = None if ds_config is None else read_config(ds_config)
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
         super().__init__(*args, **kwargs)
+
+    @property
+    def harmony_engine(self) -> HarmonyEngine | None:
+        """The engine, for its reports; None before training or evaluation has begun."""
+        return self._engine
 
     # ---- setup
 
@@ -84,7 +98,19 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, whose backward only notes what the engine is to propagate back from."""
         super().create_accelerator_and_postprocess()
+        unwrap, prepare = self.accelerator.unwrap_model, self.accelerator.prepare_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return unwrap(model.module if isinstance(model, HarmonyEngine) else model, *args, **kwargs)
+
+        def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+            other = evaluation_mode and model is not self.model  # a reference or reward model: as without this mixin
+            return prepare(model, other if device_placement is None else device_placement, evaluation_mode)
+
         self.accelerator.backward = _note_loss
+        self.accelerator.prepare_model = prepare_model
+        self.accelerator.unwrap_model = unwrap_model
+        self.accelerator.gradient_state = _GradientState()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine swaps weights in; the model stays in host memory."""
@@ -158,38 +184,94 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The loss of one micro-batch. The whole group runs when the first of its losses is asked for."""
+        """The loss of one micro-batch. The whole group runs when the first of its losses is asked for.
+
+        Raises:
+            UnsupportedError: the Trainer's training_step generates, or its _prepare_inputs counts micro-batches.
+        """
         assert self._engine is not None
         if not self._losses:
-            batches = [dict(batch) if isinstance(batch, Mapping) else batch for batch in self._batches or [inputs]]
-            self._batches = []
+            batches, self._batches = self._batches or [inputs], []
+            if _prepares_inputs(type(self)):
+                batches = self._prepared(batches)
+            copies = [dict(batch) if isinstance(batch, Mapping) else batch for batch in batches]
+            group = [(batch, index == len(copies) - 1) for index, batch in enumerate(copies)]
 
-            def loss_of(batch: Any) -> Tensor:
-                return self._loss_of(batch, num_items_in_batch)
+            def loss_of(one: tuple[Any, bool]) -> Tensor:
+                return self._loss_of(*one, num_items_in_batch)
 
-            self._losses.extend(self._engine.train_group(batches, loss_of, self._notes_kept))
+            with self._in_lanes():
+                self._losses.extend(self._engine.train_group(group, loss_of, self._notes_kept))
         return self._losses.popleft()
 
+    def _prepared(self, batches: Sequence[Any]) -> list[Any]:
+        """What the Trainer's own `_prepare_inputs` makes of each batch, in their order; it may generate.
+
+        The weights are those before the step, as they are in the stock order. TRL's trainers find in `_step` which
+        micro-batch it is; their training_step counts it.
+
+        Raises:
+            UnsupportedError: `_prepare_inputs` counts it, so that training_step would find the last one's number.
+        """
+        assert self._engine is not None
+        first = getattr(self, "_step", None)
+        prepared = []
+        self.model.train()
+        with self._engine.streaming():
+            for index, batch in enumerate(batches):
+                if first is not None:
+                    self._step = first + index
+                prepared.append(self._prepare_inputs(batch))
+                if first is not None and self._step != first + index:
+                    raise UnsupportedError(
+                        f"{type(self).__name__}._prepare_inputs counts micro-batches (in _step), and harmony_ds "
+                        "prepares all of a step before the first runs. Use this trainer without HarmonyMixin."
+                    )
+        if first is not None:
+            self._step = first
+        return prepared
+
     @contextmanager
-    def _notes_kept(self) -> Iterator[None]:
-        """Undoes what `compute_loss` counts, and appends to metrics (as TRL's trainers do), while it is measured."""
-        kept = {
-            name: copy.deepcopy(value)
-            for name, value in vars(self).items()
-            if name in _NOTES or isinstance(value, (int, float))
-        }
+    def _in_lanes(self) -> Iterator[None]:
+        """While the micro-batches of a group run beside each other: no inputs are prepared, and nothing is generated."""
+
+        def generate(*_: Any, **__: Any) -> Any:
+            raise UnsupportedError(
+                f"{type(self).__name__} generates in its training_step, and harmony_ds runs the micro-batches of a step "
+                "together. Generate in _prepare_inputs, or use this trainer without HarmonyMixin."
+            )
+
+        hidden = [(self, "_prepare_inputs", _as_it_is)] if _prepares_inputs(type(self)) else []
+        hidden += [(self.model, "generate", generate)]
+        before = [owner.__dict__.get(name) for owner, name, _ in hidden]
+        for owner, name, instead in hidden:
+            owner.__dict__[name] = instead
         try:
             yield
         finally:
+            for (owner, name, _), own in zip(hidden, before, strict=True):
+                owner.__dict__.pop(name)
+                if own is not None:
+                    owner.__dict__[name] = own
+
+    @contextmanager
+    def _notes_kept(self) -> Iterator[None]:
+        """Undoes what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured."""
+        kept = {name: copy.deepcopy(value) if name in _NOTES else value for name, value in vars(self).items()}
+        try:
+            yield
+        finally:
+            self.__dict__.clear()
             self.__dict__.update(kept)
 
-    def _loss_of(self, batch: Any, num_items_in_batch: Any) -> Tensor:
+    def _loss_of(self, batch: Any, last: bool, num_items_in_batch: Any) -> Tensor:
         noted: list[Tensor] = []
-        before, _lane.losses = _lane.losses, noted
+        before = _lane.losses, _lane.last
+        _lane.losses, _lane.last = noted, last
         try:
             super().training_step(self.model, batch, num_items_in_batch)
         finally:
-            _lane.losses = before
+            _lane.losses, _lane.last = before
         if len(noted) != 1:
             raise UsageError(
                 f"{type(self).__name__}.training_step() called accelerator.backward {len(noted)} times, not once."
@@ -245,13 +327,11 @@ def _note_loss(loss: Tensor, **_: Any) -> None:
     _lane.losses.append(loss)
 
 
-def _refuse_stateful(trainer: type) -> None:
-    for base in trainer.__mro__:
-        if base.__module__.startswith(("transformers.", __name__)):
-            continue
-        for name in _PER_SAMPLE_STATE:
-            if name in vars(base):
-                raise UnsupportedError(
-                    f"{base.__name__}.{name} prepares inputs micro-batch by micro-batch (as TRL's GRPO and RLOO do), and "
-                    "harmony_ds runs the micro-batches of a step together. Use this trainer without HarmonyMixin."
-                )
+def _prepares_inputs(trainer: type) -> bool:
+    """Whether a class other than Hugging Face's own has a `_prepare_inputs`: TRL's GRPO and RLOO generate there."""
+    own = (base for base in trainer.__mro__ if not base.__module__.startswith("transformers."))
+    return any("_prepare_inputs" in vars(base) for base in own)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

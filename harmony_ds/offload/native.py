@@ -1,7 +1,8 @@
 """DeepSpeed's compiled CPU optimizers, with Python's lock released while they run.
 
 What enters is the name of an optimizer, what leaves is an instance of DeepSpeed's own class whose compiled update does
-not hold the global interpreter lock. Both are compiled once per machine, on first use, into torch's extension cache.
+not hold the global interpreter lock, and depends on its arguments alone (csrc/gil_free.cpp). Both are compiled once per
+machine, on first use, into torch's extension cache.
 """
 
 from __future__ import annotations

@@ -25,19 +25,24 @@ from harmony_ds.errors import ParameterOutsideLayerError
 from harmony_ds.offload.ledger import Kind, Ledger
 
 Waiting = Callable[[tuple[str, ...]], None]
+Touched = Callable[[str], Tensor | None]
 
 
 class PhantomParameter(torch.Tensor):
     """Answers questions about shape, dtype and device like the parameter on the device would, and nothing else."""
 
     harmony_name: str
-    harmony_touched: Callable[[str], None]
+    harmony_touched: Touched
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(name: str, like: Tensor, device: torch.device, touched: Callable[[str], None]) -> PhantomParameter:
-        """A phantom of `like` on `device`; `touched` is told its name before an operation on it raises."""
+    def of(name: str, like: Tensor, device: torch.device, touched: Touched) -> PhantomParameter:
+        """A phantom of `like` on `device`.
+
+        `touched` is told its name when an operation wants its values: the operation is done with the tensor it returns,
+        and raises if that is None.
+        """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
         )
@@ -53,13 +58,18 @@ class PhantomParameter(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         leaves = torch.utils._pytree.tree_iter((args, kwargs))
-        names = [leaf.harmony_name for leaf in leaves if isinstance(leaf, PhantomParameter)]
-        for leaf in torch.utils._pytree.tree_iter((args, kwargs)):
-            if isinstance(leaf, PhantomParameter):
-                leaf.harmony_touched(leaf.harmony_name)
+        phantoms = {leaf.harmony_name: leaf for leaf in leaves if isinstance(leaf, PhantomParameter)}
+        found = {name: phantom.harmony_touched(name) for name, phantom in phantoms.items()}
+        if all(tensor is not None for tensor in found.values()):
+
+            def value(phantom: PhantomParameter) -> Tensor | None:
+                return found[phantom.harmony_name]
+
+            args, kwargs = torch.utils._pytree.tree_map_only(PhantomParameter, value, (args, kwargs or {}))
+            return func(*args, **kwargs)
         raise ParameterOutsideLayerError(
-            f"the parameter {names[0]} was used ({func}) outside the call of the layer that owns it, where it is not "
-            "on the device. Name a module that contains both the layer and this use in harmony.layers."
+            f"the parameter {next(iter(phantoms))} was used ({func}) outside the call of the layer that owns it, where it "
+            "is not on the device. Name a module that contains both the layer and this use in harmony.layers."
         )
 
 
@@ -123,6 +133,7 @@ class Lending:
         self._buffers = DeviceBuffers(self._buffer_owners, device, ledger)
         self._lent = False
         self.touched: set[str] = set()
+        self.fetch: Touched | None = None  # brings what is used outside a layer call
 
     @property
     def buffer_bytes(self) -> int:
@@ -159,10 +170,16 @@ class Lending:
             phantoms = dict.fromkeys(resting)
             for key, name in names.items():
                 host = dict.__getitem__(resting, key)
-                phantoms[key] = PhantomParameter.of(name, host, self._device.torch_device, self.touched.add)
+                phantoms[key] = PhantomParameter.of(name, host, self._device.torch_device, self._touch)
             self._phantoms[module] = phantoms
         shown = {key: resident[name] for key, name in names.items() if name in resident}
         return {**phantoms, **shown} if shown else phantoms
+
+    def _touch(self, name: str) -> Tensor | None:
+        if self.fetch is not None:
+            return self.fetch(name)
+        self.touched.add(name)
+        return None
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its host parameters."""

@@ -1,7 +1,7 @@
 """Forward passes without gradients, one at a time: evaluation and `generate`.
 
 Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it. What
-is on the device already is used there.
+is on the device already is used there. A parameter that is used outside its layer's calls stays to the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
@@ -44,6 +45,7 @@ class Streamer:
         self._resident: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
         self._ahead: tuple[int, DeviceCopy] | None = None
+        self._fetched: dict[str, DeviceCopy] = {}
         self._open = False
 
     @contextmanager
@@ -59,11 +61,15 @@ class Streamer:
         copy = self._residency.swap_in(resident)
         copy.wait(self._device)
         try:
+            self._lending.fetch = self._fetch
             with self._lending.lent(copy.leaves), handled_by(self), torch.no_grad():
                 yield
         finally:
+            self._lending.fetch = None
             self._open = False
-            self._residency.evict(copy)
+            for fetched in (copy, *self._fetched.values()):
+                self._residency.evict(fetched)
+            self._fetched.clear()
             if self._ahead is not None:
                 self._residency.evict(self._ahead[1])
                 self._ahead = None
@@ -79,6 +85,15 @@ class Streamer:
             return self._calls.attached(request, copy.leaves)
         finally:
             self._residency.evict(copy)
+
+    def _fetch(self, name: str) -> Tensor:
+        held = self._device_store.leaves((name,))
+        if name in held:
+            return held[name]
+        if name not in self._fetched:
+            self._fetched[name] = self._residency.swap_in((name,))
+            self._fetched[name].wait(self._device)
+        return self._fetched[name].leaves[name]
 
     def _take(self, layer: int) -> DeviceCopy:
         ahead, self._ahead = self._ahead, None

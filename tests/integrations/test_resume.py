@@ -14,11 +14,9 @@ from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, te
 
 SCHEDULED: dict[str, Any] = {
     **CONFIG,
-    # torch's: DeepSpeed's compiled Adam computes its bias correction anew after a jump to another step, and rounds it
-    # differently there.
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
     },
     "scheduler": {
         "type": "WarmupDecayLR",
@@ -38,6 +36,7 @@ def trainer(folder: Path, config: dict[str, Any]) -> HarmonyTrainer:
     return HarmonyTrainer(model=llama(), args=args, train_dataset=text(), ds_config=config)
 
 
+@pytest.mark.timeout(600)  # DeepSpeed compiles its optimizer at the first use on a machine
 @pytest.mark.parametrize("config", [CONFIG, SCHEDULED], ids=["Trainer's optimizer", "ds_config's optimizer"])
 def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, config: dict[str, Any]) -> None:
     whole = trainer(tmp_path, config)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import (
     BertConfig,
@@ -181,6 +182,17 @@ def test_the_saved_model_is_loaded_by_stock_from_pretrained(tmp_path: Path) -> N
         assert torch.equal(parameter, trainer.model.get_parameter(name)), name
 
 
+def test_a_reference_model_is_put_on_the_device_as_without_the_mixin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = HarmonyTrainer(model=llama(), args=arguments(tmp_path), train_dataset=text(4), ds_config=CONFIG)
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    reference = trainer.accelerator.prepare_model(llama(), evaluation_mode=True)
+    assert {parameter.device.type for parameter in reference.parameters()} == {"meta"}
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
+
+
 def test_evaluation_before_training(tmp_path: Path) -> None:
     stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6))
     ours = HarmonyTrainer(
@@ -214,11 +226,56 @@ def test_callbacks_come_in_the_trainers_order(tmp_path: Path) -> None:
     assert heard[0] == heard[1]
 
 
-def test_a_trainer_that_prepares_inputs_one_by_one_is_refused(tmp_path: Path) -> None:
-    class Counting(Trainer):
+def test_inputs_are_prepared_in_order_and_once(tmp_path: Path) -> None:
+    class Noisy(Trainer):
+        prepared = 0
+
         def _prepare_inputs(self, inputs: Any) -> Any:
+            inputs = super()._prepare_inputs(inputs)
+            self.prepared += 1
+            changed = torch.randint(0, 61, (1,), generator=torch.Generator().manual_seed(self.prepared))
+            return {**inputs, "input_ids": torch.where(inputs["input_ids"] == 3, changed, inputs["input_ids"])}
+
+    stock, ours = both(tmp_path, llama(), text(), Noisy)
+    assert_same(stock, ours)
+    assert stock.prepared == ours.prepared == 22
+
+
+def test_a_trainer_that_counts_while_it_prepares_is_refused(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        _step = 0
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            self._step += 1
             return super()._prepare_inputs(inputs)
 
     ours = type("Ours", (HarmonyMixin, Counting), {})
-    with pytest.raises(UnsupportedError, match=r"Counting\._prepare_inputs"):
-        ours(model=llama(), args=arguments(tmp_path), ds_config=CONFIG)
+    with pytest.raises(UnsupportedError, match=r"_prepare_inputs counts micro-batches"):
+        ours(model=llama(), args=arguments(tmp_path), train_dataset=text(), ds_config=CONFIG).train()
+
+
+def test_a_trainer_that_generates_in_its_training_step_is_refused(tmp_path: Path) -> None:
+    class Generating(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            inputs["input_ids"] = model.generate(inputs["input_ids"], max_new_tokens=2)
+            inputs["labels"] = inputs["input_ids"]
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    ours = type("Ours", (HarmonyMixin, Generating), {})(
+        model=llama(), args=arguments(tmp_path), train_dataset=text(), ds_config=CONFIG
+    )
+    with pytest.raises(UnsupportedError, match=r"Ours generates in its training_step"):
+        ours.train()
+    ours.model.generate(text(1)[0]["input_ids"][None], max_new_tokens=2)  # the model is as it was
+
+
+def test_each_micro_batch_knows_whether_it_is_its_groups_last(tmp_path: Path) -> None:
+    class Asking(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.told = [*getattr(self, "told", []), self.accelerator.sync_gradients]
+            return loss
+
+    stock, ours = both(tmp_path, llama(), text(), Asking)
+    assert stock.told == ours.told
+    assert stock.told[:5] == [False, False, False, True, False]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from harmony_ds.errors import UnsupportedError
 from harmony_ds.integrations.transformers import HarmonyMixin
 from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama
 
@@ -45,7 +44,7 @@ def trained(kind: Any, config: Any, folder: Path, rows: list[dict[str, Any]], to
 
 
 def metrics(trainer: Any) -> list[dict[str, float]]:
-    timed = ("runtime", "per_second", "flos", "loss", "grad_norm")
+    timed = ("runtime", "per_second", "flos", "step_time", "loss", "grad_norm")
     return [
         {key: value for key, value in entry.items() if not key.endswith(timed)} for entry in trainer.state.log_history
     ]
@@ -61,6 +60,23 @@ def test_sft(tmp_path: Path, tokenizer: Any) -> None:
     stock, ours = trained(trl.SFTTrainer, trl.SFTConfig, tmp_path, rows, tokenizer)
     assert_same(stock, ours)
     assert_metrics_agree(stock, ours)
+
+
+def test_evaluation_before_the_model_is_measured(tmp_path: Path, tokenizer: Any) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"text": "a dog ran there the dog sat"} for _ in range(4)])
+    losses = []
+    for kind, extra in (
+        (trl.SFTTrainer, {}),
+        (type("Ours", (HarmonyMixin, trl.SFTTrainer), {}), {"ds_config": CONFIG}),
+    ):
+        args = arguments(tmp_path, trl.SFTConfig, bf16=False, max_length=16, gradient_checkpointing=False)
+        trainer = kind(
+            model=llama(), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer, **extra
+        )
+        losses.append(trainer.evaluate()["eval_loss"])  # uses the head's weight outside of the head
+    assert losses[0] == losses[1]
 
 
 PAIRS = [
@@ -91,7 +107,53 @@ def test_dpo_with_lora_whose_reference_is_the_model_without_adapters(tmp_path: P
     assert_same(*trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, tokenizer, peft_config=lora))
 
 
-def test_grpo_is_refused_by_name() -> None:
-    ours = type("Ours", (HarmonyMixin, trl.GRPOTrainer), {})
-    with pytest.raises(UnsupportedError, match=r"GRPOTrainer\._prepare_inputs"):
-        ours(model=llama())
+# ---- trainers that generate in _prepare_inputs
+
+PROMPTS = [{"prompt": "the cat sat" if i % 3 else "a dog"} for i in range(12)]
+
+
+def spread(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that tells completions apart."""
+    return [len({token % 7 for token in ids}) + sum(ids) / 100 for ids in completion_ids]
+
+
+def grpo(folder: Path, kind: Any, config: Any, tokenizer: Any, **settings: Any) -> list[Any]:
+    from datasets import Dataset
+
+    trainers = []
+    for cls, extra in ((kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})):
+        args = arguments(
+            folder, config,
+            **{
+                "bf16": False, "gradient_checkpointing": False, "num_generations": 2, "max_completion_length": 5,
+                "beta": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4,
+                **settings,
+            },
+        )  # fmt: skip
+        trainer = cls(
+            model=llama(), args=args, train_dataset=Dataset.from_list(PROMPTS), reward_funcs=spread,
+            processing_class=tokenizer, **extra,
+        )  # fmt: skip
+        torch.manual_seed(5)  # completions are sampled
+        trainer.train()
+        trainers.append(trainer)
+    return trainers
+
+
+REUSED = {"steps_per_generation": 4, "num_iterations": 2, "num_generations": 4}
+ENTROPY = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 1.0}
+
+
+@pytest.mark.parametrize("settings", [{}, REUSED, ENTROPY], ids=["", "completions used again", "adaptive entropy"])
+def test_grpo(tmp_path: Path, tokenizer: Any, settings: dict[str, Any]) -> None:
+    stock, ours = grpo(tmp_path, trl.GRPOTrainer, trl.GRPOConfig, tokenizer, **settings)
+    assert_same(stock, ours)
+    assert_metrics_agree(stock, ours)
+    assert ours._engine.swap_report().micro_batches == 2
+    assert all(entry["reward_std"] > 0 for entry in stock.state.log_history if "reward" in entry)
+
+
+def test_rloo(tmp_path: Path, tokenizer: Any) -> None:
+    stock, ours = grpo(tmp_path, trl.RLOOTrainer, trl.RLOOConfig, tokenizer)
+    assert_same(stock, ours)
+    assert_metrics_agree(stock, ours)

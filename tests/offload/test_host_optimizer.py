@@ -14,7 +14,7 @@ from torch.utils import cpp_extension
 
 from harmony_ds import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.native import make_native
+from harmony_ds.offload.native import gil_free_op, make_native
 from tests.offload.examples import gradients_for, odd_sizes
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -217,6 +217,7 @@ def test_deepspeeds_adam_follows_torchs_adamw() -> None:
 def test_deepspeeds_adam_layer_by_layer_is_at_once() -> None:
     plain = odd_sizes()
     optimizer = native(two_groups(plain))
+    setattr(optimizer, *gil_free_op(optimizer))
     host, parameters = hosted(native)
     for step in range(3):
         at_once(optimizer, parameters_of(plain), step)
@@ -224,6 +225,23 @@ def test_deepspeeds_adam_layer_by_layer_is_at_once() -> None:
 
     assert all(torch.equal(parameters[name], p) for name, p in parameters_of(plain).items())
     assert set(host.optimizer.state) == set(parameters.values())
+
+
+@COMPILED
+@pytest.mark.parametrize("saved", [2, 8, 18])
+def test_deepspeeds_adam_goes_on_in_a_new_process_as_in_the_old_one(saved: int) -> None:
+    host, parameters = hosted(native)
+    for step in range(saved):
+        layer_by_layer(host, parameters, step)
+    later, copies = hosted(native)
+    for name, parameter in parameters.items():
+        copies[name].data.copy_(parameter.data)
+        later.put_state(name, deepcopy(host.state_of(name)))
+    for step in range(saved, saved + 3):
+        layer_by_layer(host, parameters, step)
+        layer_by_layer(later, copies, step)
+
+    assert all(torch.equal(parameters[name], p) for name, p in copies.items())
 
 
 @COMPILED

@@ -9,7 +9,20 @@ using release = pybind11::call_guard<pybind11::gil_scoped_release>;
 #if defined(HARMONY_ADAM)
 int ds_adam_step(int id, size_t step, float lr, float beta1, float beta2, float epsilon, float weight_decay,
                  bool bias_correction, Tensor& param, Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq);
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("adam_update", &ds_adam_step, release()); }
+
+// DeepSpeed's object multiplies the powers of beta1 and beta2 up from step to step, and computes them anew after a jump to
+// another step, which rounds differently: what a step does would depend on when the process began. So it is sent to
+// another step first, with nothing to update, and jumps every time.
+int adam_update(int id, size_t step, float lr, float beta1, float beta2, float epsilon, float weight_decay,
+                bool bias_correction, Tensor& param, Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq) {
+    Tensor none[4] = {torch::empty({0}, param.options()), torch::empty({0}, grad.options()),
+                      torch::empty({0}, exp_avg.options()), torch::empty({0}, exp_avg_sq.options())};
+    ds_adam_step(id, step + 2, lr, beta1, beta2, epsilon, weight_decay, bias_correction, none[0], none[1], none[2],
+                 none[3]);
+    return ds_adam_step(id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, param, grad, exp_avg,
+                        exp_avg_sq);
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("adam_update", &adam_update, release()); }
 #elif defined(HARMONY_ADAGRAD)
 int ds_adagrad_step(int id, size_t step, float lr, float epsilon, float weight_decay, Tensor& param, Tensor& grad,
                     Tensor& exp_avg_sq);
