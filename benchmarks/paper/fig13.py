@@ -21,7 +21,7 @@ BUDGET = 1.1
 
 
 def run(options: Options) -> Content:
-    steps, tokens = (3, 16) if options.quick else (30, 48)
+    steps, tokens = (3, 16) if options.quick else (24, 32)
     batches = encoded(pairs(steps * ROWS * GROUP, seed=3), ROWS, tokens)
     held_out = encoded(pairs(8 * ROWS, seed=4), ROWS, tokens)
     groups = [batches[start : start + GROUP] for start in range(0, len(batches), GROUP)]

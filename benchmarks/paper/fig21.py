@@ -21,10 +21,10 @@ BUDGET = 1.1
 
 
 def run(options: Options) -> Content:
-    steps = 4 if options.quick else 120
+    steps = 4 if options.quick else 80
     batches, held_out, vocabulary = language(ROWS, TOKENS, 2048, steps * GROUP)
     groups = [batches[start : start + GROUP] for start in range(0, len(batches), GROUP)]
-    model = gpt2(4 if options.quick else 6, 64 if options.quick else 192, 4, TOKENS, vocabulary)
+    model = gpt2(4 if options.quick else 6, 64 if options.quick else 128, 4, TOKENS, vocabulary)
     plain = Plain(model.seeded(), adamw)
     before = perplexity(plain.model, held_out)
     expected = [plain.step(group) for group in groups]

@@ -44,7 +44,7 @@ _Item = TypeVar("_Item")
 MACHINE = HARMONY_VLDB22
 CAP_BYTES = 10 * GIB
 """The original scheduler's default for a card of 11 GiB."""
-SERVER_BYTES = 750 * GIB
+SERVER_BYTES = 750 * 10**9
 """Host memory of the server with eight GPUs, by the original's scripts for 10 to 40 billion parameters."""
 
 HARDWARE = Hardware(
@@ -59,7 +59,9 @@ UPDATE_MS = {"adam": 1.27e-6, "sgd": 0.4e-6}
 million (VGG416's)."""
 
 EFFORT = Effort(backward=6, forward=4, jobs=60_000, polished=1, polish_jobs=40_000)
-"""A third of the default: an experiment takes minutes, not longer."""
+"""A third of the default."""
+LIGHT = Effort(backward=3, forward=2, jobs=20_000, polished=1, polish_jobs=10_000)
+"""A tenth of it, where many schedules are searched for: an experiment takes minutes."""
 
 
 def shipped(name: str, devices: int, batch: int, mode: Mode) -> Any:
@@ -258,7 +260,7 @@ class Found:
     simulated: int
 
 
-def best(costs: PackCosts, setup: Setup, largest: tuple[int, int], effort: Effort | None = EFFORT) -> Found:
+def best(costs: PackCosts, setup: Setup, largest: tuple[int, int], effort: Effort = LIGHT) -> Found:
     """With prefetch and offload overlapped, under CAP_BYTES.
 
     Args:

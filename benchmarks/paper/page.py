@@ -28,20 +28,22 @@ EXPERIMENTS = (
     fig21.EXPERIMENT,
 )
 PAPER = {
-    "table1": "The paper's table shows that its scheduler finds a schedule in little time. The original's scripts search for "
-    "four models at D = 64 on four GTX 1080 Ti.",
-    "fig8": "The original's scripts run BERT-Large with 600 samples a step on two and four GTX 1080 Ti, micro-batches and "
-    "packs traded for each other under 11 GiB.",
-    "fig10": "The paper compares its data-parallel and pipeline modes with baselines that virtualise memory, on four "
-    'GTX 1080 Ti with BERT-96, GPT2-XL, VGG416 and ResNet1026; its abstract says "up to 7.6x". Its baselines are not '
-    "published, and are not run here.",
-    "fig12": "The paper breaks down what is swapped for GPT2-XL on four GTX 1080 Ti; its abstract says up to two orders of "
-    "magnitude less than its baselines.",
-    "fig13": "The paper fine-tunes BERT-Large on MRPC on one and four GTX 1080 Ti and overlays losses with plain training. "
-    "Its models have no dropout; here it is on.",
-    "fig17": "The original's scripts train GPT-2 of 10 to 40 billion parameters on up to eight GTX 1080 Ti and 750 GB of "
-    "host memory.",
-    "fig21": "The paper trains GPT2-Medium on WikiText-103 on one and four GTX 1080 Ti and compares with plain training.",
+    "table1": "The original's scripts for this table search a schedule for four models at 64 samples a step, for four GTX "
+    "1080 Ti.",
+    "fig8": "The original's scripts for this figure run BERT-Large with 600 samples a step on four GTX 1080 Ti, larger "
+    "micro-batches with smaller packs against the reverse.",
+    "fig10": "The original's scripts for this figure run BERT-96, GPT2-XL, VGG416 and ResNet1026 at three batch sizes on "
+    'four GTX 1080 Ti. The abstract says "up to 7.6x" over baselines with virtualised memory, whose code is not public; '
+    "what stands for them here is swapping for each micro-batch.",
+    "fig12": "The original's scripts for this figure are those of Fig. 10 with GPT2-XL. The abstract says that swaps are "
+    "reduced by up to two orders of magnitude.",
+    "fig13": "The original's scripts fine-tune BERT-Large on MRPC on one and on four GTX 1080 Ti, without dropout; its "
+    "slides say that training matches exactly. Here the pairs are made from Wikipedia (neighbours in an article, or not), "
+    "and dropout is on.",
+    "fig17": "The original's scripts for these figures train GPT-2 of 10 to 40 billion parameters, 32 samples a step, on "
+    "one to eight GTX 1080 Ti with 750 GB of host memory.",
+    "fig21": "The original's scripts train GPT2-Medium on WikiText-103 on one and on four GTX 1080 Ti. Here the text is an "
+    "excerpt of Wikipedia, and the model small.",
 }
 _HEAD = """# The paper's experiments
 

