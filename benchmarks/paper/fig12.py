@@ -109,10 +109,12 @@ def _draw_measured(axes: Any, rows: list[Content]) -> None:
     )
     axes.plot(groups, [moved(row, "grouped") for row in rows], "o-", color=OURS, label="grouped, counted")
     activations = [row["grouped"]["activations"] / MIB for row in rows]
-    axes.plot(groups, activations, "o:", color=OURS, alpha=0.5, label="activations (both ways of grouping)")
+    axes.plot(groups, activations, "o:", color=OURS, alpha=0.5, label="activations, grouped")
     axes.set(xlabel="micro-batches in a step", ylabel="weights and gradients per step, MiB", xscale="log", yscale="log")
+    axes.set_ylim(bottom=activations[0] / 30)
     axes.set_xticks(groups, [str(group) for group in groups])
-    axes.legend()
+    axes.minorticks_off()
+    axes.legend(loc="lower right")
 
 
 def _draw_simulated(axes: Any, rows: list[Content]) -> None:

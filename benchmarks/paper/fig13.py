@@ -15,13 +15,13 @@ from texts import Batch, classifier, encoded, pairs
 from training import Ours, Plain, largest_difference, least_bytes, weight_bytes
 
 ROWS, GROUP = 8, 4
-RATE, WARMUP = 5e-5, 0.1
+RATE, WARMUP = 3e-4, 0.1
 BUDGET = 1.1
 """Of the least that a plan needs: half of the weights are the word embedding, which comes with its gradient."""
 
 
 def run(options: Options) -> Content:
-    steps, tokens = (3, 16) if options.quick else (24, 32)
+    steps, tokens = (3, 16) if options.quick else (24, 40)
     batches = encoded(pairs(steps * ROWS * GROUP, seed=3), ROWS, tokens)
     held_out = encoded(pairs(8 * ROWS, seed=4), ROWS, tokens)
     groups = [batches[start : start + GROUP] for start in range(0, len(batches), GROUP)]

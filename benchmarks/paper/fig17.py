@@ -178,7 +178,8 @@ def says(content: Content) -> str:
         f"one device budget of {content['measured']['budget_bytes'] / MIB:.2f} MiB: training state grows from "
         f"{first['state_bytes'] / MIB:.0f} to {last['state_bytes'] / MIB:.0f} MiB and the peak stays below the budget "
         f"(at most {max(row['device_peak_bytes'] for row in rows) / MIB:.2f}); the host holds "
-        f"{last['host_bytes_per_parameter']:.1f} bytes per parameter at the largest."
+        f"{last['host_bytes_per_parameter']:.1f} bytes per parameter at the largest: "
+        "weights and moments 12, and gradients only of the packs that are under way."
     )
     if content["simulated"]:
         small, large = content["simulated"][0], content["simulated"][-1]

@@ -58,10 +58,8 @@ UPDATE_MS = {"adam": 1.27e-6, "sgd": 0.4e-6}
 """Per parameter, on one host process of the original: 13.3 s for 10.5 billion (GPT2-10B's profile), and 0.23 s for 578
 million (VGG416's)."""
 
-EFFORT = Effort(backward=6, forward=4, jobs=60_000, polished=1, polish_jobs=40_000)
-"""A third of the default."""
 LIGHT = Effort(backward=3, forward=2, jobs=20_000, polished=1, polish_jobs=10_000)
-"""A tenth of it, where many schedules are searched for: an experiment takes minutes."""
+"""A tenth of the default, where many schedules are searched for: an experiment takes minutes."""
 
 
 def shipped(name: str, devices: int, batch: int, mode: Mode) -> Any:

@@ -234,10 +234,10 @@ def resnet(depth: int, narrow: int, pixels: int, classes: int, name: str) -> Mod
 
 
 SMALL = {
-    "BERT": bert(12, 128, 4, 32, 1024),
-    "GPT-2": gpt2(12, 128, 4, 32, 1024),
-    "VGG": vgg(4, 16, 32, 128, 10, "VGG, 36 layers"),
-    "ResNet": resnet(6, 8, 16, 10, "ResNet, 50 layers"),
+    "BERT": bert(8, 256, 4, 64, 1024),
+    "GPT-2": gpt2(8, 256, 4, 64, 1024),
+    "VGG": vgg(3, 4, 32, 256, 10, "VGG, 31 layers"),
+    "ResNet": resnet(3, 4, 32, 10, "ResNet, 26 layers"),
 }
 """By architecture: what is measured."""
 
