@@ -107,10 +107,16 @@ def _draw_measured(axes: Any, rows: list[Content]) -> None:
     axes.plot(
         groups, [moved(row, "each_alone") for row in rows], "s--", color=NAIVE, label="each micro-batch alone, counted"
     )
-    axes.plot(groups, [moved(row, "grouped") for row in rows], "o-", color=OURS, label="grouped, counted")
+    axes.plot(
+        groups,
+        [moved(row, "grouped") for row in rows],
+        "o-",
+        color=OURS,
+        label="weights and gradients, grouped, counted",
+    )
     activations = [row["grouped"]["activations"] / MIB for row in rows]
-    axes.plot(groups, activations, "o:", color=OURS, alpha=0.5, label="activations, grouped")
-    axes.set(xlabel="micro-batches in a step", ylabel="weights and gradients per step, MiB", xscale="log", yscale="log")
+    axes.plot(groups, activations, "o:", color=OURS, alpha=0.5, label="activations, grouped, counted")
+    axes.set(xlabel="micro-batches in a step", ylabel="swapped per step, MiB", xscale="log", yscale="log")
     axes.set_ylim(bottom=activations[0] / 30)
     axes.set_xticks(groups, [str(group) for group in groups])
     axes.minorticks_off()
@@ -118,20 +124,18 @@ def _draw_measured(axes: Any, rows: list[Content]) -> None:
 
 
 def _draw_simulated(axes: Any, rows: list[Content]) -> None:
-    for place, row in enumerate(rows):
-        for offset, mode in ((-0.27, "vPP"), (0.0, "vDP")):
-            bottom = 0.0
-            for kind, colour in (("weights", OURS), ("gradients", "#6fa3d8"), ("activations", "#bcd4ec")):
-                height = row[mode][kind] / GIB
-                label = kind if not place and mode == "vPP" else None
-                axes.bar(place + offset, height, 0.24, bottom=bottom, color=colour, label=label)
-                bottom += height
-            axes.text(place + offset, bottom * 1.08, f"{mode}\n{bottom:.0f}", ha="center", fontsize=6.5)
-        naive = row["each_alone_formula"] / GIB
-        axes.bar(place + 0.27, naive, 0.24, color=NAIVE, label=None if place else "each micro-batch alone, formula")
-        axes.text(place + 0.27, naive * 1.08, f"{naive:,.0f}", ha="center", fontsize=6.5)
-    axes.set(ylabel="swapped per step, all devices, GiB", xlabel="samples in a step", yscale="log", ylim=(8, 4e4))
-    axes.set_xticks(range(len(rows)), [str(row["samples"]) for row in rows])
+    samples = [row["samples"] for row in rows]
+    naive = [row["each_alone_formula"] / GIB for row in rows]
+    axes.plot(samples, naive, "s--", color=NAIVE, label="weights and gradients, each sample alone, formula")
+    for mode, line, alpha in (("vDP", "o--", 0.6), ("vPP", "o-", 1.0)):
+        moved = [(row[mode]["weights"] + row[mode]["gradients"]) / GIB for row in rows]
+        axes.plot(samples, moved, line, color=OURS, alpha=alpha, label=f"weights and gradients, {mode}")
+        activations = [row[mode]["activations"] / GIB for row in rows]
+        axes.plot(samples, activations, "o:", color=OURS, alpha=alpha / 2, label=f"activations, {mode}")
+    axes.set(ylabel="swapped per step, all devices, GiB", xlabel="samples in a step", xscale="log", yscale="log")
+    axes.set_ylim(0.3, 2e6)
+    axes.set_xticks(samples, [str(one) for one in samples])
+    axes.minorticks_off()
     axes.legend(loc="upper left")
 
 
