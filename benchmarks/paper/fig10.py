@@ -12,7 +12,7 @@ from common import GIB, NAIVE, OURS, PLAIN, PUBLISHED, Content, Experiment, Opti
 from machine import best, costs_of, each_alone, shipped
 from matplotlib.figure import Figure
 from models import SMALL, Model
-from training import Ours, Plain, interleaved, least_bytes, ratio, sgd, weight_bytes
+from training import Ours, Plain, interleaved, planned_bytes, ratio, sgd, weight_bytes
 
 from harmony_ds.scheduler.devices import Mode, PackCosts, Setup, compose, count_volumes
 
@@ -37,7 +37,7 @@ def run(options: Options) -> Content:
 
 def _measured(model: Model, rows: int, groups: tuple[int, ...], rounds: int) -> Content:
     """Ratios to plain PyTorch, which has no limit, of steps that end with nothing under way; SGD, one thread each."""
-    budget = int(HEADROOM * least_bytes(model.seeded(), sgd, model.batches(rows, max(groups)), rows))
+    budget = int(HEADROOM * planned_bytes(model.seeded(), sgd, model.batches(rows, max(groups)), rows))
     found: list[Content] = []
     for group in groups:
         batches = model.batches(rows, group)

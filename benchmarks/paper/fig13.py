@@ -12,7 +12,7 @@ import torch
 from common import MEASURED, MIB, OURS, PLAIN, Content, Experiment, Options, panels
 from matplotlib.figure import Figure
 from texts import Batch, classifier, encoded, pairs
-from training import Ours, Plain, largest_difference, least_bytes, weight_bytes
+from training import Ours, Plain, largest_difference, planned_bytes, weight_bytes
 
 ROWS, GROUP = 8, 4
 RATE, WARMUP = 3e-4, 0.1
@@ -26,7 +26,7 @@ def run(options: Options) -> Content:
     held_out = encoded(pairs(8 * ROWS, seed=4), ROWS, tokens)
     groups = [batches[start : start + GROUP] for start in range(0, len(batches), GROUP)]
     model = classifier()
-    budget = int(BUDGET * least_bytes(classifier(), _adamw, groups[0], ROWS))
+    budget = int(BUDGET * planned_bytes(classifier(), _adamw, groups[0], ROWS))
     before = accuracy(model, held_out)
     plain = Plain(model, _adamw, _warm(steps))
     expected = [plain.step(group) for group in groups]

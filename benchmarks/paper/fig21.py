@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from models import gpt2
 from texts import Batch, language
 from torch import nn
-from training import Ours, Plain, adamw, largest_difference, least_bytes, loss_of, weight_bytes
+from training import Ours, Plain, adamw, largest_difference, loss_of, planned_bytes, weight_bytes
 
 ROWS, GROUP, TOKENS = 4, 4, 64
 BUDGET = 1.1
@@ -28,7 +28,7 @@ def run(options: Options) -> Content:
     plain = Plain(model.seeded(), adamw)
     before = perplexity(plain.model, held_out)
     expected = [plain.step(group) for group in groups]
-    budget = int(BUDGET * least_bytes(model.seeded(), adamw, groups[0], ROWS))
+    budget = int(BUDGET * planned_bytes(model.seeded(), adamw, groups[0], ROWS))
     ours = Ours(model.seeded(), adamw, (ROWS, GROUP), budget)
     losses = [ours.step(group) for group in groups]
     peak = ours.engine.memory_report().device_peak_bytes

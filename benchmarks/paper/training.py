@@ -106,9 +106,14 @@ class Ours:
         self.engine.destroy()
 
 
-def least_bytes(model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch], rows: int) -> int:
-    """Device memory of the plan that needs least: every layer a pack, the stash on the host, nothing swapped early."""
-    harmony = {"pack_layers": 1, "stash": "host", "prefetch": False}
+LEAST: Mapping[str, Any] = {"pack_layers": 1, "stash": "host", "prefetch": False}
+"""The plan that needs least: every layer a pack, the stash on the host, nothing swapped early."""
+
+
+def planned_bytes(
+    model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch], rows: int, harmony: Mapping[str, Any] = LEAST
+) -> int:
+    """Device memory of the plan with these settings, where nothing limits it."""
     run = Ours(model, make, (rows, len(batches)), None, harmony)
     run.step(batches)
     nbytes = int(run.engine.memory_report().planned_peak_bytes)
