@@ -16,13 +16,15 @@ from training import Ours, Plain, interleaved, planned_bytes, ratio, sgd, weight
 
 from harmony_ds.scheduler.devices import Mode, PackCosts, Setup, compose, count_volumes
 
-ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 4, "ResNet": 4}
+ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 2, "ResNet": 2}
 """Samples of a micro-batch, measured."""
 BATCHES = {"BERT-96": (16, 64, 256), "GPT2-XL": (16, 64, 256), "VGG416": (16, 64, 256), "ResNet1026": (64, 256, 1024)}
 LARGEST = {"BERT-96": (40, 40), "GPT2-XL": (18, 9), "VGG416": (32, 32), "ResNet1026": (64, 64)}
 DEVICES = 4
 HEADROOM = 1.15
 """Of the least device memory that a plan needs: the budget."""
+_HARMONY = {"residency": "off"}
+"""So that nothing but grouping differs."""
 
 
 def run(options: Options) -> Content:
@@ -42,8 +44,8 @@ def _measured(model: Model, rows: int, groups: tuple[int, ...], rounds: int) -> 
     for group in groups:
         batches = model.batches(rows, group)
         plain = Plain(model.seeded(), sgd)
-        grouped = Ours(model.seeded(), sgd, (rows, group), budget)
-        alone = Ours(model.seeded(), sgd, (rows, 1), budget, {"residency": "off"})
+        grouped = Ours(model.seeded(), sgd, (rows, group), budget, _HARMONY)
+        alone = Ours(model.seeded(), sgd, (rows, 1), budget, _HARMONY)
 
         def each(alone: Ours = alone, batches: list[Any] = batches) -> None:
             for batch in batches:

@@ -236,10 +236,7 @@ def resnet(depth: int, narrow: int, pixels: int, classes: int, name: str) -> Mod
 SMALL = {
     "BERT": bert(8, 256, 4, 64, 1024),
     "GPT-2": gpt2(8, 256, 4, 64, 1024),
-    "VGG": vgg(3, 4, 32, 256, 10, "VGG, 31 layers"),
-    "ResNet": resnet(3, 4, 32, 10, "ResNet, 26 layers"),
+    "VGG": vgg(3, 2, 32, 256, 10, "VGG, 31 layers"),
+    "ResNet": resnet(3, 2, 16, 10, "ResNet, 26 layers"),
 }
 """By architecture: what is measured."""
-
-BERT_LARGE = bert(24, 1024, 16, 512, 30522, "BERT-Large")
-GPT2_MEDIUM = gpt2(24, 1024, 16, 1024, 50257, "GPT2-Medium")
