@@ -263,15 +263,22 @@ class Found:
     simulated: int
 
 
-def best(costs: PackCosts, setup: Setup, largest: tuple[int, int], effort: Effort = LIGHT) -> Found:
-    """With prefetch and offload overlapped, under CAP_BYTES.
+def best(
+    costs: PackCosts,
+    setup: Setup,
+    largest: tuple[int, int],
+    effort: Effort = LIGHT,
+    cap_bytes: int = CAP_BYTES,
+) -> Found:
+    """With prefetch and offload overlapped.
 
     Args:
         largest: micro-batches, forward and backward.
+        cap_bytes: device memory of a pack.
     """
-    answer: Answer | None = search(Question(setup, True, CAP_BYTES, *largest), costs, MACHINE, effort)
+    answer: Answer | None = search(Question(setup, True, cap_bytes, *largest), costs, MACHINE, effort)
     if answer is None:
-        raise ValueError(f"no schedule fits {CAP_BYTES:,} bytes")
+        raise ValueError(f"no schedule fits {cap_bytes:,} bytes")
     return Found(answer.schedule, answer.time_ms / 1000, answer.simulated)
 
 
