@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,3 +75,34 @@ def test_the_page_is_made_from_the_kept_results(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
     assert page.read_text() == (FOLDER.parents[1] / "docs" / "paper.md").read_text()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("machine")
+
+
+def test_packs_of_merged_layers_cost_what_packs_of_their_layers_cost(machine: ModuleType) -> None:
+    profile = machine.published_profile("GPT2-10B")
+    layers, merged = machine.PackCosts(profile), machine.PackCosts(machine.merged(profile, 6))
+    places = [0, 1, *range(7, 52, 6), 52, 53, 54]
+
+    assert merged.count == len(places) - 1
+    for a, b in combinations(range(len(places)), 2):
+        first, last = places[a], places[b]
+        assert merged.state_bytes(a, b) == layers.state_bytes(first, last)
+        assert merged.input_bytes(a) == layers.input_bytes(first)
+        assert merged.backward_ms(2, a, b) == pytest.approx(layers.backward_ms(2, first, last))
+        assert merged.memory(True, 2)(a, b) == layers.memory(True, 2)(first, last)
+        assert merged.memory(False, 2)(a, b) == layers.memory(False, 2)(first, last)
+
+
+def test_a_deeper_profile_has_the_published_bytes_of_twenty_billion_parameters(machine: ModuleType) -> None:
+    profile = machine.deeper(machine.published_profile("GPT2-10B"), {3: 50})
+    deeper = machine.PackCosts(profile)
+
+    assert deeper.count == 104
+    assert sum(layer.weight_bytes for layer in profile.layers) / 2**30 == pytest.approx(76.57, abs=0.01)
+    assert deeper.forward_ms(1, 0, 104) == pytest.approx(5408, abs=1)
+    assert deeper.backward_ms(1, 0, 104) == pytest.approx(17098, abs=1)
