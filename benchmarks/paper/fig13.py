@@ -15,13 +15,15 @@ from texts import Batch, classifier, encoded, pairs
 from training import Ours, Plain, largest_difference, planned_bytes, weight_bytes
 
 ROWS, GROUP = 8, 4
-RATE, WARMUP = 3e-4, 0.1
+RATE, WARMUP = 5e-5, 0.1
+STEPS = 8
+"""In a round: --rounds 50 trains for 400 steps."""
 BUDGET = 1.1
 """Of the least that a plan needs: half of the weights are the word embedding, which comes with its gradient."""
 
 
 def run(options: Options) -> Content:
-    steps, tokens = (3, 16) if options.quick else (24, 40)
+    steps, tokens = (3, 16) if options.quick else (STEPS * options.rounds, 32)
     batches = encoded(pairs(steps * ROWS * GROUP, seed=3), ROWS, tokens)
     held_out = encoded(pairs(8 * ROWS, seed=4), ROWS, tokens)
     groups = [batches[start : start + GROUP] for start in range(0, len(batches), GROUP)]
@@ -86,7 +88,7 @@ def draw(content: Content) -> Figure:
     axes[0].plot(steps, content["plain_losses"], color=PLAIN, linewidth=4, alpha=0.35, label="plain PyTorch")
     axes[0].plot(steps, content["losses"], color=OURS, linewidth=1.2, label="harmony_ds, swapping")
     axes[0].plot(steps, smooth(content["losses"]), ":", color=OURS, label="the same, mean of 5 steps")
-    axes[0].set(xlabel="optimizer step", ylabel="loss", ylim=(0, None))
+    axes[0].set(xlabel="optimizer step", ylabel="loss")
     axes[0].legend()
     differences = [abs(a - b) for a, b in zip(content["losses"], content["plain_losses"], strict=True)]
     axes[1].plot(steps, differences, "o-", color=OURS)
@@ -104,7 +106,7 @@ def says(content: Content) -> str:
         f"{sum(losses[-5:]) / len(losses[-5:]):.3f} (mean of the last {len(losses[-5:])}); the largest difference to plain "
         f"training is {content['largest_loss_difference']:.1e} in a loss and {content['largest_weight_difference']:.1e} in "
         f"a final weight. Held-out accuracy: {content['accuracy_before']:.2f} before, {content['accuracy']:.2f} after "
-        f"(plain {content['plain_accuracy']:.2f})."
+        f"(plain {content['plain_accuracy']:.2f}). So few steps show the same training, not where it leads."
     )
 
 
