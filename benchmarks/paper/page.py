@@ -65,7 +65,8 @@ def section(experiment: Experiment, content: Content) -> str:
     return (
         f"\n## {experiment.title}\n\n{PAPER[experiment.name]}\n\n![{experiment.title}]({image})\n\n"
         f"{experiment.says(content)}\n\n"
-        f"`{environment['command']}`: {environment['seconds']:.0f} s, {environment['cpu']}, torch {environment['torch']}, "
+        f"`{environment['command']}`: {environment['seconds']:.0f} s, {environment['cpu']}, "
+        f"load {environment['load_average'][0]:.1f} on {environment['cores']} cores, torch {environment['torch']}, "
         f"{environment['date']}.\n"
     )
 
