@@ -111,10 +111,10 @@ def says(content: Content) -> str:
         f"times come out within {100 * error:.1f} % of the original's estimates, and the schedules found in the memory of "
         f"their own largest packs are faster by {', '.join(gains)}. A search takes {min(seconds):.1f} to "
         f"{max(seconds):.1f} s of one core here; the original's took, on two cores of another machine, 2.4 s (BERT-96), "
-        "0.8 s (GPT2-XL) and 45 s (VGG416) with the two packing methods of its scripts, and 16 and 8 s with all its methods "
-        "for the former two. Rows with * have no published profile at hand: their costs are rooflines, scaled to the published "
-        "total, in 10 GiB, and their times are not to be compared. VGG416 is searched with eight neighbouring layers as "
-        "one, which the original does not do."
+        "0.8 s (GPT2-XL) and 45 s (VGG416) with the two packing methods of its scripts, and 16 and 8 s with all its "
+        "methods for the former two. Rows with * have no published profile at hand: their costs are rooflines, scaled to "
+        "the published total, in 10 GiB, and their times are not to be compared. VGG416 is searched with eight "
+        "neighbouring layers as one, which the original does not do."
     )
 
 
