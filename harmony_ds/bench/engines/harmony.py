@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-import harmony_ds
 from harmony_ds.bench.task import Batch, Task
 from harmony_ds.engine import initialize
 
@@ -30,7 +29,7 @@ class Harmony:
 
     def report(self) -> dict[str, Any]:
         """With the plan, and the bytes it moved as the engine's ledger counted them."""
-        settings = {"ds_config": self._config, "version": harmony_ds.__version__}
+        settings = {"ds_config": self._config}
         plan = self._engine.plan
         if plan is None:
             return {"settings": settings}
