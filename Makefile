@@ -2,7 +2,7 @@
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
 # make test   formatting, lint, types, import contracts and all tests that need no GPU
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
-# make bench-overhead   what the engine costs beside plain PyTorch
+# make bench-overhead   what a layer call costs, and of what
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
 # make paper    the paper's experiments, redone: docs/paper.md (20 minutes)
