@@ -31,7 +31,9 @@ from harmony_ds.scheduler.time_bounds import TimeBounds
 _QUANTUM = math.log1p(1e-2)
 _SMALLEST = 50
 _PATIENCE = 24
-"""After so many simulated plans none of which was better, those with the least bounds have been seen."""
+_PATIENT_TASKS = 15_000
+"""After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
+bounds have been seen. Long plans take long to simulate, and are more alike."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -63,7 +65,7 @@ def search(
         return request.budget_bytes is None or least <= request.budget_bytes
 
     for candidate in _by_bound(every, bounds, may_fit):
-        if not found.wants(candidate) or found.in_vain >= _PATIENCE:
+        if not found.wants(candidate) or found.has_tried_enough:
             break
         peak = peaks.of(candidate.packing, candidate.policy)
         if request.budget_bytes is not None and peak > request.budget_bytes:
@@ -121,8 +123,13 @@ class _Found:
     def __init__(self, top: int) -> None:
         self._top = top
         self.choices: list[Choice] = []
-        self.in_vain = 0
-        """Plans that were added since the best one."""
+        self._in_vain = 0
+        self._tasks_in_vain = 0
+
+    @property
+    def has_tried_enough(self) -> bool:
+        """Whether many plans have been added since the best one."""
+        return self._in_vain >= _PATIENCE or self._tasks_in_vain >= _PATIENT_TASKS
 
     def wants(self, candidate: Candidate) -> bool:
         """Whether `candidate` could be the best, or fill the list with a plan that is not much slower."""
@@ -138,7 +145,8 @@ class _Found:
         if any(choice.plan.tasks == c.plan.tasks and choice.plan.packing == c.plan.packing for c in self.choices):
             return
         better = not self.choices or _rank(choice) < _rank(self.choices[0])
-        self.in_vain = 0 if better else self.in_vain + 1
+        self._in_vain = 0 if better else self._in_vain + 1
+        self._tasks_in_vain = 0 if better else self._tasks_in_vain + len(choice.plan.tasks)
         self.choices.append(choice)
         self.choices.sort(key=_rank)
         del self.choices[self._top :]
