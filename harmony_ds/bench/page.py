@@ -15,9 +15,9 @@ from harmony_ds.bench.table import nbytes
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1440px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; display: block; overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; display: block; font-size: 13px; overflow-x: auto }
 th, td { text-align: right; padding: .3em .6em; border-bottom: 1px solid #ddd; white-space: nowrap }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 11em }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 14em }
 tr.ours td { font-weight: 600 } .note { color: #666; font-size: 13px } td.bad { color: #b00020; text-align: left }
 svg { max-width: 100%; height: auto } figure { margin: 1.5em 0 } figcaption { color: #555; font-size: 13px }
 pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px }
@@ -58,8 +58,9 @@ def _introduction(results: Results) -> Iterable[str]:
 def _table(results: Results, summaries: list[Summary]) -> str:
     unit = results.unit
     heads = ["engine", "micro-batch", f"{unit}/step", "step ms, median", "low..high", f"{unit}/s", "MFU"]
-    heads += ["harmony / it", "device peak", "host peak", "to device", "to host", "loss difference"]
-    rows = "".join(f"<tr{_ours(s)}><td>{escape(s.label)}</td>{_cells(s, len(heads) - 3)}</tr>" for s in summaries)
+    heads += ["harmony / it", "device peak", "host peak", "to device", "to host", "loss diff."]
+    mixed = len({summary.engine for summary in summaries}) > 1
+    rows = "".join(f"<tr{_ours(s) if mixed else ''}><td>{escape(s.label)}</td>{_cells(s, len(heads) - 3)}</tr>" for s in summaries)
     return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{rows}</table>"
 
 
