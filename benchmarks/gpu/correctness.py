@@ -16,7 +16,7 @@ import pytest
 from suite import ROOT, device, write
 
 _ON_CUDA = ["-m", "gpu", "tests/gpu"]
-_ON_CPU = ["tests/engine/test_exactness.py", "tests/engine/test_refusals.py", "tests/simdevice/test_engine_peaks.py"]
+_ON_CPU = ["tests/engine/test_exactness.py", "tests/engine/test_failures.py", "tests/engine/test_refusals.py"]
 
 
 def main() -> int:
