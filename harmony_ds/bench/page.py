@@ -60,7 +60,9 @@ def _table(results: Results, summaries: list[Summary]) -> str:
     heads = ["engine", "micro-batch", f"{unit}/step", "step ms, median", "low..high", f"{unit}/s", "MFU"]
     heads += ["harmony / it", "device peak", "host peak", "to device", "to host", "loss diff."]
     mixed = len({summary.engine for summary in summaries}) > 1
-    rows = "".join(f"<tr{_ours(s) if mixed else ''}><td>{escape(s.label)}</td>{_cells(s, len(heads) - 3)}</tr>" for s in summaries)
+    rows = "".join(
+        f"<tr{_ours(s) if mixed else ''}><td>{escape(s.label)}</td>{_cells(s, len(heads) - 3)}</tr>" for s in summaries
+    )
     return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{rows}</table>"
 
 
@@ -167,7 +169,11 @@ def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) 
         for label, points in lines.items():
             style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
             axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
-        axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", xscale="log", ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        sizes = sorted({summary.items for summary in timed})
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
         axes.legend(fontsize=8)
         return
     names = [summary.label for summary in timed]

@@ -123,7 +123,8 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
             best = (step_ms, cut)
     if best is None or best[1].micro_batch == task.micro_batch:
         return None, found
-    label = f"{contestant.label}, its best micro-batch"
+    name, bar, size = contestant.label.partition(" | ")
+    label = f"{name}, its best micro-batch{bar}{size}"
     return replace(contestant, label=label, task=best[1]), found
 
 

@@ -202,6 +202,20 @@ def test_out_of_memory_is_a_result(task: Task, tmp_path: Path) -> None:
     assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
 
 
+def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Task, tmp_path: Path) -> None:
+    rows = {}
+    for tokens in (64, 128):
+        for name in ("harmony", "torch", "torch, its best micro-batch"):
+            rows[f"{name} | {tokens} tokens"] = row(task, name.split(",")[0], [1.0], [1.0])
+    results = results_of(task, **rows)
+    results.items_per_step = {label: int(label.split()[-2]) for label in rows}
+    write_page(results, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    throughput = page[page.index("<svg") : page.index("</svg>")]
+    assert throughput.count('id="legend') == 1
+    assert throughput.count("<!-- torch, its best micro-batch -->") == 1
+
+
 def test_results_are_saved_whole_and_read_back(task: Task, tmp_path: Path) -> None:
     results = results_of(task, harmony=row(task, "harmony", [1.5], [math.pi]))
     results.save(tmp_path / "deep" / "r.json")
@@ -263,9 +277,9 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Task, tmp_path
 
 
 def test_the_best_micro_batch_is_looked_for_by_doubling(task: Task) -> None:
-    best, found = best_micro_batch(Contestant("torch", "torch", task.cut(4)), Timing(), silent)
+    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Timing(), silent)
     assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
-    assert best is None or best.task.micro_batch == 8
+    assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")
 
 
 # ---- ablation
