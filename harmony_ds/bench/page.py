@@ -15,7 +15,8 @@ from harmony_ds.bench.table import nbytes
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1440px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; display: block; font-size: 13px; overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0 }
+table { display: block; font-size: 13px; overflow-x: auto }
 th, td { text-align: right; padding: .3em .6em; border-bottom: 1px solid #ddd; white-space: nowrap }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 14em }
 tr.ours td { font-weight: 600 } .note { color: #666; font-size: 13px } td.bad { color: #b00020; text-align: left }
