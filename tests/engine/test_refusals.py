@@ -35,6 +35,22 @@ def test_a_micro_batch_without_a_tensor() -> None:
         engine.train_batch(iter(GROUPS[0]))
 
 
+def test_a_list_is_the_micro_batches_of_one_step() -> None:
+    means = []
+    for batches in (iter(GROUPS[0]), list(GROUPS[0])):
+        with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:
+            means.append(engine.train_batch(batches))
+    assert torch.equal(*means)
+
+
+def test_a_loader_in_the_place_of_its_iterator_would_begin_anew_each_step() -> None:
+    loader = torch.utils.data.DataLoader([0])
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:
+        with pytest.raises(BatchError, match=r"from an iterator or a list .* not from DataLoader: pass iter\(loader\)"):
+            engine.train_batch(loader)
+        engine.train_batch(GROUPS[0])
+
+
 def test_a_meta_model_that_cannot_initialize_itself() -> None:
     with pytest.raises(ModelError, match=r"logit_scale .* on the meta device"):
         harmony_ds.initialize(model=family("clip").build(0.0).to("meta"), config=config_of(1))
