@@ -54,7 +54,7 @@ def main() -> None:
     _show(per_call, profiles)
     content = {
         "environment": {**environment("cpu"), "command": " ".join(["python", *sys.argv])},
-        "task": task.as_json(),
+        "task": {**task.as_json(), "model": MODEL.name},
         "layer_calls_per_step": CALLS,
         "microseconds_per_layer_call": per_call,
         "profile": profiles,
