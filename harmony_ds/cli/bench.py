@@ -94,6 +94,8 @@ def command(  # noqa: PLR0913, PLR0917 - one per option
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f'--device is "cpu" or "cuda", not "{device}".')
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"torch {torch.__version__} sees no CUDA device here: use --device cpu.")
         task = _task(options.Wanted(ds_config, micro_batch, sequence, None, device_memory_gib), model, device, threads)
         core = 0 if one_core else None
         alive = device == "cpu" if together is None else together
@@ -105,6 +107,8 @@ def command(  # noqa: PLR0913, PLR0917 - one per option
             for one in tasks
             for c in (ablated(one) if ablate else _contestants(one, engine_names, uncapped, len(tasks) > 1, tell))
         ]
+        if not contestants:
+            raise ConfigError("none of these engines can run here: name others with --engines.")
         sweeps: dict[str, dict[str, Any]] = {}
         if not ablate and (device == "cuda" if sweep is None else sweep):
             contestants, sweeps = _with_best(contestants, timing, output, resume, tell)

@@ -268,6 +268,28 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     assert plain.engine == "torch"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engines", "harmny"], 'there is no engine "harmny"; did you mean harmony'),
+        (["--engines", "fsdp2-offload"], "none of these engines can run here"),
+        (["--accumulation", "4,x"], '--accumulation is "4,x": give whole numbers'),
+        (["--device", "tpu"], '--device is "cpu" or "cuda", not "tpu"'),
+        pytest.param(
+            ["--device", "cuda"],
+            "sees no CUDA device here: use --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_wrong_options_are_one_sentence(model: str, options: list[str], message: str) -> None:
+    done = CliRunner().invoke(
+        app, ["bench", model, *(["--device", "cpu"] if "--device" not in options else []), *options]
+    )
+    assert done.exit_code == 1
+    assert message in done.output and "Traceback" not in done.output
+
+
 def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Task, tmp_path: Path) -> None:
     tight = Task(**{**task.as_json(), "memory_gib": 1e-6})
     contestants = [Contestant("harmony", "harmony", tight)]
