@@ -140,8 +140,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", type=int, default=16)
     args = parser.parse_args()
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
+    harmony_ds.init_distributed()
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
     def task() -> Task:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from harmony_ds.bench.engines._accumulation import checkpoint, on_device
 from harmony_ds.bench.task import Batch, Task
+from harmony_ds.distributed import init_distributed
 from harmony_ds.runtime.micro_batch import loss_of
-
-_ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 Traffic = Mapping[str, Any]
 
@@ -24,9 +23,10 @@ class ZeroOffload:
     """A DeepSpeed engine, called once per micro-batch, with the model's own gradient checkpointing."""
 
     def __init__(self, task: Task, zero: dict[str, Any], traffic: Traffic) -> None:
-        os.environ.update(_ONE_PROCESS)  # without these DeepSpeed looks for MPI
         if task.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed's engine wants it, however it was initialized
+        init_distributed()
         deepspeed = import_module("deepspeed")
         self._device = torch.device(task.device)
         self._checkpointing = checkpoint(task.subject.model)

@@ -12,6 +12,7 @@ from harmony_ds.bench.engines._accumulation import adam_settings, checkpoint, on
 from harmony_ds.bench.engines._accumulation import unavailable as _adam_alone
 from harmony_ds.bench.task import Batch, Task
 from harmony_ds.decomposer.find import find_layers
+from harmony_ds.distributed import init_distributed
 from harmony_ds.runtime.micro_batch import loss_of
 
 
@@ -21,8 +22,7 @@ class Fsdp2Offload:
     def __init__(self, task: Task) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        store: Any = vars(torch.distributed)["HashStore"]()
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+        init_distributed()
         self._device = torch.device(task.device)
         self._clipping = task.settings.gradient_clipping
         model = task.subject.model.float()  # rounded to the compute dtype before: the same start as the others'
