@@ -12,17 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 
-from suite import ROOT, device, results_folder
+from suite import MODELS, add_point_options, point, results_folder
 
 from harmony_ds.cli.app import app
 
-MODELS = {"gpt2-1.5b": ("gpt2_1b5", 1024), "llama-3b": ("llama_3b", 1024), "llama-6b": ("llama_6b", 1024)}
 CAPS, TOKENS, MICRO_BATCHES = (8, 16, 24), (8192, 32768, 131072), (1, 4, 8)
-SMALL = ("llama_7m", 64)
-SMALL_CAP_GIB, SMALL_TOKENS = 0.025, 512
 
 
 def main() -> None:
@@ -31,16 +26,12 @@ def main() -> None:
         for command in _grid():
             print(command)
         return
-    on_cuda = device() == "cuda"
-    function, sequence = MODELS[args.model] if on_cuda else SMALL
-    tokens, cap = (args.tokens, args.cap_gib) if on_cuda else (SMALL_TOKENS, SMALL_CAP_GIB)
+    chosen = point(args)
     name = f"{args.model}-{args.cap_gib:g}gib-{args.tokens}tok-mb{args.micro_batch}-{'clip' if args.clip else 'noclip'}"
     config = results_folder() / f"{name}.ds_config.json"
-    config.write_text(json.dumps(_ds_config(args, tokens // sequence, on_cuda), indent=1) + "\n", encoding="utf-8")
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = ["bench", f"benchmarks.gpu.models:{function}", "--ds-config", config, "--sequence", sequence]
-    command += ["--device-memory-gib", cap, "--uncapped", "torch,torch-checkpoint", "--rounds", args.rounds]
+    config.write_text(json.dumps(chosen.ds_config(), indent=1) + "\n", encoding="utf-8")
+    command = ["bench", chosen.model, "--ds-config", config, "--sequence", chosen.sequence]
+    command += ["--device-memory-gib", chosen.cap_gib, "--uncapped", "torch,torch-checkpoint", "--rounds", args.rounds]
     command += ["--steps", args.steps, "--warmup-steps", 1, "--limit-s", args.limit_s]
     command += ["--output", results_folder() / f"{name}.json"]
     if args.engines:
@@ -50,17 +41,6 @@ def main() -> None:
     if args.resume:
         command += ["--resume"]
     app([str(part) for part in command], prog_name="harmony-ds")
-
-
-def _ds_config(args: argparse.Namespace, samples: int, on_cuda: bool) -> dict[str, object]:
-    return {
-        "train_micro_batch_size_per_gpu": args.micro_batch,
-        "gradient_accumulation_steps": max(1, samples // args.micro_batch),
-        "gradient_clipping": 1.0 if args.clip else 0.0,
-        # Without this DeepSpeed looks for inf and NaN in bf16 gradients, for which the update has to wait as for a norm.
-        "bf16": {"enabled": on_cuda, **({} if args.clip else {"check_grad_overflow": False})},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    }
 
 
 def _grid() -> list[str]:
@@ -78,11 +58,7 @@ def _grid() -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="llama-6b")
-    parser.add_argument("--cap-gib", type=float, default=24)
-    parser.add_argument("--tokens", type=int, default=32768, help="of one optimizer step")
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of 1024 tokens")
-    parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=False)
+    add_point_options(parser)
     parser.add_argument("--engines", help="as harmony-ds bench takes them (default: all that can run)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)

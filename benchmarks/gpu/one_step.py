@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 
 import torch
-from head_to_head import MODELS, SMALL, SMALL_CAP_GIB, SMALL_TOKENS
-from suite import ROOT, device, results_folder, write
+from suite import add_point_options, device, point, results_folder, write
 
 import harmony_ds
 from harmony_ds.bench.task import Task
 from harmony_ds.scheduler.simulate import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.survey import update_cost
 
 _TRIAD_ELEMENTS = 2**26
 _WARM_UP, _RECORDED = 3, 5
@@ -29,19 +28,10 @@ _WARM_UP, _RECORDED = 3, 5
 
 def main() -> None:
     args = _arguments()
-    on_cuda = device() == "cuda"
-    sys.path.insert(0, str(ROOT))
-    function, sequence = MODELS[args.model] if on_cuda else SMALL
-    tokens, cap = (args.tokens, args.cap_gib) if on_cuda else (SMALL_TOKENS, SMALL_CAP_GIB)
-    ds_config = {
-        "gradient_clipping": 1.0 if args.clip else 0.0,
-        "bf16": {"enabled": on_cuda, **({} if args.clip else {"check_grad_overflow": False})},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "harmony": {"device": device(), "device_memory_gib": cap},
-    }
-    rows = args.micro_batch
-    model = f"benchmarks.gpu.models:{function}"
-    task = Task(model, ds_config, rows, rows, max(1, tokens // sequence // rows), sequence, device(), cap)
+    chosen = point(args)
+    ds_config = {**chosen.ds_config(), "harmony": {"device": device(), "device_memory_gib": chosen.cap_gib}}
+    rows, sequence = chosen.rows, chosen.sequence
+    task = Task(chosen.model, ds_config, rows, rows, chosen.accumulation, sequence, device(), chosen.cap_gib)
     triad = _triad_bytes_per_s()
     engine, *_ = harmony_ds.initialize(model=task.subject.model, config=task.config())
     for step in range(_WARM_UP):
@@ -53,7 +43,7 @@ def main() -> None:
     shown = next(step for step in recorded if step.step_ms == middle)
     swaps, busy = engine.swap_report(), shown.busy_ms
     elements = sum(p.numel() for p in task.subject.model.parameters())
-    update_bytes = elements * (4 + 24 + (2 if on_cuda else 0))  # gradient; master and two moments, both ways; bf16 copy
+    update_bytes = elements * update_cost(task.settings).bytes_per_element
     found = {
         "task": task.as_json(),
         "plan": engine.plan_report().choices[0].reason,
@@ -70,7 +60,9 @@ def main() -> None:
         if isinstance(value, (float, str)):
             print(f"{name:<22}{value if isinstance(value, str) else format(value, ',.3f')}")
     print(engine.plan_report(), engine.memory_report(), swaps, sep="\n")
-    name = f"step-{args.model if on_cuda else 'small'}-{tokens}tok-{'clip' if args.clip else 'noclip'}"
+    name = (
+        f"step-{args.model if device() == 'cuda' else 'small'}-{chosen.tokens}tok-{'clip' if args.clip else 'noclip'}"
+    )
     trace = results_folder() / f"{name}.trace.json"
     trace.write_text(json.dumps(engine.trace(shown)), encoding="utf-8")
     print(f"{trace}: open it in https://ui.perfetto.dev")
@@ -95,11 +87,7 @@ def _triad_bytes_per_s() -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="llama-6b")
-    parser.add_argument("--cap-gib", type=float, default=24)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=False)
+    add_point_options(parser)
     return parser.parse_args()
 
 

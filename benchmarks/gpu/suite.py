@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,61 @@ from harmony_ds.bench.results import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+MODELS = {"gpt2-1.5b": "gpt2_1b5", "llama-3b": "llama_3b", "llama-6b": "llama_6b"}
+_SEQUENCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One step of one model: what `--model`, `--cap-gib`, `--tokens` and so on say; on a CPU a small one in its place.
+
+    Attributes:
+        model: as `harmony-ds` takes it.
+        accumulation: micro-batches of `rows` rows in a step.
+    """
+
+    model: str
+    sequence: int
+    tokens: int
+    cap_gib: float
+    rows: int
+    accumulation: int
+    clip: bool
+
+    def ds_config(self) -> dict[str, object]:
+        """What all engines read alike."""
+        return {
+            "train_micro_batch_size_per_gpu": self.rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 1.0 if self.clip else 0.0,
+            # Without this DeepSpeed looks for inf and NaN in bf16 gradients, for which updates wait as for a norm.
+            "bf16": {"enabled": device() == "cuda", **({} if self.clip else {"check_grad_overflow": False})},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            },
+        }
+
+
+def add_point_options(parser: argparse.ArgumentParser) -> None:
+    """What `point` reads."""
+    parser.add_argument("--model", choices=MODELS, default="llama-6b")
+    parser.add_argument("--cap-gib", type=float, default=24)
+    parser.add_argument("--tokens", type=int, default=32768, help="of one optimizer step")
+    parser.add_argument("--micro-batch", type=int, default=1, help=f"sequences of {_SEQUENCE} tokens")
+    parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=False)
+
+
+def point(args: argparse.Namespace) -> Point:
+    """The point of the grid, whose model `harmony-ds` can import from now on."""
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    function, sequence, tokens, cap = MODELS[args.model], _SEQUENCE, args.tokens, args.cap_gib
+    if device() == "cpu":
+        function, sequence, tokens, cap = "llama_7m", 64, 512, 0.025
+    rows = args.micro_batch
+    accumulation = max(1, tokens // sequence // rows)
+    return Point(f"benchmarks.gpu.models:{function}", sequence, tokens, cap, rows, accumulation, args.clip)
 
 
 def device() -> str:

@@ -25,6 +25,8 @@ import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 
+from harmony_ds.bench.results import cpu_model
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 IMAGES = ROOT / "docs" / "images" / "paper"
@@ -112,19 +114,12 @@ def environment(seconds: float) -> Content:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "numpy")},
-        "cpu": _cpu(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
         "seconds": round(seconds, 1),
     }
-
-
-def _cpu() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def panels(*titles: str, width: float = 4.1, height: float = 3.2) -> tuple[Figure, list[Any]]:

@@ -117,7 +117,7 @@ def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": os.getloadavg(),
@@ -145,7 +145,8 @@ def _driver() -> str | None:
     return path.read_text(encoding="utf-8").splitlines()[0] if path.is_file() else None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """As /proc/cpuinfo names it."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text(encoding="utf-8").splitlines():
