@@ -11,7 +11,7 @@ from typing import Any
 
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, summarize, tolerance
-from harmony_ds.bench.table import nbytes
+from harmony_ds.bench.table import cells, headers
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1440px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -57,48 +57,20 @@ def _introduction(results: Results) -> Iterable[str]:
 
 
 def _table(results: Results, summaries: list[Summary]) -> str:
-    unit = results.unit
-    heads = ["engine", "micro-batch", f"{unit}/step", "step ms, median", "low..high", f"{unit}/s", "MFU"]
-    heads += ["harmony / it", "device peak", "host peak", "to device", "to host", "loss diff."]
+    heads = "".join(f"<th>{escape(head)}</th>" for head in headers(results.unit))
     mixed = len({summary.engine for summary in summaries}) > 1
     rows = "".join(
-        f"<tr{_ours(s) if mixed else ''}><td>{escape(s.label)}</td>{_cells(s, len(heads) - 3)}</tr>" for s in summaries
+        f"<tr{' class=ours' if mixed and summary.engine == 'harmony' else ''}>{_row(summary, len(headers('')))}</tr>"
+        for summary in summaries
     )
-    return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{rows}</table>"
+    return f"<table><tr>{heads}</tr>{rows}</table>"
 
 
-def _ours(summary: Summary) -> str:
-    return " class=ours" if summary.engine == "harmony" else ""
-
-
-def _cells(summary: Summary, left: int) -> str:
-    size = [f"{summary.micro_batch} x {summary.accumulation}", f"{summary.items:,}"]
-    if summary.drained_ms is None or summary.items_per_s is None:
-        return _joined(size) + f"<td class=bad colspan={left}>{escape(summary.status)}</td>"
-    formula = "*" if summary.traffic == "by formula" else ""
-    difference = "reference"
-    if summary.loss_difference is not None:
-        verdict = {True: "", False: " does not agree", None: " (not exact by design)"}[summary.losses_agree]
-        difference = f"{summary.loss_difference:.1e}{verdict}"
-    return _joined(
-        [
-            *size,
-            f"{summary.drained_ms.median:,.1f}",
-            f"{summary.drained_ms.low:,.0f}..{summary.drained_ms.high:,.0f}",
-            f"{summary.items_per_s:,.1f}",
-            "" if summary.utilization is None else f"{summary.utilization:.1%}",
-            "" if summary.ratio is None else f"{summary.ratio.median:.3f}",
-            nbytes(summary.device_peak_bytes),
-            nbytes(summary.host_peak_bytes),
-            nbytes(summary.host_to_device) + formula,
-            nbytes(summary.device_to_host) + formula,
-            difference,
-        ]
-    )
-
-
-def _joined(cells: Iterable[str]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+def _row(summary: Summary, columns: int) -> str:
+    *filled, last = (escape(cell) for cell in cells(summary))
+    left = columns - len(filled)
+    end = f"<td>{last}</td>" if left == 1 else f"<td class=bad colspan={left}>{last}</td>"
+    return "".join(f"<td>{cell}</td>" for cell in filled) + end
 
 
 def _small_print(results: Results, summaries: list[Summary]) -> Iterable[str]:
@@ -107,7 +79,7 @@ def _small_print(results: Results, summaries: list[Summary]) -> Iterable[str]:
     notes = [
         f"Medians of up to {rounds} rounds of {results.wanted['steps']} steps, the engines by turns, after "
         f"{results.wanted['warmup_steps']} warm-up steps; times end when no update is under way any longer.",
-        "harmony / it: the median over rounds of harmony's time divided by the engine's; below 1, harmony is faster.",
+        "harmony/it: the median over rounds of harmony's time divided by the engine's; below 1, harmony is faster.",
         "MFU: model FLOPs (three forward passes; recomputation is not counted) over "
         + ("an unknown peak." if peak is None else f"{peak[0]:,.3g} TFLOP/s ({peak[1]})."),
         f"Losses of all steps are compared with the first of torch, torch-checkpoint and harmony; relative, at most "

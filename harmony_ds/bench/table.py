@@ -4,46 +4,44 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from harmony_ds.bench.summary import Spread, Summary
+from harmony_ds.bench.summary import Summary
 
 _GIB, _MIB = 2**30, 2**20
 
 
+def headers(unit: str) -> tuple[str, ...]:
+    """Of the columns that `cells` fills."""
+    sizes = ("engine", "micro-batch", f"{unit}/step")
+    times = ("step ms", "low..high", f"{unit}/s", "MFU", "harmony/it")
+    return (*sizes, *times, "device peak", "host peak", "to device", "to host", "loss diff.")
+
+
 def table(summaries: list[Summary], unit: str) -> Table:
-    """One line per contestant."""
+    """One line per contestant, for a terminal."""
     out = Table(box=None, header_style="bold", pad_edge=False)
-    out.add_column("engine", overflow="fold", min_width=16)
-    headers = (
-        "micro-batch",
-        f"{unit}/step",
-        "step ms",
-        "low..high",
-        f"{unit}/s",
-        "MFU",
-        "harmony/it",
-        "device",
-        "host",
-    )
-    for header in (*headers, "to device", "to host", "loss diff"):
+    first, *others = headers(unit)
+    out.add_column(first, overflow="fold", min_width=16)
+    for header in others:
         out.add_column(header, justify="right")
     for summary in summaries:
-        out.add_row(summary.label, *_cells(summary))
+        out.add_row(*cells(summary))
     return out
 
 
-def _cells(summary: Summary) -> tuple[str, ...]:
-    size = (f"{summary.micro_batch} x {summary.accumulation}", f"{summary.items:,}")
+def cells(summary: Summary) -> tuple[str, ...]:
+    """One contestant; where nothing was timed, why, behind the sizes."""
+    sizes = (summary.label, f"{summary.micro_batch} x {summary.accumulation}", f"{summary.items:,}")
     if summary.drained_ms is None:
-        return (*size, summary.status)
+        return (*sizes, summary.status)
     drained = summary.drained_ms
     rate = summary.items_per_s or 0.0
     return (
-        *size,
+        *sizes,
         f"{drained.median:,.1f}",
         f"{drained.low:,.0f}..{drained.high:,.0f}",
         f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}",
         "" if summary.utilization is None else f"{summary.utilization:.0%}",
-        _ratio(summary.ratio),
+        "" if summary.ratio is None else f"{summary.ratio.median:.2f}",
         nbytes(summary.device_peak_bytes),
         nbytes(summary.host_peak_bytes),
         nbytes(summary.host_to_device) + _mark(summary),
@@ -55,10 +53,6 @@ def _cells(summary: Summary) -> tuple[str, ...]:
 def _mark(summary: Summary) -> str:
     """An asterisk where bytes are computed and not counted."""
     return "*" if summary.traffic == "by formula" else ""
-
-
-def _ratio(ratio: Spread | None) -> str:
-    return "" if ratio is None else f"{ratio.median:.2f}"
 
 
 def _difference(summary: Summary) -> str:
