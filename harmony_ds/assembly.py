@@ -50,6 +50,7 @@ class Assembly:
     store: HostStore
     ledger: Ledger
     parts: Parts
+    looks: Looks
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -137,7 +138,7 @@ def assemble(
     looks = Looks(updater, device_store)
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
-    lending = Lending(model, decomposition.canonical, device, ledger, looks.at_weights)
+    lending = Lending(model, decomposition.canonical, device, ledger)
     stash = Stash(device, ledger)
     parts = Parts(
         device=device,
@@ -150,6 +151,7 @@ def assemble(
         lending=lending,
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
+        take_own=store.take_gradients,
     )
     runner = Runner(parts, decomposition, graph, plan_settings)
     try:
@@ -158,7 +160,9 @@ def assemble(
         if updater is not None:
             updater.stop()
         raise
-    return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
+    return Assembly(
+        device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
+    )
 
 
 def _policy(config: Config) -> Policy:
