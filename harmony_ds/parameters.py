@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
+from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 _ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
@@ -34,20 +35,26 @@ class Gradients:
         """The gradient of `name` has been replaced."""
 
 
-class ParameterLinks:
+class ParameterLinks(Added):
     """Gives every parameter of a model its link, and takes them back."""
 
     def __init__(
         self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, gradients: Gradients
     ) -> None:
+        self._model = model
         self._parameters = store.parameters
+        leave_out_added(model)
         for name, parameter in store.parameters.items():
             trained = optimizer is not None and optimizer.trains(name)
             link = ParameterLink(name, parameter, store.masters[name] if trained else None, optimizer, gradients)
             parameter.__dict__["_hp_mapping"] = link
             for attribute in _ATTRIBUTES:
                 parameter.__dict__[attribute] = getattr(link, attribute)
-        self._hook = model.register_load_state_dict_post_hook(lambda module, keys: self.take_over())
+            leave_out_added(parameter)
+        self._hook = model.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, module: nn.Module, keys: object) -> None:
+        self.take_over()
 
     def take_over(self) -> None:
         """Makes masters follow what was written into the parameters."""
@@ -56,12 +63,14 @@ class ParameterLinks:
     def remove(self) -> None:
         """Leaves the parameters as plain ones."""
         self._hook.remove()
+        copy_all(self._model)
         for parameter in self._parameters.values():
+            copy_all(parameter)
             for attribute in ("_hp_mapping", *_ATTRIBUTES):
                 parameter.__dict__.pop(attribute, None)
 
 
-class ParameterLink:
+class ParameterLink(Added):
     """One parameter, its master and its state. Copies and pickles of it are empty."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,10 +15,17 @@ if TYPE_CHECKING:
 
 
 class EngineGradients(Gradients):
-    """Those of one engine."""
+    """Those of one engine, which the model's parameters do not keep alive."""
 
     def __init__(self, engine: HarmonyEngine) -> None:
-        self._engine = engine
+        self._reference = weakref.ref(engine)
+
+    @property
+    def _engine(self) -> HarmonyEngine:
+        engine = self._reference()
+        if engine is None:
+            raise UsageError("the engine of this parameter is gone.")
+        return engine
 
     @property
     def scale(self) -> float:  # type: ignore[override]
