@@ -31,7 +31,7 @@ from harmony_ds.offload.updater import Updater
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Interception
 from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.lending import Lending, belongs_to_engine
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
@@ -78,9 +78,15 @@ class Assembly:
         }
 
     def destroy(self) -> None:
-        """Ends the thread, gives the model its own forward and parameters back, frees page-locked memory."""
-        if self.parts.updater is not None:
-            self.parts.updater.stop()
+        """Finishes updates, ends the thread, gives the model its own forward and parameters back, frees memory.
+
+        Raises:
+            BaseException: an update's failure that nobody has seen yet, after all of that.
+        """
+        self.runner.destroyed = True
+        updater = self.parts.updater
+        if updater is not None:
+            updater.stop()
         self.runner.executor.abandon()
         self.parts.device_store.drop()
         if self.host_optimizer is not None:
@@ -91,6 +97,8 @@ class Assembly:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
         self.store.release()
+        if updater is not None:
+            updater.surface()
 
 
 def assemble(
@@ -101,6 +109,8 @@ def assemble(
     device: Device | None,
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
+    if belongs_to_engine(model):
+        raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
     settings = config.harmony
     saved = saved_plan(settings.plan)
     if device is None:
@@ -154,12 +164,7 @@ def assemble(
         take_own=store.take_gradients,
     )
     runner = Runner(parts, decomposition, graph, plan_settings)
-    try:
-        interception = Interception(decomposition.layers)
-    except ModelError:
-        if updater is not None:
-            updater.stop()
-        raise
+    interception = Interception(decomposition.layers)
     return Assembly(
         device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
     )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 _ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
@@ -67,16 +68,20 @@ class EngineParameter(nn.Parameter):
         copied = memo.get(id(self))
         if copied is None:
             copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            copied.__dict__.update(
-                {k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_hp_mapping", *_ATTRIBUTES)}
-            )
+            copied.__dict__.update(deepcopy(_of_the_user(self), memo))
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update(_of_the_user(self))
+        return plain.__reduce_ex__(protocol)
+
+
+def _of_the_user(parameter: EngineParameter) -> dict[str, Any]:
+    return {key: value for key, value in parameter.__dict__.items() if key not in ("_hp_mapping", *_ATTRIBUTES)}
 
 
 class _Passing(threading.local):
@@ -153,12 +158,14 @@ class Owner:
         """The gradient of `name` is not wanted."""
 
 
-class ParameterLinks:
+class ParameterLinks(Added):
     """Gives every parameter of a model its link, and takes them back."""
 
     def __init__(self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
+        self._model = model
         self._parameters = store.parameters
         self._links: list[ParameterLink] = []
+        leave_out_added(model)
         for name, parameter in store.parameters.items():
             trained = optimizer is not None and optimizer.trains(name)
             link = ParameterLink(name, parameter, store.masters[name] if trained else None, optimizer, owner)
@@ -168,8 +175,19 @@ class ParameterLinks:
             for attribute in _ATTRIBUTES:
                 parameter.__dict__[attribute] = getattr(link, attribute)
             parameter.__class__ = EngineParameter
-        self._hook = model.register_load_state_dict_post_hook(TakeOver())
-        self._before = model.register_load_state_dict_pre_hook(refuse_assignment)
+        self._hook = model.register_load_state_dict_post_hook(self._loaded)
+        self._before = model.register_load_state_dict_pre_hook(self._check_load)
+
+    def _loaded(self, module: nn.Module, keys: object) -> None:
+        self.take_over()
+
+    def _check_load(self, module: nn.Module, *arguments: Any) -> None:
+        metadata: dict[str, Any] = arguments[2]
+        if metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) would replace the parameters of {type(module).__name__}, which an engine "
+                "trains: leave assign out, so that values are copied into them, or load before initialize."
+            )
 
     def settle(self) -> None:
         """Before weights are used: what was written into them by hand reaches their masters.
@@ -188,31 +206,11 @@ class ParameterLinks:
         """Leaves the parameters as plain ones."""
         self._hook.remove()
         self._before.remove()
+        copy_all(self._model)
         for parameter in self._parameters.values():
             parameter.__class__ = nn.Parameter
             for attribute in ("_hp_mapping", *_ATTRIBUTES):
                 parameter.__dict__.pop(attribute, None)
-
-
-class TakeOver:
-    """After a model's `load_state_dict`: masters follow. As a hook of a model it can be pickled."""
-
-    def __call__(self, module: nn.Module, keys: Any) -> None:
-        take_over(module.parameters())
-
-
-def refuse_assignment(module: nn.Module, *arguments: Any) -> None:
-    """Before a model's `load_state_dict`: `assign=True` would put other parameters in the place of the engine's.
-
-    Raises:
-        UnsupportedError: that was asked for.
-    """
-    metadata: dict[str, Any] = arguments[2]
-    if metadata.get("assign_to_params_buffers"):
-        raise UnsupportedError(
-            f"load_state_dict(assign=True) would replace the parameters of {type(module).__name__}, which an engine "
-            "trains: leave assign out, so that values are copied into them, or load before initialize."
-        )
 
 
 class ParameterLink:

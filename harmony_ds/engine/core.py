@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 import warnings
 import weakref
@@ -73,8 +74,9 @@ class HarmonyEngine(Checkpoints):
         self._scaler = LossScaler(config.loss_scale)
         self._reports = StepReports(config)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
+        # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
+        self._let_go = weakref.finalize(self, _let_go, self._links, self._by_hand, assembly)
         self._inside_no_sync = False
-        self._destroyed = False
         self.training_data: Any = None
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
@@ -93,9 +95,9 @@ class HarmonyEngine(Checkpoints):
             assembly.runner,
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
-            weakly(self._warn_about_looking),
-            weakly(self._check_scaled),
-            weakly(self._propagate),
+            _while_alive(self._warn_about_looking),
+            _while_alive(self._check_scaled),
+            _while_alive(self._propagate),
         )
         self._group = self._new_group()
 
@@ -114,6 +116,7 @@ class HarmonyEngine(Checkpoints):
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: no plan fits this micro-batch in the device memory budget.
         """
+        self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
@@ -242,6 +245,7 @@ class HarmonyEngine(Checkpoints):
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
+        self._runner.check_alive()
         batches = self._take(data_iter)
         training = self.module.training
         self.module.eval()
@@ -434,6 +438,7 @@ class HarmonyEngine(Checkpoints):
             )
 
     def _need_optimizer(self, what: str) -> None:
+        self._runner.check_alive()
         if self.optimizer is None:
             raise NoOptimizerError(
                 f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
@@ -524,9 +529,9 @@ class HarmonyEngine(Checkpoints):
 
     @property
     def usable(self) -> bool:
-        """False after a failure that left some layers updated and others not."""
+        """False after a failure that left some layers updated and others not, and after `destroy`."""
         updater = self._assembly.parts.updater
-        return self._runner.failed is None and (updater is None or updater.failure is None)
+        return self._let_go.alive and self._runner.failed is None and (updater is None or updater.failure is None)
 
     @property
     def plan(self) -> Plan | None:
@@ -610,24 +615,36 @@ class HarmonyEngine(Checkpoints):
         )
 
     def destroy(self) -> None:
-        """Finishes updates, ends threads, and gives the model its own forward back."""
-        if self._destroyed:
-            return
-        self._destroyed = True
+        """Finishes updates, ends threads, frees memory, and gives the model its own forward and plain parameters back.
+
+        An engine that nobody holds any more does so by itself.
+
+        Raises:
+            BaseException: an update's failure that nobody has seen yet, after all of that.
+        """
         self._group.abandon()
-        if self._by_hand is not None:
-            self._by_hand.remove()
-        self._links.remove()
-        self._assembly.destroy()
+        self._let_go()
 
 
-def weakly(method: Callable[[], Any]) -> Callable[[], Any]:
-    """Calls `method` as long as what it is bound to is there: losses that somebody keeps do not keep their engine."""
+def _let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Assembly) -> None:
+    """What ends an engine, without it."""
+    links.remove()
+    if by_hand is not None:
+        by_hand.remove()
+    updater = assembly.parts.updater
+    if updater is not None and updater.entered:  # garbage was collected there
+        threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
+    else:
+        assembly.destroy()
+
+
+def _while_alive(method: Callable[[], Any]) -> Callable[[], Any]:
+    """Calls `method` while its object lives, and does not keep it alive: a loss may outlive its engine."""
     reference = weakref.WeakMethod(method)
 
     def call() -> Any:
-        alive = reference()
-        return None if alive is None else alive()
+        living = reference()
+        return None if living is None else living()
 
     return call
 

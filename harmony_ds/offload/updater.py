@@ -67,7 +67,8 @@ class Updater:
         self._pending: dict[int, int] = {}  # pack -> updates queued or running
         self._failure: BaseException | None = None
         self._seen = False  # whether the failure has surfaced somewhere
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stopping = False
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Asked for when work is queued; what it returns is put around that work on the thread, waiting apart."""
@@ -178,6 +179,11 @@ class Updater:
         self._put(_FIRST, self._discard)
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or (not self._jobs and not self._pending))
+
+    @property
+    def entered(self) -> bool:
+        """Whether the calling thread is in the middle of this object, so that it must not wait for it."""
+        return threading.current_thread() is self._thread or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """Ends the thread once its queue is empty."""

@@ -11,6 +11,7 @@ Buffers live on the device while a model is lent, and what changed comes back af
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -104,6 +105,17 @@ class FixedParameters(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def belongs_to_engine(model: nn.Module) -> bool:
+    """Whether an engine holds parameters of `model`. One that was dropped lets go of them here at the latest."""
+
+    def watched() -> bool:
+        return any(isinstance(module.__dict__["_parameters"], FixedParameters) for module in model.modules())
+
+    if watched():
+        gc.collect()
+    return watched()
+
+
 class Lending:
     """Exchanges what the modules of one model hold."""
 
@@ -173,7 +185,8 @@ class Lending:
         return None
 
     def remove(self) -> None:
-        """Gives every module a plain dictionary of its host parameters."""
+        """Gives every module a plain dictionary of its host parameters, and the buffers' device memory back."""
+        self._buffers.drop()
         for module, held in self._resting.items():
             module.__dict__["_parameters"] = dict(held)
 
@@ -269,6 +282,11 @@ class DeviceBuffers:
             module.__dict__["_buffers"] = host
         self._host.clear()
         self._lent.clear()
+
+    def drop(self) -> None:
+        """Drops every device copy."""
+        for host, _, _ in list(self._copies.values()):
+            self._forget(host)
 
     def _forget(self, host: Tensor | None) -> None:
         """Drops the device copy of a host buffer."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
-from harmony_ds.errors import DoesNotFitError, EngineFailedError, UnsupportedError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, UnsupportedError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
@@ -93,6 +93,7 @@ class Runner:
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
         )
         self.failed: str | None = None
+        self.destroyed = False
 
     # ---- measuring and planning
 
@@ -278,6 +279,7 @@ class Runner:
 
         A failure of the background update that nobody has seen yet surfaces as itself first.
         """
+        self.check_alive()
         updater = self._parts.updater
         if updater is not None:
             updater.surface()
@@ -287,6 +289,14 @@ class Runner:
             raise EngineFailedError(
                 f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
                 "and load the last checkpoint."
+            )
+
+    def check_alive(self) -> None:
+        """Raises UsageError after `destroy`."""
+        if self.destroyed:
+            raise UsageError(
+                "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train "
+                "it further."
             )
 
     @contextmanager
