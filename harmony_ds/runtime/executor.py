@@ -90,6 +90,7 @@ class Executor:
         self._parts = parts
         self.resident_names = resident
         self._resident: DeviceCopy | None = None
+        self._packs: tuple[Pack, ...] = ()  # whose numbers pending updates go by
         self._copies: dict[int, DeviceCopy] = {}
         self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
@@ -132,6 +133,7 @@ class Executor:
         self.updates_issued = 0
         self.overflow = False
         self.norm = None
+        self._number_packs(work)
         self._bring_resident()
         self._hold_packs(work)
         parts.random.open()
@@ -190,6 +192,12 @@ class Executor:
         self._resident = None
 
     # ---- weights
+
+    def _number_packs(self, work: Work) -> None:
+        """Updates are waited for by the numbers of their packs, so none may be pending under another plan's."""
+        if work.packs != self._packs and self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        self._packs = work.packs
 
     def _hold_packs(self, work: Work) -> None:
         """Resident packs: what the host still has to update of them comes to the device once."""
