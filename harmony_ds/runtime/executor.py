@@ -25,6 +25,7 @@ from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
 from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.call_state import CallState, CallStates
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending
@@ -79,6 +80,7 @@ class Parts:
     optimizer: HostOptimizer | None
     updater: Updater | None
     lending: Lending
+    calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams
 
@@ -143,7 +145,7 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task):
+                        with self.recorder.task(task), parts.calls.entered(_state_of(work, task)):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -317,7 +319,9 @@ class Executor:
         """The micro-batch's lane, with its random stream current; started if it was not."""
         if micro_batch.lane is None:
             self._parts.random.start(micro_batch, micro_batch.seed)
-            micro_batch.lane = Lane(micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device)
+            micro_batch.lane = Lane(
+                micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device, micro_batch.context
+            )
             micro_batch.lane.resume()
         else:
             self._parts.random.switch(micro_batch)
@@ -409,6 +413,10 @@ def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
     """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
     borrowed = set(pack.parameters) - set(pack.owned)
     return [pack.index, *(other.index for other in packs if other is not pack and borrowed & set(other.owned))]
+
+
+def _state_of(work: Work, task: Task) -> CallState | None:
+    return work.micro_batches[task.micro_batch].state if task.micro_batch >= 0 else None
 
 
 def _entries(work: Work, task: Task) -> list[StashEntry]:
