@@ -11,8 +11,9 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +26,8 @@ from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
 from harmony_ds.runtime.boundary import Glue
-from harmony_ds.runtime.call_state import CallState, CallStates
+from harmony_ds.runtime.call_state import CallStates
+from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending
@@ -145,7 +147,7 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task), parts.calls.entered(_state_of(work, task)):
+                        with self.recorder.task(task), self._surroundings(work, task):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -170,6 +172,16 @@ class Executor:
         self._resident = None
         self._parts.stash.abandon()
         self.norm = None
+
+    @contextmanager
+    def _surroundings(self, work: Work, task: Task) -> Iterator[None]:
+        """What the calls of a micro-batch saw, around its tasks."""
+        if task.micro_batch < 0:
+            yield
+            return
+        micro_batch = work.micro_batches[task.micro_batch]
+        with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+            yield
 
     # ---- the resident set: on the device from the first task of a step to the last
 
@@ -413,10 +425,6 @@ def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
     """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
     borrowed = set(pack.parameters) - set(pack.owned)
     return [pack.index, *(other.index for other in packs if other is not pack and borrowed & set(other.owned))]
-
-
-def _state_of(work: Work, task: Task) -> CallState | None:
-    return work.micro_batches[task.micro_batch].state if task.micro_batch >= 0 else None
 
 
 def _entries(work: Work, task: Task) -> list[StashEntry]:

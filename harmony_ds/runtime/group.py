@@ -110,6 +110,7 @@ class QueuedMicroBatch:
     def backward(self, loss: PendingLoss) -> None:
         if self._group is not None:
             self._group.propagating()
+            self.micro_batch.backward_autocast = self._group.autocast()
         self._objectives.append(lambda own: loss.evaluate(lambda _: own))
 
     def backward_from_loss(self, divisor: int, scale: float) -> None:
@@ -261,12 +262,16 @@ class StepGroup:
             seed=micro_batch_seed(self._seed, self._step, index),
             forward=forward,
             objective=lambda outputs: None,
-            autocast=Autocast.current(self._device.torch_device.type),
+            autocast=self.autocast(),
             context=contextvars.copy_context(),
             state=self._calls.take(),
             grad=grad,
             inputs=(args, kwargs),
         )
+
+    def autocast(self) -> Autocast | None:
+        """The calling thread's, on the device."""
+        return Autocast.current(self._device.torch_device.type)
 
     def on_device(self, tree: Any) -> Any:
         """`tree` with its tensors copied to the device."""

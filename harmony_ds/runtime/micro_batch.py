@@ -35,6 +35,7 @@ class MicroBatch:
         forward: runs the model on its inputs; called on the lane's thread.
         objective: called with the outputs, on the engine's thread, where forward and backward are fused.
         autocast: the caller's, entered again on the lane's thread.
+        backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model; None: what is there when it runs.
         reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
@@ -45,6 +46,7 @@ class MicroBatch:
     forward: Callable[[], Any]
     objective: Objective
     autocast: Autocast | None
+    backward_autocast: Autocast | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     state: CallState | None = None
     grad: bool = True

@@ -240,3 +240,187 @@ def test_what_is_set_after_the_last_call_is_not_seen_and_stays() -> None:
 def test_context_variables_are_those_of_the_call() -> None:
     each(lambda model, number: FLAVOUR.set(1.0 + number))
     FLAVOUR.set(1.0)
+
+
+class Careful(nn.Module):
+    """Computes one layer in fp32, whatever is around the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[1](x.float()) @ torch.ones(WIDTH, WIDTH)
+        return self.layers[2](x).float().square().mean()
+
+
+def test_autocast_switched_off_inside_a_model() -> None:
+    plain = build_seeded(Careful)
+    optimizer = sgd(plain.parameters())
+    for step in range(STEPS):
+        for number in range(ACCUMULATION):
+            with torch.autocast("cpu", torch.bfloat16):
+                (plain(inputs(step * ACCUMULATION + number)) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build_seeded(Careful)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for step in range(STEPS):
+            with torch.autocast("cpu", torch.bfloat16):
+                engine.train_batch(iter([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)]))
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("around", ["call", "step"])
+def test_autocast_around_some_calls_and_around_others_not(around: str) -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            with torch.autocast("cpu", torch.bfloat16, enabled=around == "call" and number % 2 == 0):
+                losses.append(call(inputs(number)))
+            backward(losses[-1])
+            with torch.autocast("cpu", torch.bfloat16, enabled=around == "step"):
+                end()
+        return losses
+
+    drive(train)
+
+
+class Attentive(nn.Module):
+    """Says which kernels and which default dtype it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[tuple[bool, torch.dtype, bool, str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(
+            (
+                torch.backends.cuda.math_sdp_enabled(),
+                torch.get_default_dtype(),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(),
+            )
+        )
+        return self.linear(x).mean()
+
+
+def test_torchs_switches_are_those_of_the_call() -> None:
+    model = nn.Sequential(Attentive())
+    ordinary = (True, torch.float32, False, "highest")
+    with engine_for(model, sgd, config_of(2)) as engine:
+        engine.backward(engine(inputs(0)))  # measured, which calls it a few times
+        engine.step()
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        seen, x = model[0].seen, inputs(0)
+        seen.clear()
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            torch.set_default_dtype(torch.float64)
+            torch.set_float32_matmul_precision("high")
+            torch.use_deterministic_algorithms(True)
+            try:
+                loss = engine(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_float32_matmul_precision("highest")
+                torch.use_deterministic_algorithms(False)
+        engine.backward(loss)
+        engine.step()
+        engine.backward(engine(inputs(1)))
+        engine.step()
+    assert set(seen) == {(False, torch.float64, True, "high"), ordinary}
+    assert seen[0] == (False, torch.float64, True, "high") and seen[-1] in set(seen)
+    assert torch.backends.cuda.math_sdp_enabled() and torch.get_default_dtype() is torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- what is refused
+
+
+def write_buffer(model: Any) -> None:
+    model.layers[2].shift.fill_(1.0)
+
+
+def replace_buffer(model: Any) -> None:
+    model.layers[2].shift = torch.ones(WIDTH)
+
+
+def write_attribute(model: Any) -> None:
+    model.layers[2].mask.mul_(2.0)
+
+
+def write_parameter(model: Any) -> None:
+    with torch.no_grad():
+        model.layers[2].linear.weight.zero_()
+
+
+def register_hook(model: Any) -> None:
+    model.layers[2].register_forward_hook(lambda *_: None)
+
+
+def replace_module(model: Any) -> None:
+    model.layers[2].dropout = nn.Identity()
+
+
+def freeze(model: Any) -> None:
+    model.layers[2].linear.bias.requires_grad_(False)
+
+
+REFUSED = [
+    (write_buffer, r"the buffer Model.layers.2.shift was changed in place"),
+    (replace_buffer, r"a buffer of Model.layers.2 was added, removed or replaced"),
+    (write_attribute, r"the tensor Model.layers.2.mask was changed in place"),
+    (write_parameter, r"the parameter Model.layers.2.linear.weight was changed in place"),
+    (register_hook, r"a forward hook of Model.layers.2 was registered or removed"),
+    (replace_module, r"a module of Model.layers.2 was added, removed or replaced"),
+    (freeze, r"requires_grad of Model.layers.2.linear.bias was changed"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+@pytest.mark.parametrize("at", ["call", "step"])
+def test_what_cannot_be_put_in_place_again_is_refused_by_name(
+    change: Callable[[Any], None], message: str, at: str
+) -> None:
+    model = build_seeded(Model)
+    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        for number in range(2):
+            engine.backward(engine(inputs(number)))
+            engine.step()
+        engine.finish_updates()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.backward(engine(inputs(2)))
+        engine.step()
+        if at == "step":
+            engine.backward(engine(inputs(3)))
+        change(model)
+        changed = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(2):  # it is not forgotten
+            with pytest.raises(CallChangedError, match=message):
+                engine(inputs(3)) if at == "call" else engine.step()
+            if at == "step":
+                break
+        engine.finish_updates()
+        assert all(torch.equal(p, changed[name]) for name, p in model.named_parameters())
+        assert weights.keys() == changed.keys()
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED[:-2])
+def test_between_two_groups_and_where_losses_are_known_anything_may_change(
+    change: Callable[[Any], None], message: str
+) -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            if number == ACCUMULATION:
+                change(model)
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            end()
+        return losses
+
+    drive(train)
