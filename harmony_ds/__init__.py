@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
         BatchError,
+        CallChangedError,
         CheckpointError,
         CompilerMissingError,
         ConfigError,
@@ -62,6 +63,7 @@ _ROOMS = ("utils", "zero")
 
 __all__ = [
     "BatchError",
+    "CallChangedError",
     "CheckpointError",
     "CompilerMissingError",
     "ConfigError",

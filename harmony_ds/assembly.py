@@ -28,6 +28,7 @@ from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
+from harmony_ds.runtime.call_state import CallStates
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Interception
 from harmony_ds.runtime.layer_call import LayerCalls
@@ -159,6 +160,7 @@ def assemble(
         optimizer=host_optimizer,
         updater=updater,
         lending=lending,
+        calls=CallStates(model, lambda: updater is not None and updater.pending),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
         take_own=store.take_gradients,

@@ -9,7 +9,8 @@
     ├── UsageError (AssertionError)         calls of the engine in an order that cannot be meant
     ├── UnsupportedError (NotImplementedError)  what DeepSpeed's engine can do and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that broke a promise while running
-    │   └── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
+    │   ├── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
+    │   └── CallChangedError                the model was changed between a call and its forward pass, which runs later
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   ├── NoOptimizerError (AssertionError)  backward or step without an optimizer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
@@ -68,6 +69,10 @@ class ModelError(HarmonyError):
 
 class ParameterOutsideLayerError(ModelError):
     """A parameter was used where no layer call has it on the device."""
+
+
+class CallChangedError(ModelError):
+    """The model was changed while micro-batches that were called before wait for their forward pass."""
 
 
 class OptimizerError(HarmonyError):

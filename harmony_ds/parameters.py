@@ -292,8 +292,8 @@ class ParameterLink:
     def read_grad(self) -> Tensor | None:
         """`parameter.grad`: what has gathered since the last step; writing into it changes what is used."""
         self._owner.look(self.name)  # a pending update has its gradient there
+        total = self._owner.gradient(self.name)  # whose backward pass takes what is here
         own = self._own_grad()
-        total = self._owner.gradient(self.name)
         if total is None:
             return own
         if own is not None:

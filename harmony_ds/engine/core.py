@@ -30,6 +30,7 @@ from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
+from harmony_ds.runtime.inputs import take_over
 from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
@@ -269,7 +270,7 @@ class HarmonyEngine(Checkpoints):
         batches = []
         for _ in range(self.gradient_accumulation_steps()):
             try:
-                batches.append(next(data_iter))
+                batches.append(take_over(next(data_iter)))  # it may yield the same buffers again
             except StopIteration:
                 break
         if not batches:

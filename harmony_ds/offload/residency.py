@@ -115,13 +115,14 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def hook(self, copy: DeviceCopy) -> None:
-        """Lets the hooks of the user's parameters (`register_hook`) see the gradients of their device copies."""
-        for name in copy.leaves:
+    def follow(self, copy: DeviceCopy) -> None:
+        """Does with device copies what the user did with their parameters: `register_hook`, `requires_grad_`."""
+        for name, leaf in copy.leaves.items():
             with ungated():
                 hooks = self._store.parameters[name]._backward_hooks
+                leaf.requires_grad_(self._store.parameters[name].requires_grad)
             if hooks and name not in copy.hooked:
-                copy.leaves[name].register_hook(partial(_through, hooks))
+                leaf.register_hook(partial(_through, hooks))
                 copy.hooked.add(name)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:

@@ -11,8 +11,9 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,8 @@ from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
 from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.call_state import CallStates
+from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending
@@ -35,8 +38,8 @@ from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 
 RESIDENT = -1
 """The pack number under which the resident set is updated."""
-UNCALLED = -2
-"""And what no pack has."""
+UNCALLED = 2**30
+"""And what no pack has: nobody waits for it to be swapped in, so it comes last."""
 
 Progress = Callable[[int, int, str], None]
 _POLICY = Policy()
@@ -81,6 +84,7 @@ class Parts:
     optimizer: HostOptimizer | None
     updater: Updater | None
     lending: Lending
+    calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams
     take_own: Callable[[Iterable[str]], dict[str, Tensor]]
@@ -94,6 +98,7 @@ class Executor:
         self._parts = parts
         self.resident_names = resident
         self._resident: DeviceCopy | None = None
+        self._packs: tuple[Pack, ...] = ()  # whose numbers pending updates go by
         self._copies: dict[int, DeviceCopy] = {}
         self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
@@ -137,6 +142,7 @@ class Executor:
         self.updates_issued = 0
         self.overflow = False
         self.norm = None
+        self._number_packs(work)
         self._bring_resident()
         self._hold_packs(work)
         parts.random.open()
@@ -146,7 +152,7 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task):
+                        with self.recorder.task(task), self._surroundings(work, task):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -181,6 +187,16 @@ class Executor:
         if self._resident is not None:
             self._parts.residency.forget_gradient(self._resident, name)
 
+    @contextmanager
+    def _surroundings(self, work: Work, task: Task) -> Iterator[None]:
+        """What the calls of a micro-batch saw, around its tasks."""
+        if task.micro_batch < 0:
+            yield
+            return
+        micro_batch = work.micro_batches[task.micro_batch]
+        with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+            yield
+
     # ---- the resident set: on the device from the first task of a step to the last
 
     def _bring_resident(self) -> None:
@@ -189,7 +205,7 @@ class Executor:
                 self._parts.updater.wait(RESIDENT)
             with self.recorder.resident_set():
                 self._resident = self._parts.residency.swap_in(self.resident_names)
-            self._parts.residency.hook(self._resident)
+            self._parts.residency.follow(self._resident)
         if self._resident is not None:
             self._resident.wait(self._parts.device)
 
@@ -206,6 +222,12 @@ class Executor:
 
     # ---- weights
 
+    def _number_packs(self, work: Work) -> None:
+        """Updates are waited for by the numbers of their packs, so none may be pending under another plan's."""
+        if work.packs != self._packs and self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        self._packs = work.packs
+
     def _hold_packs(self, work: Work) -> None:
         """Resident packs: what the host still has to update of them comes to the device once."""
         resident = work.policy.resident
@@ -214,7 +236,7 @@ class Executor:
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
         for index in resident:
-            self._parts.residency.hook(self._copies[index])
+            self._parts.residency.follow(self._copies[index])
 
     def _swap_in(self, work: Work, task: Task) -> None:
         pack = work.packs[task.pack]
@@ -223,7 +245,7 @@ class Executor:
                 self._parts.updater.wait(owner)
         self.recorder.waited()
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
-        self._parts.residency.hook(copy)
+        self._parts.residency.follow(copy)
 
     def _evict(self, work: Work, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))
@@ -327,7 +349,9 @@ class Executor:
         """The micro-batch's lane, with its random stream current; started if it was not."""
         if micro_batch.lane is None:
             self._parts.random.start(micro_batch, micro_batch.seed)
-            micro_batch.lane = Lane(micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device)
+            micro_batch.lane = Lane(
+                micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device, micro_batch.context
+            )
             micro_batch.lane.resume()
         else:
             self._parts.random.switch(micro_batch)
@@ -393,9 +417,12 @@ class Executor:
         assert self._parts.updater is not None and self._clipping is not None
         self.release_resident(wanted=True)
         store, updater = self._parts.device_store, self._parts.updater
-        for index in work.policy.resident:
-            self.receive_on_device(work.packs[index].owned)
-            store.measure(work.packs[index].owned)
+        for pack in work.packs:
+            if pack.index in work.policy.resident:
+                self.receive_on_device(pack.owned)
+                store.measure(pack.owned)
+            elif self.receive_own(pack.owned):  # behind the backward pass of the step's last part
+                updater.measure(pack.owned)
         uncalled = self._uncalled(work)
         if self.receive_own(uncalled):
             updater.measure(uncalled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.inputs import take_over
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
@@ -112,6 +114,7 @@ class QueuedMicroBatch:
     def backward(self, loss: PendingLoss) -> None:
         self._objectives.append(lambda own: loss.evaluate(lambda _: own))
         if self._group is not None:
+            self.micro_batch.backward_autocast = self._group.autocast()
             self._group.propagating(self)
 
     def receive(self) -> None:
@@ -232,14 +235,20 @@ class StepGroup:
         self._queue: list[QueuedMicroBatch] = []
         self.propagated = False  # forward and backward of some are done, the updates are not
         self._called_back = False
+        self._calls = parts.runner.calls
+        self._calls.waiting = self._waiting
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def _waiting(self) -> bool:
+        return any(not ticket.micro_batch.forwarded for ticket in self._queue)
 
     # ---- handing over
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
+        args, kwargs = take_over((args, kwargs))
         ticket = self.queue(args, kwargs, None)
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
@@ -256,7 +265,8 @@ class StepGroup:
         call: Callable[..., Any] | None = None,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> QueuedMicroBatch:
-        """Queues one micro-batch; measures the model first if none as large has been seen.
+        """Queues one micro-batch, whose arguments are the group's own; measures the model first if none as large has been
+        seen.
 
         Args:
             call: what is called with `args` and `kwargs` instead of the model; it calls the model itself.
@@ -287,10 +297,16 @@ class StepGroup:
             seed=micro_batch_seed(self._seed, self._step, index),
             forward=forward,
             objective=lambda outputs: None,
-            autocast=Autocast.current(self._device.torch_device.type),
+            autocast=self.autocast(),
+            context=contextvars.copy_context(),
+            state=self._calls.take(),
             grad=grad,
             inputs=(args, kwargs),
         )
+
+    def autocast(self) -> Autocast | None:
+        """The calling thread's, on the device."""
+        return Autocast.current(self._device.torch_device.type)
 
     def on_device(self, tree: Any) -> Any:
         """`tree` with its tensors copied to the device."""
@@ -317,7 +333,12 @@ class StepGroup:
 
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
-        with self._ledger.aside(), ticket.aside(), Autocast.entered(micro_batch.autocast):
+        with (
+            self._ledger.aside(),
+            ticket.aside(),
+            Autocast.entered(micro_batch.autocast),
+            self._calls.entered(micro_batch.state),
+        ):
             sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed)
             self._runner.measure(sample, forwarded)
 

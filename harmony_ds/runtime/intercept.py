@@ -22,26 +22,27 @@ from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """An autocast context to enter again later, on another thread."""
+    """An autocast context to enter again later, on another thread. One that is off is entered too, where one is on."""
 
     device_type: str
     dtype: torch.dtype
+    enabled: bool = True
 
     @staticmethod
     def current(device_type: str) -> Autocast | None:
-        """The calling thread's, if it is on."""
-        if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        """The calling thread's; None where the device has none."""
+        if not torch.amp.is_autocast_available(device_type):
             return None
-        return Autocast(device_type, torch.get_autocast_dtype(device_type))
+        return Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     @staticmethod
     @contextmanager
     def entered(state: Autocast | None) -> Iterator[None]:
         """`state` entered. Without a weight cache: it is keyed by tensors that are swapped."""
-        if state is None:
+        if state is None or not (state.enabled or torch.is_autocast_enabled(state.device_type)):
             yield
         else:
-            with torch.autocast(state.device_type, state.dtype, cache_enabled=False):
+            with torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False):
                 yield
 
 

@@ -25,7 +25,15 @@ class LaneAborted(BaseException):
 class Lane:
     """Runs `function` up to its next layer call, again and again."""
 
-    def __init__(self, function: Callable[[], Any], grad: bool, autocast: Autocast | None, device: Device) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        grad: bool,
+        autocast: Autocast | None,
+        device: Device,
+        context: contextvars.Context | None = None,
+    ) -> None:
+        """`context`: to run in; None: a copy of the calling thread's."""
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -41,7 +49,10 @@ class Lane:
         self._running = False
         self.finished = False
         self._thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._run, function), name="harmony-lane", daemon=True
+            target=(context or contextvars.copy_context()).run,
+            args=(self._run, function),
+            name="harmony-lane",
+            daemon=True,
         )
         self._thread.start()
 

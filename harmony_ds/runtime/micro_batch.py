@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.call_state import CallState
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import RecordedCall
@@ -33,6 +35,9 @@ class MicroBatch:
         forward: runs the model on its inputs; called on the lane's thread.
         objective: called with the outputs, on the engine's thread, where forward and backward are fused.
         autocast: the caller's, entered again on the lane's thread.
+        backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
+        context: the caller's context variables, likewise.
+        state: what the call saw of the model; None: what is there when it runs.
         reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
     """
 
@@ -41,6 +46,9 @@ class MicroBatch:
     forward: Callable[[], Any]
     objective: Objective
     autocast: Autocast | None
+    backward_autocast: Autocast | None = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    state: CallState | None = None
     grad: bool = True
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.runtime.call_state import CallStates
 from harmony_ds.runtime.executor import UNCALLED, Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measuring import Measuring, Shapes, shapes_of
@@ -98,6 +99,11 @@ class Runner:
     # ---- measuring and planning
 
     @property
+    def calls(self) -> CallStates:
+        """What calls of the model saw."""
+        return self._parts.calls
+
+    @property
     def plan(self) -> Plan | None:
         """The plan for a full group; None before the first micro-batch has been seen."""
         return self._plan
@@ -137,6 +143,10 @@ class Runner:
             DoesNotFitError: no plan fits.
             BaseException: whatever the model raised.
         """
+        with self._parts.calls.running():
+            self._measure(sample, queued)
+
+    def _measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
@@ -486,15 +496,26 @@ class Runner:
             self.executor.run(work)
         self.executor.release_resident(wanted=False)
 
-    def streaming(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
         """A context in which the model can be called without gradients."""
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
-        return self._streamer.streaming(self._graph.resident, self._graph.calls)
+        with (
+            self._parts.calls.running(users=True),
+            self._streamer.streaming(self._graph.resident, self._graph.calls),
+        ):
+            yield
 
-    def _recovering(self, micro_batches: Sequence[MicroBatch]) -> _Recovery:
-        return _Recovery(self, micro_batches)
+    @contextmanager
+    def _recovering(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        with self._parts.calls.running():
+            try:
+                yield
+            except BaseException as error:
+                self.recover(error, micro_batches)
+                raise
 
     def recover(self, error: BaseException, micro_batches: Sequence[MicroBatch]) -> None:
         """After `error` in a step: ends lanes, frees the device, drops gradients; decides whether one can go on."""
@@ -509,19 +530,6 @@ class Runner:
             self.failed = f"a step failed after {self.executor.updates_issued} packs had been updated: {error!r}"
         elif updater is not None:
             updater.discard()
-
-
-class _Recovery:
-    def __init__(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
-        self._runner = runner
-        self._micro_batches = micro_batches
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._runner.recover(error, self._micro_batches)
 
 
 def _part_of(work: Work, part: slice) -> Work:

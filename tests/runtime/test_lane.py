@@ -167,11 +167,17 @@ def test_autocast_is_entered_on_the_lane_and_seen_in_its_requests() -> None:
         assert lane.result == torch.bfloat16
 
 
-def test_the_current_autocast_is_found_and_none_is_none() -> None:
-    assert Autocast.current("cpu") is None
+def test_the_current_autocast_is_found_and_one_that_is_off_is_entered() -> None:
+    off = Autocast.current("cpu")
+    assert off is not None and not off.enabled
+    assert Autocast.current("meta") is None
     with torch.autocast("cpu", torch.bfloat16):
         assert Autocast.current("cpu") == Autocast("cpu", torch.bfloat16)
-    with Autocast.entered(None):
+        with Autocast.entered(off):
+            assert not torch.is_autocast_enabled("cpu")
+        with Autocast.entered(None):
+            assert torch.is_autocast_enabled("cpu")
+    with Autocast.entered(off):
         assert not torch.is_autocast_enabled("cpu")
 
 

@@ -1,0 +1,414 @@
+"""A call's micro-batch runs later than it was called, and sees what the call saw."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harmony_ds import CallChangedError
+from tests.engine.drive import config_of, engine_for, seed_of
+from tests.families import build_seeded
+from tests.oracle import assert_same
+
+WIDTH = 8
+ACCUMULATION = 3
+STEPS = 2
+FLAVOUR: contextvars.ContextVar[float] = contextvars.ContextVar("flavour", default=1.0)
+Call = Callable[..., Tensor]
+Before = Callable[[nn.Module, int], Any]
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.parts = [1.0, 2.0]
+        self.rope = {"theta": 1.0}
+
+
+class Layer(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+        self.settings = settings
+        self.k = 1.0
+        self.mask = torch.ones(WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.k * self.settings.scale * self.settings.parts[0] * self.settings.rope["theta"]
+        return x + torch.tanh(self.dropout(self.linear(x)) * scale * self.mask + self.shift) * FLAVOUR.get()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+        self.layers = nn.ModuleList(Layer(self.settings) for _ in range(4))
+        self.gain = 1
+
+    def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.gain
+        if extra is not None:
+            x = x + extra["add"][0]
+        return x.square().mean()
+
+
+def inputs(index: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def drive(train: Callable[[nn.Module, Call, Callable[[Tensor], None], Callable[[], None]], list[Any]]) -> None:
+    """Runs one loop twice, over the plain model and over the engine, and compares weights and losses.
+
+    `train` is given the model, what calls it, what propagates back from a loss, and what ends a micro-batch.
+    """
+    plain = build_seeded(Model)
+    optimizer = sgd(plain.parameters())
+    count = 0
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        torch.manual_seed(seed_of(*divmod(count, ACCUMULATION)))
+        loss: Tensor = plain(*args, **kwargs)
+        return loss
+
+    def end() -> None:
+        nonlocal count
+        count += 1
+        if count % ACCUMULATION == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = [loss.item() for loss in train(plain, call, lambda loss: (loss / ACCUMULATION).backward(), end)]
+    model = build_seeded(Model)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        losses = train(model, engine, engine.backward, engine.step)
+        actual = [loss.item() for loss in losses]
+    assert actual == expected
+    assert_same(model, plain, bitwise=True)
+
+
+def each(before: Before) -> None:
+    """The ordinary loop, with `before(model, number)` ahead of each call."""
+
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            before(model, number)
+            loss = call(inputs(number))
+            backward(loss)
+            end()
+            losses.append(loss)
+        return losses
+
+    drive(train)
+
+
+# ---- inputs
+
+
+def test_a_buffer_that_the_loop_fills_again() -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        buffer, array = torch.empty(2, WIDTH), np.zeros(WIDTH, dtype=np.float32)
+        extra: dict[str, list[Tensor]] = {"add": []}
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            buffer.copy_(inputs(number))
+            array[:] = number
+            extra["add"][:] = [torch.from_numpy(array)]
+            losses.append(call(buffer, extra))
+            backward(losses[-1])
+            end()
+            extra["add"].clear()
+        return losses
+
+    drive(train)
+
+
+def test_an_iterator_that_fills_one_buffer_again() -> None:
+    def batches() -> Iterator[Tensor]:
+        buffer = torch.empty(2, WIDTH)
+        for number in range(STEPS * ACCUMULATION):
+            yield buffer.copy_(inputs(number))
+
+    plain = build_seeded(Model).eval()
+    optimizer = sgd(plain.parameters())
+    for number, batch in enumerate(batches()):
+        (plain(batch) / ACCUMULATION).backward()
+        if number % ACCUMULATION == ACCUMULATION - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = build_seeded(Model).eval()
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        given = batches()
+        for _ in range(STEPS):
+            engine.train_batch(given)
+    assert_same(model, plain, bitwise=True)
+
+
+def test_one_tensor_in_two_places_stays_one() -> None:
+    seen = []
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.linear(x), y)
+
+    with engine_for(build_seeded(Pair), sgd, config_of(1)) as engine:
+        seen = engine._group._queue
+        x = inputs(0)
+        loss = engine(x, x)
+        (left, right), _ = seen[0].micro_batch.inputs
+        assert left is right and left is not x
+        engine.backward(loss)
+        engine.step()
+
+
+# ---- modes, attributes, surroundings
+
+
+def set_mode(model: nn.Module, number: int) -> None:
+    model.train(number % 2 == 0)
+
+
+def set_one_mode(model: Any, number: int) -> None:
+    model.layers[1].dropout.train(number % 3 == 0)
+
+
+def set_attribute(model: Any, number: int) -> None:
+    model.gain = 1 + number
+    model.layers[number % 4].k = 0.5 * number
+
+
+def set_setting(model: Any, number: int) -> None:
+    model.settings.scale = 1.0 + number
+
+
+def set_item(model: Any, number: int) -> None:
+    model.settings.parts[0] = 1.0 + number
+    model.settings.rope["theta"] = 2.0 - number
+
+
+def set_tensor(model: Any, number: int) -> None:
+    model.layers[0].mask = torch.full((WIDTH,), float(number))
+
+
+def set_probability(model: Any, number: int) -> None:
+    for layer in model.layers:
+        layer.dropout.p = 0.1 * number
+
+
+@pytest.mark.parametrize(
+    "before", [set_mode, set_one_mode, set_attribute, set_setting, set_item, set_tensor, set_probability]
+)
+def test_what_the_loop_sets_between_calls(before: Before) -> None:
+    each(before)
+
+
+def test_what_is_set_after_the_last_call_is_not_seen_and_stays() -> None:
+    def train(model: Any, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            model.gain, model.settings.scale = 7, float(number)
+            end()
+            assert (model.gain, model.settings.scale) == (7, float(number))
+            model.gain = 1
+        return losses
+
+    drive(train)
+
+
+def test_context_variables_are_those_of_the_call() -> None:
+    each(lambda model, number: FLAVOUR.set(1.0 + number))
+    FLAVOUR.set(1.0)
+
+
+class Careful(nn.Module):
+    """Computes one layer in fp32, whatever is around the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[1](x.float()) @ torch.ones(WIDTH, WIDTH)
+        return self.layers[2](x).float().square().mean()
+
+
+def test_autocast_switched_off_inside_a_model() -> None:
+    plain = build_seeded(Careful)
+    optimizer = sgd(plain.parameters())
+    for step in range(STEPS):
+        for number in range(ACCUMULATION):
+            with torch.autocast("cpu", torch.bfloat16):
+                (plain(inputs(step * ACCUMULATION + number)) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build_seeded(Careful)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for step in range(STEPS):
+            with torch.autocast("cpu", torch.bfloat16):
+                engine.train_batch(iter([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)]))
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("around", ["call", "step"])
+def test_autocast_around_some_calls_and_around_others_not(around: str) -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            with torch.autocast("cpu", torch.bfloat16, enabled=around == "call" and number % 2 == 0):
+                losses.append(call(inputs(number)))
+            backward(losses[-1])
+            with torch.autocast("cpu", torch.bfloat16, enabled=around == "step"):
+                end()
+        return losses
+
+    drive(train)
+
+
+class Attentive(nn.Module):
+    """Says which kernels and which default dtype it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[tuple[bool, torch.dtype, bool, str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(
+            (
+                torch.backends.cuda.math_sdp_enabled(),
+                torch.get_default_dtype(),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(),
+            )
+        )
+        return self.linear(x).mean()
+
+
+def test_torchs_switches_are_those_of_the_call() -> None:
+    model = nn.Sequential(Attentive())
+    ordinary = (True, torch.float32, False, "highest")
+    with engine_for(model, sgd, config_of(2)) as engine:
+        engine.backward(engine(inputs(0)))  # measured, which calls it a few times
+        engine.step()
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        seen, x = model[0].seen, inputs(0)
+        seen.clear()
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            torch.set_default_dtype(torch.float64)
+            torch.set_float32_matmul_precision("high")
+            torch.use_deterministic_algorithms(True)
+            try:
+                loss = engine(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_float32_matmul_precision("highest")
+                torch.use_deterministic_algorithms(False)
+        engine.backward(loss)
+        engine.step()
+        engine.backward(engine(inputs(1)))
+        engine.step()
+    assert set(seen) == {(False, torch.float64, True, "high"), ordinary}
+    assert seen[0] == (False, torch.float64, True, "high") and seen[-1] in set(seen)
+    assert torch.backends.cuda.math_sdp_enabled() and torch.get_default_dtype() is torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- what is refused
+
+
+def write_buffer(model: Any) -> None:
+    model.layers[2].shift.fill_(1.0)
+
+
+def replace_buffer(model: Any) -> None:
+    model.layers[2].shift = torch.ones(WIDTH)
+
+
+def write_attribute(model: Any) -> None:
+    model.layers[2].mask.mul_(2.0)
+
+
+def register_hook(model: Any) -> None:
+    model.layers[2].register_forward_hook(lambda *_: None)
+
+
+def replace_module(model: Any) -> None:
+    model.layers[2].dropout = nn.Identity()
+
+
+REFUSED = [
+    (write_buffer, r"the buffer Model.layers.2.shift was changed in place"),
+    (replace_buffer, r"a buffer of Model.layers.2 was added, removed or replaced"),
+    (write_attribute, r"the tensor Model.layers.2.mask was changed in place"),
+    (register_hook, r"a forward hook of Model.layers.2 was registered or removed"),
+    (replace_module, r"a module of Model.layers.2 was added, removed or replaced"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+@pytest.mark.parametrize("at", ["call", "step"])
+def test_what_cannot_be_put_in_place_again_is_refused_by_name(
+    change: Callable[[Any], None], message: str, at: str
+) -> None:
+    model = build_seeded(Model)
+    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        for number in range(2):
+            engine.backward(engine(inputs(number)))
+            engine.step()
+        engine.finish_updates()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.backward(engine(inputs(2)))
+        engine.step()
+        if at == "step":
+            engine.backward(engine(inputs(3)))
+        change(model)
+        changed = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(2):  # it is not forgotten
+            with pytest.raises(CallChangedError, match=message):
+                engine(inputs(3)) if at == "call" else engine.step()
+            if at == "step":
+                break
+        engine.finish_updates()
+        assert all(torch.equal(p, changed[name]) for name, p in model.named_parameters())
+        assert weights.keys() == changed.keys()
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED[:-2])
+def test_between_two_groups_and_where_losses_are_known_anything_may_change(
+    change: Callable[[Any], None], message: str
+) -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            if number == ACCUMULATION:
+                change(model)
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            end()
+        return losses
+
+    drive(train)

@@ -1,0 +1,67 @@
+"""A new plan numbers its packs anew, while updates of the old one's packs may still be under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.engine.drive import config_of, engine_for
+from tests.families import build_seeded
+from tests.oracle import assert_same, train_plainly
+
+WIDTH = 8
+LAYERS = 10
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes long for every layer, so that the next step begins while updates are pending."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def inputs(index: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))}
+
+
+def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
+    groups = [[inputs(i) for i in range(2)], [inputs(i) for i in range(2, 6)]]
+    plain = build_seeded(Tower)
+    train_plainly(plain, groups, torch.optim.SGD(plain.parameters(), 0.5), clip=None, seed_of=lambda *_: 0)
+    model = build_seeded(Tower)
+    with engine_for(model, lambda p: SlowSGD(p, 0.5), config_of(2, None, {"pack_layers": 1})) as engine:
+        engine.train_batch(iter(groups[0]))
+        before = engine.plan
+        # More micro-batches than the plan was made for: a new one, here with larger packs.
+        runner = engine._runner
+        runner._settings = dataclasses.replace(runner._settings, pack_layers=3)
+        engine.set_train_batch_size(8)
+        engine.train_batch(iter(groups[1]))
+        assert before is not None and engine.plan is not None
+        assert len(before.packs) == LAYERS and len(engine.plan.packs) == 4
+    assert_same(model, plain, bitwise=True)
