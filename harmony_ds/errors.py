@@ -9,7 +9,8 @@
     ├── UsageError (AssertionError)         calls of the engine in an order that cannot be meant
     ├── UnsupportedError (NotImplementedError)  what DeepSpeed's engine can do and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that broke a promise while running
-    │   └── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
+    │   ├── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
+    │   └── RecomputeError                  a layer that does something else when it is run again
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   ├── NoOptimizerError (AssertionError)  backward or step without an optimizer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
@@ -68,6 +69,10 @@ class ModelError(HarmonyError):
 
 class ParameterOutsideLayerError(ModelError):
     """A parameter was used where no layer call has it on the device."""
+
+
+class RecomputeError(ModelError):
+    """A layer that is run again on what it was given gives something else, by state that cannot be seen from outside."""
 
 
 class OptimizerError(HarmonyError):
