@@ -81,6 +81,15 @@ class Residency:
         }
         return DeviceCopy(buffer, leaves, arrived)
 
+    def written(self, copy: DeviceCopy) -> list[str]:
+        """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""
+        return [
+            name
+            for piece in self._store.pieces(copy.leaves)
+            for name, start, place in piece.parameters
+            if not _same_bits(copy.leaves[name].detach(), piece.memory[start : start + place.numel])
+        ]
+
     def accumulate(self, copy: DeviceCopy) -> None:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
         if self.accumulates_in_place:
@@ -119,3 +128,7 @@ class Residency:
         # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
         self._device.wait(Stream.SWAP_IN, done)
         self._device.free(copy.buffer)
+
+
+def _same_bits(on_device: Tensor, on_host: Tensor) -> bool:
+    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(torch.uint8))

@@ -90,7 +90,9 @@ class _Kept:
         )
 
     def has_changed(self, now: Any) -> bool:
-        if now is not self.value and not (isinstance(now, _ATOMS) and type(now) is type(self.value) and now == self.value):
+        if now is not self.value and not (
+            isinstance(now, _ATOMS) and type(now) is type(self.value) and now == self.value
+        ):
             return True
         return any(map(_has_changed, self.contents)) or any(t._version != version for t, version, _ in self.tensors)
 
@@ -109,7 +111,9 @@ class _Kept:
 def _has_changed(content: tuple[Branch, Any, list[Any]]) -> bool:
     branch, known, children = content
     known_now, now = branch.kind.open(branch.original)
-    return known_now != known or len(now) != len(children) or any(a is not b for a, b in zip(now, children, strict=True))
+    return (
+        known_now != known or len(now) != len(children) or any(a is not b for a, b in zip(now, children, strict=True))
+    )
 
 
 class Snapshot:
@@ -154,8 +158,9 @@ def assignments() -> Iterator[set[Place]]:
     assign = nn.Module.__setattr__
 
     def noting(module: nn.Module, key: str, value: Any) -> None:
-        seen.add(Place(module, key))
         assign(module, key, value)
+        if key in module.__dict__:
+            seen.add(Place(module, key))
 
     nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
     try:

@@ -204,7 +204,7 @@ class LayerCalls:
             sinks=[glue.sink(t) if t.requires_grad else None for t in tensors],
             states=[],
             cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
-            buffers=self._copied_buffers(request.layer) if request.layer in self.replayed else None,
+            buffers=self.copied_buffers(request.layer) if request.layer in self.replayed else None,
         )
         given = tensors
         if request.layer in self._changes_inputs:
@@ -250,7 +250,10 @@ class LayerCalls:
         tensors = [self._tensor(call, kept) for kept in call.tensors]
         if call.request.layer in self._changes_inputs:
             tensors = [t.clone() for t in tensors]
-        with self._buffers_apart(call.request.layer, call.buffers):
+        layer, buffers = call.request.layer, call.buffers
+        if buffers is None and layer in self._changes_buffers:
+            buffers = self.copied_buffers(layer)  # nobody reads them; statistics must not be gathered twice
+        with buffers_apart(buffers or []):
             if call.cut is None:
                 replay(call.states[0])
                 self._propagate(call, tensors, gradients, copies, call.sinks)
@@ -395,7 +398,9 @@ class LayerCalls:
         if layer in self._changes_buffers and layer in self.replayed:
             return
         after = _versions(self._buffered[layer])
-        seen = len(after) != len(before) or any(a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True))
+        seen = len(after) != len(before) or any(
+            a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
+        )
         if seen:
             self.replayed.add(layer)
         if seen or any(map(changes_buffers_unseen, self._buffered[layer])):
@@ -431,26 +436,25 @@ class LayerCalls:
             leaves[place] = tensor
         return self._hand_over(call, outcome, leaves)
 
-    def _copied_buffers(self, layer: int) -> Buffers:
+    def copied_buffers(self, layer: int) -> Buffers:
+        """What the buffers of a layer hold, for `buffers_apart`."""
         return [
             (module, {key: None if b is None else b.clone() for key, b in module._buffers.items()})
             for module in self._buffered[layer]
         ]
 
-    @contextmanager
-    def _buffers_apart(self, layer: int, own: Buffers | None) -> Iterator[None]:
-        """While open, what the layer does to buffers is done to `own` (None: to copies), which nobody keeps."""
-        if layer not in self._changes_buffers:
-            yield
-            return
-        newest = [(module, module._buffers) for module in self._buffered[layer]]
-        try:
-            for module, copies in self._copied_buffers(layer) if own is None else own:
-                module.__dict__["_buffers"] = dict(copies)
-            yield
-        finally:
-            for module, buffers in newest:
-                module.__dict__["_buffers"] = buffers
+
+@contextmanager
+def buffers_apart(own: Buffers) -> Iterator[None]:
+    """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
+    newest = [(module, module._buffers) for module, _ in own]
+    try:
+        for module, buffers in own:
+            module.__dict__["_buffers"] = buffers
+        yield
+    finally:
+        for module, buffers in newest:
+            module.__dict__["_buffers"] = buffers
 
 
 class InputChangedError(ModelError):
@@ -471,9 +475,5 @@ def differ(a: State, b: State) -> bool:
 def _versions(modules: list[nn.Module]) -> list[tuple[Tensor, int]]:
     """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
     return [
-        (b, b._version)
-        for m in modules
-        if not changes_buffers_unseen(m)
-        for b in m._buffers.values()
-        if b is not None
+        (b, b._version) for m in modules if not changes_buffers_unseen(m) for b in m._buffers.values() if b is not None
     ]

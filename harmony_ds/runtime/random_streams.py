@@ -78,16 +78,17 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._others: tuple[_Generator, ...] = ()
+        self._others: tuple[_Generator, ...] = ()  # that belong to the streams beside the device's
+        self._drawn: tuple[_Generator, ...] = ()  # that the model was seen to draw from
         self._states: dict[object, tuple[State, Snapshot]] = {}
         self._current: object | None = None
         self._newest: object | None = None
-        self._ambient: State | None = None
+        self._ambient: tuple[State, tuple[_Generator, ...]] | None = None
         self.apart: Places = ()
 
     def open(self) -> None:
         """Remembers the user's generators."""
-        self._ambient = self.snapshot()
+        self._ambient = self.snapshot(), self._others
 
     def close(self) -> None:
         """Gives the user's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
@@ -95,7 +96,9 @@ class RandomStreams:
         if self._newest in self._states:
             self._states[self._newest][1].restore()
         if self._ambient is not None:
-            self._write(self._ambient)
+            state, self._others = self._ambient
+            self.rewind(state)
+            self._others = self._drawn
         self._ambient = None
         self._newest = None
         self._states.clear()
@@ -114,7 +117,7 @@ class RandomStreams:
             return
         self._leave()
         state, attributes = self._states[stream]
-        self._write(state)
+        self.rewind(state)
         attributes.restore()
         self._current = stream
 
@@ -125,22 +128,22 @@ class RandomStreams:
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""
         self._leave()
-        self._write(state)
+        self.rewind(state)
 
-    def draw_from_others(self, drawn: State | None = None) -> None:
-        """From now on, Python's and NumPy's generators belong to the streams; with `drawn`, those of them that have
-        moved on since. Not while streams are open.
-        """
-        known = self._others
-        if drawn is None:
-            self._others = (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
-        else:
-            self._others = tuple(g for g, state in zip(known, drawn.others, strict=True) if g.read() != state)
-
-    def _write(self, state: State) -> None:
+    def rewind(self, state: State) -> None:
+        """Goes back to `state` in whatever stream is current."""
         self._device.set_random_state(state.device)
         for generator, other in zip(self._others, state.others, strict=True):
             generator.write(other)
+
+    def watch_others(self) -> None:
+        """Python's and NumPy's generators belong to the streams that are opened next."""
+        self._others = (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+
+    def keep_drawn(self, before: State) -> None:
+        """Those that have moved on since `before` belong to all streams that are opened from now on."""
+        drawn = [g for g, state in zip(self._others, before.others, strict=True) if g.read() != state]
+        self._drawn = tuple(dict.fromkeys((*self._drawn, *drawn)))
 
     def _leave(self) -> None:
         if self._current is not None:
