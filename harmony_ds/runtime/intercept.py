@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch import nn
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
+from harmony_ds.runtime.checkpointing import passed_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def handled_by(handler: Handler | None) -> Iterator[None]:
     """Layer calls of this thread go to `handler` while the context is open."""
     before, _active.handler = _active.handler, handler
     try:
-        yield
+        with passed_through() if handler is not None else nullcontext():
+            yield
     finally:
         _active.handler = before
 

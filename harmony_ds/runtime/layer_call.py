@@ -27,6 +27,7 @@ from harmony_ds.runtime.arguments import (
 )
 from harmony_ds.runtime.attributes import Place, Places, held, write_all
 from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.runtime.checkpointing import passed_through
 from harmony_ds.runtime.intercept import Autocast, Request
 from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
 from harmony_ds.runtime.pieces import Assembled, Cut, PieceSinks, Rows
@@ -463,7 +464,7 @@ class InputChangedError(ModelError):
 
 @contextmanager
 def _caller_state(request: Request) -> Iterator[None]:
-    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
+    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast), passed_through():
         yield
 
 

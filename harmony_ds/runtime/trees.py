@@ -148,11 +148,12 @@ def _find_kind(cls: type) -> _Kind | None:
 
 def _is_data(cls: type) -> bool:
     """Whether objects of `cls` are made of attributes alone, and are no settings: those are read, not written."""
-    own_new: Any = cls.__new__
-    plain = own_new is object.__new__ and not hasattr(cls, "__del__") and not cls.__name__.endswith("Config")
+    new: Any = cls.__new__
+    made_plainly = new in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(cls, "__del__")
     module = cls.__module__.partition(".")[0]
     tool = module in sys.stdlib_module_names and module not in _OPENED_MODULES
-    return plain and not tool and bool(cls.__dictoffset__ or copyreg._slotnames(cls))  # type: ignore[attr-defined]
+    settings = cls.__name__.endswith("Config")
+    return made_plainly and not tool and not settings and bool(cls.__dictoffset__ or copyreg._slotnames(cls))  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, eq=False)

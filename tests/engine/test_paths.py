@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from harmony_ds import HarmonyEngine, ModelError
 from tests.engine.drive import adamw, config_of, engine_for, seed_of, sgd, weights_of
@@ -375,3 +376,70 @@ def test_an_activation_that_a_hook_carries_out_without_its_graph() -> None:
 
 def test_an_activation_that_a_hook_carries_out_is_refused_by_the_layers_name() -> None:
     assert_refused(lambda: CapturingNet(1), match=r"blocks\.1")
+
+
+# ---- torch.utils.checkpoint
+
+
+class CheckpointingBlock(Block):
+    def __init__(self, number: int, reentrant: bool) -> None:
+        super().__init__(number)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return torch.sigmoid(made) * 2 - 1
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.2) + torch.tanh(self.linear(x))
+
+
+class CheckpointingNet(Net):
+    """Checkpoints around its layers, within them, or around several; with operations behind them."""
+
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__(lambda number: CheckpointingBlock(number, reentrant) if where == "within" else Block(number))
+        self.where = where
+        self.reentrant = reentrant
+        self.entry = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks[:2] if self.where == "several" else self.blocks:
+            x = block(x) if self.where == "within" else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x * 1.5 + 0.1
+        if self.where == "several":
+            x = checkpoint(lambda h: self.blocks[3](self.blocks[2](h)).exp(), x, use_reentrant=self.reentrant) + 1
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["around", "within", "several"])
+@pytest.mark.parametrize("pack", [1, 100])
+def test_checkpoints_within_a_model(where: str, reentrant: bool, pack: int) -> None:
+    assert_equals_plain(lambda: CheckpointingNet(where, reentrant), pack_layers=pack)
+
+
+def test_a_reentrant_checkpoint_gives_no_gradient_without_an_argument_that_needs_one() -> None:
+    class First(Net):
+        def run(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        model = assert_equals_plain(First)
+    assert torch.equal(model.blocks[0].linear.weight, built(First).blocks[0].linear.weight)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_elsewhere_are_recomputed_as_ever(reentrant: bool) -> None:
+    runs = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert len(runs) == 2
