@@ -98,7 +98,8 @@ class PlainSide:
         **config: Any,
     ) -> Any:
         self.models.append(model)
-        engine = PlainEngine(
+        kind = PlainBf16Engine if config.get("bf16") else PlainEngine
+        engine = kind(
             model,
             optimizer,
             self.accumulation if accumulation is None else accumulation,
@@ -243,6 +244,40 @@ class PlainEngine:
         self.global_steps += 1
         self._micro_batch = 0
         self.remember()
+
+
+class PlainBf16Engine(PlainEngine):
+    """The same with bf16 weights and buffers, fp32 masters, and gradients summed in fp32.
+
+    What the program writes into a weight is its master's value from then on; elements that it did not change keep theirs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *rest: Any) -> None:
+        self._masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
+        model.bfloat16()
+        for group in optimizer.param_groups:
+            group["params"] = [self._masters[p] for p in group["params"]]
+        super().__init__(model, optimizer, *rest)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        result = super().backward(loss, retain_graph, scale_wrt_gas)
+        for parameter, master in self._masters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                master.grad = gradient.float() if master.grad is None else master.grad + gradient
+        return result
+
+    def _clip(self, *_: Any) -> None:
+        for parameter, master in self._masters.items():
+            written = parameter.detach() != master.detach().bfloat16()
+            master.data = torch.where(written, parameter.detach().float(), master.detach())
+        if self._clipping:
+            nn.utils.clip_grad_norm_([m for m in self._masters.values() if m.grad is not None], self._clipping)
+
+    def _stepped(self, *_: Any) -> None:
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.detach())
+        super()._stepped()
 
 
 def called(model: nn.Module, batch: Any) -> Any:
