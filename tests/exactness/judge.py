@@ -57,20 +57,30 @@ def load_cases() -> dict[str, Case]:
 def outcome_of(case: Case, setting: Setting) -> Outcome:
     """Runs both sides, here."""
     plain = PlainSide(setting)
-    expected = ran(case, plain)
+    try:
+        expected = ran(case, plain)
+    except Exception:  # noqa: BLE001 - then it is no case
+        return Outcome("WRONG: the case fails in plain PyTorch", traceback.format_exc())
     plain.finish()
     engine = EngineSide(setting)
     try:
         actual = ran(case, engine)
     except HarmonyError as error:
-        changed = changed_weights(engine, plain, case.tolerance)
-        name = type(error).__name__
-        if changed:
-            return Outcome(f"WRONG: {name} after weights had changed", f"{changed}\n{error}")
-        return Outcome(f"refused: {name}", str(error))
+        return refused(error, engine, plain, case.tolerance)
     except Exception as error:  # noqa: BLE001 - whatever else it is, the table says so
         return Outcome(f"WRONG: {type(error).__name__}", traceback.format_exc())
     return compared(actual, expected, case.tolerance)
+
+
+def refused(error: HarmonyError, engine: EngineSide, plain: PlainSide, tolerance: Tolerance | None) -> Outcome:
+    name = type(error).__name__
+    try:
+        changed = changed_weights(engine, plain, tolerance)
+    except HarmonyError as unreadable:
+        return Outcome(f"WRONG: {name}, and then weights cannot be read", f"{error}\n{unreadable}")
+    if changed:
+        return Outcome(f"WRONG: {name} after weights had changed", f"{changed}\n{error}")
+    return Outcome(f"refused: {name}", str(error))
 
 
 def ran(case: Case, side: Side) -> dict[str, Tensor]:
@@ -164,7 +174,7 @@ def child_main(case: Case, setting: Setting, answers: int) -> None:
     try:
         outcome = outcome_of(case, setting)
     except BaseException:  # noqa: BLE001 - the process must answer
-        outcome = Outcome("WRONG: the case itself fails in plain PyTorch", traceback.format_exc())
+        outcome = Outcome("WRONG: the harness fails", traceback.format_exc())
     os.write(answers, json.dumps(asdict(outcome)).encode()[:60_000])
     os._exit(0)
 

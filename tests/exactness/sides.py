@@ -236,7 +236,7 @@ class PlainEngine:
     def _clip(self, *_: Any) -> None:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.module.parameters() if id(p) in trained and p.grad is not None]
-        self._norm = nn.utils.get_total_norm([p.grad for p in parameters]).item()
+        self._norm = nn.utils.get_total_norm([p.grad for p in parameters if not p.grad.is_sparse]).item()
         if self._clipping:
             nn.utils.clip_grad_norm_(parameters, self._clipping)
 
