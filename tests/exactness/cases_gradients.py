@@ -53,8 +53,12 @@ def parameter_hook_masks_rows(side: Side) -> Found:
 def post_accumulate_hook(side: Side) -> Found:
     """`p.register_post_accumulate_grad_hook(...)` that clips every gradient by value as it comes."""
     model = Net()
+
+    def clip(p: Tensor) -> None:
+        p.grad.clamp_(-0.01, 0.01)
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+        p.register_post_accumulate_grad_hook(clip)
     engine = side.initialize(model, sgd(model))
     train(engine, batches(3 * side.accumulation))
     return weights(model)
@@ -494,7 +498,7 @@ def module_called_instead_of_the_engine(side: Side) -> Found:
     return weights(model)
 
 
-@case()
+@case(tolerance=REGROUPED)
 def module_backward_beside_the_engine(side: Side) -> Found:
     """A second loss by `model(x)` and backward() beside each micro-batch of the engine."""
     model = Net()
@@ -603,7 +607,7 @@ def zero_grad_between_forward_and_backward(side: Side) -> Found:
 # ---- graphs
 
 
-@case()
+@case(tolerance=REGROUPED)
 def retain_graph(side: Side) -> Found:
     """Two losses of one forward, propagated one after the other: the first with retain_graph=True."""
     model = Net()
@@ -616,7 +620,7 @@ def retain_graph(side: Side) -> Found:
     return weights(model)
 
 
-@case()
+@case(tolerance=REGROUPED)
 def backward_twice(side: Side) -> Found:
     """The model's own loss is propagated twice, the first time with retain_graph=True."""
     model = Net()
@@ -793,11 +797,11 @@ def loss_without_a_graph(side: Side) -> Found:
     return {**weights(model), "seen": torch.stack(seen)}
 
 
-@case()
+@case(accumulation=(1,))
 def gradients_projected(side: Side) -> Found:
     """Two tasks' gradients by two backwards, the second projected off the first (PCGrad), by p.grad."""
     model = Net()
-    engine = side.initialize(model, sgd(model), accumulation=1)
+    engine = side.initialize(model, sgd(model))
     for x, y in batches(3):
         engine.backward(F.cross_entropy(engine(x), y))
         first = [p.grad.clone() for p in model.parameters()]
