@@ -1,6 +1,6 @@
 """A case: a program that a user would write, in the settings that it is tried in.
 
-    @case(accumulation=(1, 4))
+    @case(*ALL)
     def reused_buffer(side: Side) -> Found:
         \"\"\"The loop copies every micro-batch into one buffer.\"\"\"
 
@@ -9,7 +9,6 @@ The docstring is what the table says of it. A program gives the tensors that its
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,10 @@ from tests.exactness.sides import Setting, Side
 
 Found = Mapping[str, Any]
 Program = Callable[[Side], Found]
+FOUR = ((4, 0.0), (4, 1.0))
+ONE = ((1, 0.0), (1, 1.0))
+ALL = ONE + FOUR
+PAIRS = ((1, 0.0), (4, 1.0))
 CASES: dict[str, Case] = {}
 
 
@@ -49,24 +52,23 @@ class Case:
 
 
 def case(
-    accumulation: tuple[int, ...] = (4,),
-    clipping: tuple[float, ...] = (0.0, 1.0),
-    tolerance: Tolerance | None = None,
-    **harmony: Any,
+    *settings: tuple[int, float], tolerance: Tolerance | None = None, **harmony: Any
 ) -> Callable[[Program], Program]:
-    """Registers a program, tried in every combination of `accumulation` and `clipping`.
+    """Registers a program.
 
     Args:
+        settings: accumulation and clipping, as often as the program is to be tried (by default, four micro-batches a
+            step without and with clipping).
         tolerance: None where the bits have to agree.
         harmony: settings of the ds_config's "harmony" section.
     """
 
     def register(program: Program) -> Program:
-        cause = program.__module__.rsplit("cases_", 1)[-1]
-        settings = tuple(Setting(a, c, harmony) for a, c in itertools.product(accumulation, clipping))
-        assert program.__name__ not in CASES, f"there are two cases named {program.__name__}"
-        assert program.__doc__, f"{program.__name__} does not say what the user does"
-        CASES[program.__name__] = Case(program.__name__, cause, program, settings, tolerance)
+        name, cause = program.__name__, program.__module__.rsplit("cases_", 1)[-1]
+        assert name not in CASES, f"there are two cases named {name}"
+        assert program.__doc__, f"{name} does not say what the user does"
+        tried = tuple(Setting(*setting, harmony) for setting in settings or FOUR)
+        CASES[name] = Case(name, cause, program, tried, tolerance)
         return program
 
     return register

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import REGROUPED, Found, case
+from tests.exactness.case import ALL, ONE, REGROUPED, Found, case
 from tests.exactness.models import WIDTH, Net, adamw, batches, sgd, train, weights
 from tests.exactness.sides import Side
 
 # ---- hooks
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def parameter_hook(side: Side) -> Found:
     """`p.register_hook(lambda g: g * 2)` on the weights of one block, before initialize."""
     model = Net()
@@ -49,7 +49,7 @@ def parameter_hook_masks_rows(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def post_accumulate_hook(side: Side) -> Found:
     """`p.register_post_accumulate_grad_hook(...)` that clips every gradient by value as it comes."""
     model = Net()
@@ -138,7 +138,7 @@ def gradient_of_logits(side: Side) -> Found:
 # ---- losses over parameters
 
 
-@case(accumulation=(1, 4), tolerance=REGROUPED)
+@case(*ALL, tolerance=REGROUPED)
 def penalty_outside(side: Side) -> Found:
     """`loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())`, computed in the loop."""
     model = Net()
@@ -209,7 +209,7 @@ def backward_of_a_penalty_alone(side: Side) -> Found:
 # ---- p.grad between backward and step
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def gradients_read(side: Side) -> Found:
     """Norms of `p.grad` are logged at each boundary."""
     model = Net()
@@ -248,7 +248,7 @@ def gradients_gone_after_step(side: Side) -> Found:
     return {**weights(model), "seen": torch.tensor(seen)}
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def gradients_scaled(side: Side) -> Found:
     """`p.grad.mul_(0.5)` for the parameters of the head at each boundary."""
     model = Net()
@@ -262,7 +262,7 @@ def gradients_scaled(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def gradients_set(side: Side) -> Found:
     """`p.grad = torch.sign(p.grad)` for every parameter at each boundary."""
     model = Net()
@@ -304,7 +304,7 @@ def gradients_set_to_none(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def gradients_without_backward(side: Side) -> Found:
     """`p.grad = ...` for every parameter and step(), with no backward at all (an evolution strategy)."""
     model = Net()
@@ -318,7 +318,7 @@ def gradients_without_backward(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def gradient_noise(side: Side) -> Found:
     """Noise is added to `p.grad` in place at each boundary."""
     model = Net()
@@ -333,7 +333,7 @@ def gradient_noise(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def clipping_by_hand(side: Side) -> Found:
     """torch.nn.utils.clip_grad_norm_ between backward and step at each boundary."""
     model = Net()
@@ -372,7 +372,7 @@ def clipping_by_value(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def step_skipped_for_a_large_norm(side: Side) -> Found:
     """If the norm of all `p.grad` is large at a boundary, the loop calls zero_grad() first, so that nothing is trained."""
     model = Net()
@@ -390,7 +390,7 @@ def step_skipped_for_a_large_norm(side: Side) -> Found:
 # ---- backward by other means
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def plain_loop_around_the_engine(side: Side) -> Found:
     """A plain PyTorch loop: loss.backward(), optimizer.step(), optimizer.zero_grad(), with the engine as the model."""
     model = Net()
@@ -406,7 +406,7 @@ def plain_loop_around_the_engine(side: Side) -> Found:
     return {**weights(model), "losses": torch.stack(losses)}
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def plain_loop_with_the_models_loss(side: Side) -> Found:
     """The same, with a loss that the model computed, and zero_grad() first."""
     model = Net()
@@ -422,7 +422,7 @@ def plain_loop_with_the_models_loss(side: Side) -> Found:
     return {**weights(model), "losses": torch.tensor(losses)}
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def plain_loop_around_the_module(side: Side) -> Found:
     """A plain PyTorch loop over the model itself, as if there were no engine."""
     model = Net()
@@ -435,7 +435,7 @@ def plain_loop_around_the_module(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(4,))
+@case()
 def plain_accumulation_around_the_engine(side: Side) -> Found:
     """A plain PyTorch loop that divides the loss and counts to four itself."""
     model = Net()
@@ -449,7 +449,7 @@ def plain_accumulation_around_the_engine(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def optimizer_step_by_hand(side: Side) -> Found:
     """engine.backward, then optimizer.step() and engine.zero_grad() at each boundary, and no engine.step()."""
     model = Net()
@@ -463,7 +463,7 @@ def optimizer_step_by_hand(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def optimizer_step_beside_engine_step(side: Side) -> Found:
     """optimizer.step() right after engine.step(): there are no gradients left, so nothing happens."""
     model = Net()
@@ -476,7 +476,7 @@ def optimizer_step_beside_engine_step(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def loss_backward_and_engine_step(side: Side) -> Found:
     """loss.backward() instead of engine.backward(loss), then engine.step()."""
     model = Net()
@@ -487,7 +487,7 @@ def loss_backward_and_engine_step(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def module_called_instead_of_the_engine(side: Side) -> Found:
     """`engine.module(x)` is called for the loss, then engine.backward and engine.step()."""
     model = Net()
@@ -577,7 +577,7 @@ def zero_grad_of_one_module(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def zero_grad_before_every_group(side: Side) -> Found:
     """optimizer.zero_grad() at the start of each group, out of habit."""
     model = Net()
@@ -591,7 +591,7 @@ def zero_grad_before_every_group(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def zero_grad_between_forward_and_backward(side: Side) -> Found:
     """engine.zero_grad() between the forward and the backward, the order of PyTorch's tutorials."""
     model = Net()
@@ -646,7 +646,7 @@ def gradient_of_the_weights_by_autograd(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def gradient_penalty_on_weights(side: Side) -> Found:
     """A penalty on the norm of the gradient of the weights: autograd.grad(..., create_graph=True)."""
     model = Net()
@@ -659,7 +659,7 @@ def gradient_penalty_on_weights(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def gradient_penalty_on_inputs(side: Side) -> Found:
     """WGAN-GP: the norm of the gradient of the inputs, by autograd.grad(..., create_graph=True)."""
     model = Net()
@@ -700,7 +700,7 @@ def gradient_of_an_input_after_the_step(side: Side) -> Found:
     return {**weights(model), "seen": torch.stack([x.grad for x, _ in inputs])}
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def adversarial_inputs(side: Side) -> Found:
     """Adversarial training (FGSM): the gradient of the input, then a second forward on the moved input."""
     model = Net()
@@ -713,7 +713,7 @@ def adversarial_inputs(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def trained_module_in_front(side: Side) -> Found:
     """A module in front of the engine, trained by an optimizer of its own."""
     model, front = Net(), nn.Linear(WIDTH, WIDTH)
@@ -728,7 +728,7 @@ def trained_module_in_front(side: Side) -> Found:
     return {**weights(model), **weights(front, "in front ")}
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def trained_module_in_front_of_the_models_loss(side: Side) -> Found:
     """The same, with the loss computed by the model; the front's optimizer is stepped after the engine."""
     model, front = Net(), nn.Linear(WIDTH, WIDTH)
@@ -743,7 +743,7 @@ def trained_module_in_front_of_the_models_loss(side: Side) -> Found:
     return {**weights(model), **weights(front, "in front ")}
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def trained_module_behind(side: Side) -> Found:
     """A head behind the engine, trained by an optimizer of its own."""
     model, behind = Net(), nn.Linear(5, 3)
@@ -797,7 +797,7 @@ def loss_without_a_graph(side: Side) -> Found:
     return {**weights(model), "seen": torch.stack(seen)}
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def gradients_projected(side: Side) -> Found:
     """Two tasks' gradients by two backwards, the second projected off the first (PCGrad), by p.grad."""
     model = Net()
@@ -814,7 +814,7 @@ def gradients_projected(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def sharpness_aware_minimization(side: Side) -> Found:
     """SAM: weights are moved along the gradient, a second forward and backward, moved back, then the step."""
     model = Net()

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import Found, Tolerance, case
+from tests.exactness.case import ALL, ONE, Found, Tolerance, case
 from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, weights
 from tests.exactness.sides import Side
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def reused_input_buffer(side: Side) -> Found:
     """The loop copies every micro-batch into one pair of tensors; the loss is the model's."""
     model = Net()
@@ -79,7 +79,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def batch_norm(side: Side) -> Found:
     """BatchNorm in the blocks, losses looked at after the step."""
     model = Net(normed)
@@ -104,7 +104,7 @@ def batch_norm_and_a_look(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1, 4))
+@case(*ALL)
 def dropout(side: Side) -> Found:
     """Dropout, and the loss is computed by the loop from the logits."""
     model = Net(lambda: Block(dropout=0.3))
@@ -481,7 +481,7 @@ def one_input_in_two_places(side: Side) -> Found:
     return weights(model)
 
 
-@case(accumulation=(1,))
+@case(*ONE)
 def forward_writes_into_its_input(side: Side) -> Found:
     """Forward normalizes its input in place, and the loop goes on with the normalized tensor."""
 

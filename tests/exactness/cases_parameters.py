@@ -637,7 +637,7 @@ class Embedded(Net):
         return super().forward(self.embed(x), labels)
 
 
-@case(clipping=(0.0,))
+@case((4, 0.0))
 def sparse_embedding(side: Side) -> Found:
     """nn.Embedding(sparse=True) with SGD."""
     model = Embedded(sparse=True)

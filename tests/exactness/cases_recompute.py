@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.exactness.case import Found, case
+from tests.exactness.case import PAIRS, Found, case
 from tests.exactness.models import WIDTH, Block, Net, adamw, batches, train, weights
 from tests.exactness.sides import Side
 
@@ -27,7 +27,7 @@ def trained(side: Side, model: nn.Module, rows: int = 2) -> Found:
 # ---- state that forward updates and uses
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def spectral_norm(side: Side) -> Found:
     """Every block's linear is under torch.nn.utils.parametrizations.spectral_norm."""
 
@@ -37,7 +37,7 @@ def spectral_norm(side: Side) -> Found:
     return trained(side, Net(block))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def spectral_norm_by_hooks(side: Side) -> Found:
     """The older torch.nn.utils.spectral_norm, a forward pre-hook, in every block."""
 
@@ -59,7 +59,7 @@ class Centered(Block):
         return super().forward(x - self.mu)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def running_mean_used_in_forward(side: Side) -> Found:
     """A running mean is updated in place in forward, and subtracted."""
     return trained(side, Net(Centered))
@@ -75,7 +75,7 @@ class Replaced(Block):
         return super().forward(x - self.mu)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def buffer_replaced_in_forward(side: Side) -> Found:
     """`self.mu = 0.9 * self.mu + 0.1 * x.mean(0)` in forward, a registered buffer."""
     return trained(side, Net(Replaced))
@@ -91,7 +91,7 @@ class Attribute(Block):
         return super().forward(x - self.mu)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def tensor_attribute_replaced_in_forward(side: Side) -> Found:
     """The same with a plain tensor attribute, not a buffer."""
     model = Net(Attribute)
@@ -108,7 +108,7 @@ class Counting(Block):
         return super().forward(x) / (1.0 + 1.0 / self.calls)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def counter_used_in_forward(side: Side) -> Found:
     """`self.calls += 1` in forward of a block, which warms up with it."""
     model = Net(Counting)
@@ -125,7 +125,7 @@ class Counted(Net):
         return super().forward(x / self.calls, labels)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def counter_of_the_model(side: Side) -> Found:
     """`self.calls += 1` in the model's own forward, outside the blocks, which divides by it."""
     model = Counted()
@@ -142,7 +142,7 @@ class CountedTensor(Block):
         return super().forward(x)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def counter_as_a_buffer(side: Side) -> Found:
     """`self.calls += 1` on a buffer, which is only read by the loop, at the end."""
     return trained(side, Net(CountedTensor))
@@ -165,13 +165,13 @@ class Codebook(Block):
         return x + (quantized - x).detach()
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def codebook(side: Side) -> Found:
     """Vector quantization whose codes are updated in forward by an exponential average."""
     return trained(side, Net(Codebook))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def batch_norm_by_count(side: Side) -> Found:
     """BatchNorm with momentum=None: the average over all batches, by num_batches_tracked."""
 
@@ -194,7 +194,7 @@ class Observed(Block):
         return super().forward(torch.fake_quantize_per_tensor_affine(x, float(self.largest) / 127 + 1e-8, 0, -128, 127))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def quantization_observer(side: Side) -> Found:
     """Quantization-aware training: a block keeps the largest value seen, and rounds by it."""
     return trained(side, Net(Observed))
@@ -218,7 +218,7 @@ class ActNorm(nn.Module):
         return (x + self.shift) * self.scale
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def parameters_initialized_by_the_first_batch(side: Side) -> Found:
     """ActNorm: the first forward writes the parameters of the layer from its input."""
     return trained(side, Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ActNorm())))
@@ -231,7 +231,7 @@ class SelfClamping(Block):
         return super().forward(x)
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def weights_clamped_in_forward(side: Side) -> Found:
     """A block clamps its own weight in forward, under no_grad."""
     return trained(side, Net(SelfClamping))
@@ -248,7 +248,7 @@ class Caching(Block):
         return super().forward(x + self.cache[len(x)])
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def cache_of_constants(side: Side) -> Found:
     """A block makes a table of positions at its first call, and keeps it on itself."""
     return trained(side, Net(Caching))
@@ -264,7 +264,7 @@ class Remembering(Block):
         return super().forward(x if before is None else 0.5 * (x + before))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def last_input_remembered(side: Side) -> Found:
     """A block mixes in its input of the call before, kept on an attribute, detached."""
     return trained(side, Net(Remembering))
@@ -284,7 +284,7 @@ class Queue(Block):
         return out
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def queue_of_features(side: Side) -> Found:
     """A block keeps the features of the last four calls in a buffer (MoCo's queue) and uses them."""
     return trained(side, Net(Queue))
@@ -298,7 +298,7 @@ class PythonRandom(Block):
         return super().forward(x) * (1 + random.random())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def random_of_python(side: Side) -> Found:
     """Blocks draw from Python's random in forward."""
     return trained(side, Net(PythonRandom))
@@ -309,7 +309,7 @@ class NumpyRandom(Block):
         return super().forward(x + torch.from_numpy(np.random.randn(WIDTH)).float())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def random_of_numpy(side: Side) -> Found:
     """Blocks draw noise with np.random.randn in forward."""
     return trained(side, Net(NumpyRandom))
@@ -324,7 +324,7 @@ class OwnGenerator(Block):
         return super().forward(x + torch.randn(x.shape, generator=self.generator))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def random_of_a_generator(side: Side) -> Found:
     """Blocks draw noise from a torch.Generator of their own."""
     return trained(side, Net(OwnGenerator))
@@ -339,13 +339,13 @@ class OwnRandom(Block):
         return super().forward(x * float(self.random.random()))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def random_of_a_numpy_generator(side: Side) -> Found:
     """Blocks draw from np.random.default_rng of their own."""
     return trained(side, Net(OwnRandom))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def random_of_torch(side: Side) -> Found:
     """Blocks draw noise with torch.randn_like, and drop paths by torch.rand(()) < 0.5."""
 
@@ -365,13 +365,13 @@ class StochasticDepth(Net):
         return x
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def stochastic_depth_by_python(side: Side) -> Found:
     """The model skips blocks by Python's random, as LayerDrop does."""
     return trained(side, StochasticDepth())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def scheduled_sampling_by_numpy(side: Side) -> Found:
     """The model's own forward draws np.random.rand() between the blocks."""
 
@@ -397,25 +397,25 @@ class Checkpointed(Net):
         return x
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def checkpoint_around_blocks(side: Side) -> Found:
     """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around every block."""
     return trained(side, Checkpointed(False, 0.0))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def reentrant_checkpoint_around_blocks(side: Side) -> Found:
     """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True) around every block."""
     return trained(side, Checkpointed(True, 0.0))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def checkpoint_around_blocks_with_dropout(side: Side) -> Found:
     """The non-reentrant kind around blocks with dropout."""
     return trained(side, Checkpointed(False, 0.3))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def reentrant_checkpoint_around_blocks_with_dropout(side: Side) -> Found:
     """The reentrant kind around blocks with dropout."""
     return trained(side, Checkpointed(True, 0.3))
@@ -434,13 +434,13 @@ class ReentrantInside(CheckpointedInside):
     reentrant = True
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def checkpoint_inside_blocks(side: Side) -> Found:
     """torch.utils.checkpoint inside every block's forward, with dropout."""
     return trained(side, Net(partial(CheckpointedInside, dropout=0.3)))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def reentrant_checkpoint_inside_blocks(side: Side) -> Found:
     """The reentrant kind inside every block's forward, with dropout."""
     return trained(side, Net(partial(ReentrantInside, dropout=0.3)))
@@ -464,7 +464,7 @@ def whole_model_checkpointed(side: Side) -> Found:
     model = Net()
     engine = side.initialize(model, adamw(model))
     for x, y in batches(2 * side.accumulation):
-        logits = checkpoint(lambda x: engine(x), x.requires_grad_(True), use_reentrant=False)
+        logits = checkpoint(engine, x.requires_grad_(True), use_reentrant=False)
         engine.backward(F.cross_entropy(logits, y))
         engine.step()
     return weights(model)
@@ -481,19 +481,19 @@ class Uncast(Block):
             return super().forward(x.float())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def autocast_around_the_call(side: Side) -> Found:
     """`with torch.autocast("cpu", torch.bfloat16):` around the forward only."""
     return cast(side, Net())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def autocast_disabled_in_blocks(side: Side) -> Found:
     """The same, and blocks run under autocast(enabled=False)."""
     return cast(side, Net(Uncast))
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def autocast_disabled_in_the_model(side: Side) -> Found:
     """The same, and the model's forward calls its blocks under autocast(enabled=False)."""
 
@@ -509,7 +509,7 @@ def autocast_disabled_in_the_model(side: Side) -> Found:
     return cast(side, Disabling())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def autocast_enabled_in_the_model(side: Side) -> Found:
     """The model's forward enables autocast for its blocks; the loop knows nothing of it."""
 
@@ -524,7 +524,7 @@ def autocast_enabled_in_the_model(side: Side) -> Found:
     return trained(side, Enabling())
 
 
-@case(accumulation=(1, 4))
+@case(*PAIRS)
 def autocast_around_everything(side: Side) -> Found:
     """The whole loop runs under autocast, backward and step too."""
     with torch.autocast("cpu", torch.bfloat16):
