@@ -10,17 +10,17 @@ The docstring is what the table says of it. A program gives the tensors that its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.exactness.sides import Setting, Side
 
 Found = Mapping[str, Any]
 Program = Callable[[Side], Found]
-FOUR = ((4, 0.0), (4, 1.0))
-ONE = ((1, 0.0), (1, 1.0))
+FOUR = (Setting(4, 0.0), Setting(4, 1.0), Setting(4, 1.0, resident=True))
+ONE = (Setting(1, 0.0), Setting(1, 1.0, resident=True))
 ALL = ONE + FOUR
-PAIRS = ((1, 0.0), (4, 1.0))
+PAIRS = (Setting(1, 0.0, resident=True), Setting(4, 1.0))
 CASES: dict[str, Case] = {}
 
 
@@ -51,14 +51,11 @@ class Case:
         return " ".join((self.program.__doc__ or "").split())
 
 
-def case(
-    *settings: tuple[int, float], tolerance: Tolerance | None = None, **harmony: Any
-) -> Callable[[Program], Program]:
+def case(*settings: Setting, tolerance: Tolerance | None = None, **harmony: Any) -> Callable[[Program], Program]:
     """Registers a program.
 
     Args:
-        settings: accumulation and clipping, as often as the program is to be tried (by default, four micro-batches a
-            step without and with clipping).
+        settings: what it is tried in (`FOUR`).
         tolerance: None where the bits have to agree.
         harmony: settings of the ds_config's "harmony" section.
     """
@@ -67,7 +64,7 @@ def case(
         name, cause = program.__name__, program.__module__.rsplit("cases_", 1)[-1]
         assert name not in CASES, f"there are two cases named {name}"
         assert program.__doc__, f"{name} does not say what the user does"
-        tried = tuple(Setting(*setting, harmony) for setting in settings or FOUR)
+        tried = tuple(replace(setting, harmony=harmony) for setting in settings or FOUR)
         CASES[name] = Case(name, cause, program, tried, tolerance)
         return program
 

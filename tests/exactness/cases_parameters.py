@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from tests.exactness.case import REGROUPED, Found, Tolerance, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
-from tests.exactness.sides import Side
+from tests.exactness.sides import Setting, Side
 
 # ---- other tensors in the place of the engine's
 
@@ -637,7 +637,7 @@ class Embedded(Net):
         return super().forward(self.embed(x), labels)
 
 
-@case((4, 0.0))
+@case(Setting(4, 0.0))
 def sparse_embedding(side: Side) -> Found:
     """nn.Embedding(sparse=True) with SGD."""
     model = Embedded(sparse=True)

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from tests.exactness.case import ONE, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
-from tests.exactness.sides import Side
+from tests.exactness.sides import Setting, Side
 
 
 def trained(side: Side, model: nn.Module, optimizer: Any = sgd) -> Found:
@@ -782,7 +782,7 @@ def block_output_is_the_models(side: Side) -> Found:
     return trained(side, Headless())
 
 
-@case(*PAIRS)
+@case(*PAIRS, tolerance=REGROUPED)
 def blocks_in_random_order(side: Side) -> Found:
     """torch.randperm decides the order of the blocks in each forward."""
 
@@ -949,7 +949,7 @@ def state_carried_over_within_a_group(side: Side) -> Found:
     return carried(side, detach=True)
 
 
-@case((2, 0.0), (2, 1.0), tolerance=REGROUPED)
+@case(Setting(2, 0.0), Setting(2, 1.0), tolerance=REGROUPED)
 def state_carried_over_with_its_graph(side: Side) -> Found:
     """The state is not detached: the loss of the second micro-batch reaches through the first, and both are summed."""
     return carried(side, detach=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import random
 import select
 import signal
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyError
+from harmony_ds.runtime import rates
 from tests.exactness.case import CASES, Case, Found, Tolerance
 from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
 from tests.oracle import assert_same, difference_between
@@ -166,7 +168,11 @@ def in_fork(case: Case, setting: Setting) -> Outcome:
     _, status = os.waitpid(child, 0)
     if not ready:
         return Outcome("WRONG: hangs", f"no answer after {TIMEOUT_S} s")
-    return Outcome(**json.loads(said)) if said else Outcome("WRONG: crashes", f"the process ended with {status}")
+    if not said:
+        return Outcome("WRONG: crashes", f"the process ended with {status}")
+    outcome, known = pickle.loads(said)
+    rates._known.update(known)
+    return outcome
 
 
 def child_main(case: Case, setting: Setting, answers: int) -> None:
@@ -175,7 +181,9 @@ def child_main(case: Case, setting: Setting, answers: int) -> None:
         outcome = outcome_of(case, setting)
     except BaseException:  # noqa: BLE001 - the process must answer
         outcome = Outcome("WRONG: the harness fails", traceback.format_exc())
-    os.write(answers, json.dumps(asdict(outcome)).encode()[:60_000])
+    # With it go the machine's rates, which the next case then need not measure: half of what a case takes.
+    with os.fdopen(answers, "wb") as pipe:
+        pickle.dump((outcome, rates._known), pipe)
     os._exit(0)
 
 

@@ -24,10 +24,12 @@ class Setting:
 
     accumulation: int
     clipping: float
+    resident: bool = False  # packs stay on the device from step to step
     harmony: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"accumulation {self.accumulation}, clipping {self.clipping:g}"
+        resident = ", resident" if self.resident else ""
+        return f"accumulation {self.accumulation}, clipping {self.clipping:g}{resident}"
 
 
 class Side(Protocol):
@@ -55,7 +57,7 @@ class EngineSide:
 
     def __init__(self, setting: Setting) -> None:
         self.accumulation, self.clipping = setting.accumulation, setting.clipping
-        self._harmony = setting.harmony
+        self._harmony = {"residency": "auto" if setting.resident else "off", **setting.harmony}
         self.models: list[nn.Module] = []
 
     def initialize(
