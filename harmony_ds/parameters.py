@@ -37,8 +37,6 @@ _ALIASES = frozenset("data numpy __array__ data_ptr untyped_storage storage __dl
 _REFUSED = {
     "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
     "read .grad between backward() and step()",
-    "set_": "its memory is a slab of the engine's: write into it with copy_()",
-    "resize_": "its memory is a slab of the engine's, which cannot grow",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
 

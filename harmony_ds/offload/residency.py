@@ -89,6 +89,15 @@ class Residency:
         leaves = {name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()}
         return DeviceCopy(buffer, leaves, arrived)
 
+    def written(self, copy: DeviceCopy) -> list[str]:
+        """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""
+        return [
+            name
+            for piece in self._store.pieces(copy.leaves)
+            for name, start, place in piece.parameters
+            if not _same_bits(copy.leaves[name].detach(), piece.memory[start : start + place.numel])
+        ]
+
     def accumulate(self, copy: DeviceCopy) -> None:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
         if self.accumulates_in_place:
@@ -154,3 +163,7 @@ def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: T
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
+
+
+def _same_bits(on_device: Tensor, on_host: Tensor) -> bool:
+    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(torch.uint8))

@@ -122,8 +122,9 @@ class Lending:
     def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
         self._ledger = ledger
+        self.modules = tuple(model.modules())
         self._owners: list[tuple[nn.Module, dict[str, str]]] = []
-        for module in model.modules():
+        for module in self.modules:
             held = module.__dict__["_parameters"]
             names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
             if names:

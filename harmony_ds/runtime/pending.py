@@ -126,8 +126,8 @@ class PendingLoss(torch.Tensor):
         if func is torch.autograd.grad:
             raise UnsupportedError(
                 "torch.autograd.grad of a loss that an engine computes: its backward pass runs layer by layer, outside "
-                "autograd's graph, and gathers the gradients of all parameters. Call engine.backward(loss) and read .grad, of "
-                "parameters or of inputs that require a gradient."
+                "autograd's graph, and gathers the gradients of all parameters. Call engine.backward(loss) and read .grad, "
+                "of parameters or of inputs that require a gradient."
             )
         if name in _LAZY and not any(p.resolved for p in _pending_in((args, kwargs))) and _all_scalar(args):
             return _lazily(func, args, kwargs)

@@ -220,6 +220,7 @@ def encoder() -> nn.Module:
 
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("loss_inside", [True, False])
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 def test_a_module_in_front_has_its_gradient_behind_every_backward(loss_inside: bool, look: bool) -> None:
     plain, model, front, plain_front = net(), net(), encoder(), encoder()
     optimizers = [sgd(m.parameters()) for m in (plain, plain_front, front)]
