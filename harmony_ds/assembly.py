@@ -87,6 +87,7 @@ class Assembly:
             self.host_optimizer.unwatch()
         self.interception.remove()
         self.parts.lending.remove()
+        self.parts.calls.remove()
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()

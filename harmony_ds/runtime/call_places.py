@@ -1,9 +1,9 @@
 """Where a model keeps what its forward pass reads, found by one walk, and whether anything there has changed.
 
-    values     attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold,
-               torch's switches: can be put in place again
-    checked    modules, hooks, buffers, parameters, and what forward itself changes: can only be compared
-    versions   of buffers and other tensors: can only be compared, and change with every step
+values     attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold,
+           torch's switches: can be put in place again
+checked    modules, hooks, buffers, parameters, and what forward itself changes: can only be compared
+versions   of buffers and other tensors: can only be compared, and change with every step
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Found:
     places: dict[Key, Place] = field(default_factory=dict)
     checked: dict[Key, Checked] = field(default_factory=dict)
     modes: bytes = b""
+    statistics: list[nn.Module] = field(default_factory=list)  # modules that may write to buffers without a sign
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[tuple[Tensor, str]] = field(default_factory=list)
     attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = field(default_factory=list)
@@ -168,12 +169,14 @@ class Walk:
             self._checked(held, key, values, f"{what} of {name} was added, removed or replaced")
             found.inside.append(inside)
             if key == "_buffers":
-                found.tensors += [(b, f"the buffer {name}.{k}") for k, b in inside.items() if b is not None]
+                found.tensors += [(b, f"the buffer {name}.{k}") for k, b in dict.items(inside) if b is not None]
             elif key == "_parameters":
                 own = [(k, p) for k, p in dict.items(inside) if p is not None]
                 for k, p in own:
                     self._checked(held, (key, k), p.requires_grad, f"requires_grad of {name}.{k} was changed")
                 found.parameters += [(p, f"the parameter {name}.{k}") for k, p in own]
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            found.statistics.append(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
 
     def _checked(self, held: Any, key: Any, value: Any, changed: str) -> None:

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from harmony_ds.errors import CallChangedError
 from harmony_ds.runtime.call_places import Checked, Found, Key, Place, Walk, same
+from harmony_ds.runtime.lending import WatchedParameters, changes_buffers_unseen
 
 _MISSING = object()
 
@@ -53,11 +53,15 @@ class CallStates:
         self._model = model
         self._updating = updating
         self._advanced: dict[Key, Place] = {}
+        self._writes = False  # whether forward writes to buffers or other tensors that stay
+        self._watching = False
         self._running = False
         self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
         self._look()
         self.waiting: Callable[[], bool] = lambda: False
         """Whether micro-batches wait for their forward pass."""
+        self.catch_up: Callable[[], None] = lambda: None
+        """Runs the forward passes that wait."""
 
     # ---- at the call
 
@@ -104,9 +108,15 @@ class CallStates:
     def _keep(self, found: Found) -> None:
         self._found = found
         self._newest = CallState(found.values, found.places, found.modes)
+        self._writes |= any(map(changes_buffers_unseen, found.statistics))
         self._read_versions()
 
     # ---- while the engine runs
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine runs the model now."""
+        return self._running
 
     @contextmanager
     def running(self, users: bool = False) -> Iterator[None]:
@@ -125,10 +135,32 @@ class CallStates:
 
     @property
     def advances(self) -> bool:
-        """Whether forward changes what a later forward may see, buffers apart."""
-        return bool(self._advanced)
+        """Whether one forward pass changes what the next may see, so that their order is that of the calls."""
+        return self._writes or bool(self._advanced)
+
+    def watch_buffers(self) -> None:
+        """From now on, whoever looks at a buffer sees what forward passes that wait make of it."""
+        if self._watching:
+            return
+        self._watching = True
+        for module in self._model.modules():
+            held = module.__dict__["_buffers"]
+            if held and not isinstance(held, WatchedParameters):
+                module.__dict__["_buffers"] = WatchedParameters(held, self._catch_up)
+        self._look()
+
+    def _catch_up(self) -> None:
+        if not self._running:
+            self.catch_up()
+
+    def remove(self) -> None:
+        """Gives every module a plain dictionary of its buffers."""
+        self.catch_up = lambda: None
+        for module in self._model.modules():
+            module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 
     def _learn(self, users: bool) -> None:
+        self._writes |= any(t._version != v for (t, _), v in zip(self._found.tensors, self._versions, strict=False))
         if not self._found.changed():
             self._read_versions()
             return
@@ -157,7 +189,6 @@ class CallStates:
             self._check_kept(owns)
         finally:
             for own in owns:
-                _count_statistics(own)
                 own.place.put(own.newest, _MISSING)
 
     def _owns(self, state: CallState) -> tuple[_Own, ...]:
@@ -191,11 +222,3 @@ def _replaced(before: dict[Key, Checked], now: dict[Key, Checked]) -> str | None
     return next(
         (known.changed for key, known in before.items() if key in now and not same(known.value, now[key].value)), None
     )
-
-
-def _count_statistics(own: _Own) -> None:
-    """Batch norm writes its statistics without raising their versions, and is not known by its mode afterwards."""
-    if own.place.key == "training" and own.own is True:
-        for buffer in own.place.held.get("_buffers", {}).values():
-            if buffer is not None:
-                torch.autograd.graph.increment_version(buffer)

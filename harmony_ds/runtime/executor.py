@@ -244,6 +244,8 @@ class Executor:
         micro_batch = work.micro_batches[task.micro_batch]
         pack = work.packs[task.pack]
         leaves = self._leaves(task.pack)
+        if micro_batch.forwarded:  # it ended before this pack
+            return
         lane = self._enter(micro_batch)
         while lane.request is not None:
             position = micro_batch.place(lane.request.layer, work.order)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError
+from harmony_ds.errors import BatchError, ModelError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
@@ -202,6 +202,7 @@ class StepGroup:
         self.propagated = False  # forward and backward are done, the updates are not
         self._calls = parts.runner.calls
         self._calls.waiting = self._waiting
+        self._calls.catch_up = self.catch_up
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -242,6 +243,8 @@ class StepGroup:
         ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)
         if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs)):
             self._measure(ticket, args, kwargs)
+        if self._runner.in_order:
+            self._calls.watch_buffers()
         self._queue.append(ticket)
         return ticket
 
@@ -314,6 +317,22 @@ class StepGroup:
         kind = self._kinds.get(*ticket.micro_batch.inputs)
         if kind is not None and kind.pending:
             self._looked()
+        self.catch_up(ticket)
+        self._run_forward(ticket)
+
+    def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
+        """Runs the forward passes that wait (of calls before `until`), if later ones may see what they change."""
+        if not self._runner.in_order or self._runner.calls.is_running:
+            return
+        for ticket in self._queue:
+            if ticket is until:
+                return
+            if not ticket.micro_batch.forwarded:
+                self._run_forward(ticket)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # whoever wants its outputs may want no gradients of what it does itself
+    def _run_forward(self, ticket: QueuedMicroBatch) -> None:
         for _ in range(_ATTEMPTS):
             try:
                 self._runner.forward_now(ticket.micro_batch)
@@ -321,7 +340,7 @@ class StepGroup:
             except (OffPlanError, InputChangedError):
                 self._measure(ticket, *ticket.micro_batch.inputs)
         else:
-            raise AssertionError("the model calls other layers each time it runs")
+            raise _other_layers_each_time()
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
@@ -358,6 +377,8 @@ class StepGroup:
         return self.propagated
 
     def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None) -> bool:
+        if any(not ticket.wanted for ticket in self._queue):
+            self.catch_up()  # calls that nobody propagates back from may change something, too
         tickets = [t for t in self._queue if t.wanted or t.micro_batch.forwarded]
         if not tickets:
             return False
@@ -382,10 +403,11 @@ class StepGroup:
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
                     self._measure(ticket, *ticket.micro_batch.inputs)
-        raise AssertionError("the model calls other layers each time it runs")
+        raise _other_layers_each_time()
 
     def evaluate(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], LossFunction | None]]) -> list[Tensor]:
         """Losses of micro-batches, without gradients."""
+        self.catch_up()
         micro_batches: list[MicroBatch] = []
         for index, (args, kwargs, loss_fn) in enumerate(batches):
             micro_batch = self._micro_batch(index, args, kwargs, False, self._module)
@@ -403,3 +425,10 @@ class StepGroup:
         for ticket in self._queue:
             ticket.close()
         self._queue.clear()
+
+
+def _other_layers_each_time() -> ModelError:
+    return ModelError(
+        f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
+        "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+    )

@@ -115,6 +115,11 @@ class LayerCalls:
         self._changes_buffers: set[int] = set()
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
+    @property
+    def change_buffers(self) -> bool:
+        """Whether any call has been seen to."""
+        return bool(self._changes_buffers)
+
     # ---- attached: part of the caller's own graph, or of none
 
     def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:

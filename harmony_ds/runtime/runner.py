@@ -99,6 +99,11 @@ class Runner:
         return self._parts.calls
 
     @property
+    def in_order(self) -> bool:
+        """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
+        return self._parts.layer_calls.change_buffers or self._parts.calls.advances
+
+    @property
     def plan(self) -> Plan | None:
         """The plan for a full group; None before the first micro-batch has been seen."""
         return self._plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harmony_ds import CallChangedError, HarmonyEngine
+from harmony_ds import CallChangedError
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
@@ -72,12 +72,15 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def drive(train: Callable[[nn.Module, Call, Callable[[Tensor], None], Callable[[], None]], list[Any]]) -> None:
+def drive(
+    train: Callable[[nn.Module, Call, Callable[[Tensor], None], Callable[[], None]], list[Any]],
+    build: Callable[[], nn.Module] = Model,
+) -> None:
     """Runs one loop twice, over the plain model and over the engine, and compares weights and losses.
 
     `train` is given the model, what calls it, what propagates back from a loss, and what ends a micro-batch.
     """
-    plain = build_seeded(Model)
+    plain = build_seeded(build)
     optimizer = sgd(plain.parameters())
     count = 0
 
@@ -94,8 +97,12 @@ def drive(train: Callable[[nn.Module, Call, Callable[[Tensor], None], Callable[[
             optimizer.zero_grad()
 
     expected = [loss.item() for loss in train(plain, call, lambda loss: (loss / ACCUMULATION).backward(), end)]
-    model = build_seeded(Model)
-    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+    model = build_seeded(build)
+    with (
+        warnings.catch_warnings(),
+        engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine,
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # losses are looked at
         losses = train(model, engine, engine.backward, engine.step)
         actual = [loss.item() for loss in losses]
     assert actual == expected
@@ -336,6 +343,86 @@ def test_torchs_switches_are_those_of_the_call() -> None:
     assert seen[0] == (False, torch.float64, True, "high") and seen[-1] in set(seen)
     assert torch.backends.cuda.math_sdp_enabled() and torch.get_default_dtype() is torch.float32
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- forward passes whose order matters
+
+
+class Normed(nn.Module):
+    """Statistics inside layers and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
+        self.between = nn.ModuleList(nn.BatchNorm1d(WIDTH, affine=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, between in zip(self.layers, self.between, strict=True):
+            x = between(torch.tanh(layer(x)))
+        return (x + 1).square().mean()
+
+
+def look_at_the_last(model: Any, call: Call, loss: Tensor) -> Any:
+    return loss.item()
+
+
+def evaluate(model: Any, call: Call, loss: Tensor) -> Any:
+    model.eval()
+    with torch.no_grad():
+        value = call(inputs(99)).item()
+    model.train()
+    return value
+
+
+def read_statistics(model: Any, call: Call, loss: Tensor) -> Any:
+    return model.layers[1][1].running_mean.sum().item()
+
+
+def save(model: Any, call: Call, loss: Tensor) -> Any:
+    return {name: t.clone() for name, t in model.state_dict().items()}["between.1.running_var"].sum().item()
+
+
+def call_and_forget(model: Any, call: Call, loss: Tensor) -> Any:
+    call(inputs(98))
+
+
+def reset_statistics(model: Any, call: Call, loss: Tensor) -> Any:
+    model.between[0].reset_running_stats()
+
+
+@pytest.mark.parametrize(
+    "middle", [look_at_the_last, evaluate, read_statistics, save, call_and_forget, reset_statistics]
+)
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_statistics_are_those_of_the_order_of_the_calls(middle: Callable[..., Any], at: int) -> None:
+    noted: list[Any] = []
+
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses, notes = [], []
+        for number in range(STEPS * ACCUMULATION):
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            if number == at:
+                notes.append(middle(model, call, losses[-1]))
+            end()
+        noted.append(notes)
+        return losses
+
+    drive(train, Normed)
+    assert noted[0] == noted[1]
+
+
+def test_a_mode_of_statistics_that_changes_between_calls() -> None:
+    def train(model: Any, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            model.train(number % 3 == 0)
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            end()
+        return losses
+
+    drive(train, Normed)
 
 
 # ---- what is refused
