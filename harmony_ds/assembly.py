@@ -32,7 +32,7 @@ from harmony_ds.runtime.call_state import CallStates
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Interception
 from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.lending import Lending, belongs_to_engine
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
 from harmony_ds.scheduler.packing import ElementBytes
@@ -51,6 +51,7 @@ class Assembly:
     store: HostStore
     ledger: Ledger
     parts: Parts
+    looks: Looks
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -78,9 +79,15 @@ class Assembly:
         }
 
     def destroy(self) -> None:
-        """Ends the thread, gives the model its own forward and parameters back, frees page-locked memory."""
-        if self.parts.updater is not None:
-            self.parts.updater.stop()
+        """Finishes updates, ends the thread, gives the model its own forward and parameters back, frees memory.
+
+        Raises:
+            BaseException: an update's failure that nobody has seen yet, after all of that.
+        """
+        self.runner.destroyed = True
+        updater = self.parts.updater
+        if updater is not None:
+            updater.stop()
         self.runner.executor.abandon()
         self.parts.device_store.drop()
         if self.host_optimizer is not None:
@@ -92,6 +99,8 @@ class Assembly:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
         self.store.release()
+        if updater is not None:
+            updater.surface()
 
 
 def assemble(
@@ -102,6 +111,8 @@ def assemble(
     device: Device | None,
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
+    if belongs_to_engine(model):
+        raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
     settings = config.harmony
     saved = saved_plan(settings.plan)
     if device is None:
@@ -139,7 +150,7 @@ def assemble(
     looks = Looks(updater, device_store)
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
-    lending = Lending(model, decomposition.canonical, device, ledger, looks.at_weights)
+    lending = Lending(model, decomposition.canonical, device, ledger)
     stash = Stash(device, ledger)
     parts = Parts(
         device=device,
@@ -153,15 +164,13 @@ def assemble(
         calls=CallStates(model, lambda: updater is not None and updater.pending),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
+        take_own=store.take_gradients,
     )
     runner = Runner(parts, decomposition, graph, plan_settings)
-    try:
-        interception = Interception(decomposition.layers)
-    except ModelError:
-        if updater is not None:
-            updater.stop()
-        raise
-    return Assembly(device, store, ledger, parts, runner, interception, decomposition.layers, optimizer, host_optimizer)
+    interception = Interception(decomposition.layers)
+    return Assembly(
+        device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
+    )
 
 
 def _policy(config: Config) -> Policy:

@@ -72,29 +72,24 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: Tensor, opti
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> Tensor | None:
-    """A copy of the gradient of `param`, in fp32: between the backward() of a group's last micro-batch and step().
-
-    Raises:
-        UsageError: the group is not complete.
-        UnsupportedError: with gradient_clipping 0, layers are updated as soon as their gradients arrive.
-    """
+    """A copy of the gradient of `param` in fp32, as it has gathered since the last step; None if there is none."""
     link = link_of(param)
-    return param.grad if link is None or param.grad is not None else link.get_full_hp_grad()
+    return param.grad if link is None else link.get_full_hp_grad()
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: Tensor) -> None:
-    """Replaces the gradient of `param`, before it is clipped and used; raises as `safe_get_full_grad`."""
+    """Replaces the gradient of `param`, before it is clipped and used."""
     link = link_of(param)
-    if param.grad is not None:
-        param.grad.copy_(value)
-    elif link is not None:
+    if link is not None:
         link.set_full_hp_grad(value)
+    elif param.grad is not None:
+        param.grad.copy_(value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: list[torch.nn.Parameter], update_func: Callable[[Tensor, torch.nn.Parameter], Tensor]
 ) -> None:
-    """Replaces the gradients of `param_list` by what `update_func` makes of them; raises as `safe_get_full_grad`."""
+    """Replaces the gradients of `param_list` by what `update_func` makes of them."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -122,12 +117,12 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: Tensor, opt
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> Tensor | None:
-    """As `safe_get_full_grad`, flat."""
+    """`safe_get_full_grad`, flat."""
     return _flat(safe_get_full_grad(param))
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: Tensor) -> None:
-    """As `safe_set_full_grad`, of a flat value."""
+    """`safe_set_full_grad` of a flat value."""
     safe_set_full_grad(param, value.view(param.shape))
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from harmony_ds.errors import CheckpointError, ModelError
-from harmony_ds.runtime.lending import WatchedParameters
+from harmony_ds.runtime.lending import belongs_to_engine
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMED_IN_ERRORS = 8
@@ -44,7 +44,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         CheckpointError: a file cannot be read, or its tensors are not the model's.
         ModelError: a buffer is neither in the files nor computed by its module; or an engine holds the parameters.
     """
-    if any(isinstance(module.__dict__["_parameters"], WatchedParameters) for module in model.modules()):
+    if belongs_to_engine(model):
         raise ModelError("this model belongs to an engine: call that engine's destroy() before it gets other weights.")
     files = _files(Path(path))
     where = {key: file for file in files for key in file.keys}

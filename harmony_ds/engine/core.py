@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
+from harmony_ds.engine.by_hand import OptimizerByHand
 from harmony_ds.engine.checkpoints import Checkpoints
-from harmony_ds.engine.gradients import EngineGradients
+from harmony_ds.engine.gradients import EngineOwner
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
 from harmony_ds.loss_scaling import LossScaler
@@ -66,11 +69,15 @@ class HarmonyEngine(Checkpoints):
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
         self._looked_early = False
+        self._running = False  # a step, or a part of one
+        self._gradients_shown: set[str] = set()  # whoever saw them may have changed them
+        self._by_hand = None if self.optimizer is None else OptimizerByHand(self.optimizer, self._step_by_hand)
         self._scaler = LossScaler(config.loss_scale)
         self._reports = StepReports(config)
-        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineGradients(self))
+        self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
+        # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
+        self._let_go = weakref.finalize(self, _let_go, self._links, self._by_hand, assembly)
         self._inside_no_sync = False
-        self._destroyed = False
         self.training_data: Any = None
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
@@ -89,8 +96,9 @@ class HarmonyEngine(Checkpoints):
             assembly.runner,
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
-            self._warn_about_looking,
-            self._check_scaled if config.loss_scale is not None else None,
+            _while_alive(self._warn_about_looking),
+            _while_alive(self._check_scaled),
+            _while_alive(self._propagate),
         )
         self._group = self._new_group()
 
@@ -109,11 +117,11 @@ class HarmonyEngine(Checkpoints):
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: no plan fits this micro-batch in the device memory budget.
         """
+        self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
-        if self._group.propagated:
-            raise UsageError("the gradients of this group have been looked at, so it is complete: call step() first.")
+        self._links.settle()
         return self._group.add(args, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -126,6 +134,8 @@ class HarmonyEngine(Checkpoints):
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
+        if isinstance(loss, PendingLoss):
+            loss.check_not_propagated()
         self._backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
@@ -236,6 +246,7 @@ class HarmonyEngine(Checkpoints):
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
+        self._runner.check_alive()
         batches = self._take(data_iter)
         training = self.module.training
         self.module.eval()
@@ -266,7 +277,7 @@ class HarmonyEngine(Checkpoints):
             raise StopIteration("the data iterator is at its end")
         return batches
 
-    def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+    def _optimizer_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         assembly, executor = self._assembly, self._runner.executor
         assert assembly.host_optimizer is not None
         group, count = self._group, len(self._group)
@@ -275,7 +286,7 @@ class HarmonyEngine(Checkpoints):
         looked = group.propagated
         begin = time.perf_counter()
         try:
-            ran = group.run(assembly.host_optimizer.hyper(), self._clipping())
+            ran = self._run_group(group)
         finally:
             self._group = self._new_group()
         full = count == self.gradient_accumulation_steps() and not looked
@@ -285,6 +296,36 @@ class HarmonyEngine(Checkpoints):
         self._traffic_micro_batches = count
         self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
 
+    def _run_group(self, group: StepGroup) -> bool:
+        """The queued group, and what the user's own backward passes left; False if there is no gradient at all."""
+        optimizer = self._assembly.host_optimizer
+        assert optimizer is not None
+        hyper, clipping = optimizer.hyper(), self._clipping()
+        self._links.settle()
+        with self._busy():
+            self._hide_gradients()
+            return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """A step, or a part of one, wherever it is asked for: gradients may be read under `torch.no_grad()`."""
+        self._running = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+        finally:
+            self._running = False
+
+    def _step_by_hand(self) -> None:
+        """`optimizer.step()`: the update of what has gathered, as at a boundary; schedulers are the caller's."""
+        count = len(self._group)
+        try:
+            self._optimizer_step(None)
+        except BaseException:
+            self.micro_steps = self._group_began
+            raise
+        self.micro_steps = self._group_began = self._group_began + count
+
     def _clipping(self) -> Clipping | None:
         settings = self._settings
         if not settings.deferred_update:
@@ -292,15 +333,68 @@ class HarmonyEngine(Checkpoints):
         return Clipping(settings.gradient_clipping, self._scaler.scale, settings.skip_overflow)
 
     def _propagate(self) -> bool:
-        """Runs the queued group up to its norm; False if no micro-batch wants a gradient."""
-        clipping, optimizer = self._clipping(), self._assembly.host_optimizer
-        assert clipping is not None and optimizer is not None
+        """Runs what is queued and propagated from, so that gradients are there; False if there are none.
+
+        A part of a step: later micro-batches add to them, and `step()` uses them.
+        """
+        optimizer = self._assembly.host_optimizer
+        if self._running or optimizer is None or not self._group:
+            return False
+        if not self._group.wanted:
+            return self._group.propagated
         try:
-            return self._group.propagate(optimizer.hyper(), clipping)
+            with self._busy():
+                self._hide_gradients()
+                return self._group.propagate(optimizer.hyper(), self._clipping() or Clipping())
         except BaseException:
+            self._group.abandon()
             self._group = self._new_group()
             self.micro_steps = self._group_began
             raise
+
+    @torch.no_grad()
+    def _show_gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits for its update, to be looked at and changed; not scaled meanwhile."""
+        gradient = self._runner.gradient(name)
+        if gradient is not None and name not in self._gradients_shown:
+            self._gradients_shown.add(name)
+            if self._scaler.scale != 1.0:
+                gradient.div_(self._scaler.scale)
+        return gradient
+
+    @torch.no_grad()
+    def _hide_gradients(self) -> None:
+        """Before others come to those that were shown, or they are used."""
+        for name in self._gradients_shown if self._scaler.scale != 1.0 else ():
+            gradient = self._runner.gradient(name)
+            if gradient is not None:
+                gradient.mul_(self._scaler.scale)
+        if self._gradients_shown:
+            self._runner.changed(self._gradients_shown)
+            self._gradients_shown.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
+        if self.optimizer is None:
+            return
+        if self._propagate():
+            self._runner.drop_gradients(self._assembly.store.parameters)
+        self._assembly.store.take_gradients(self._assembly.store.parameters)
+
+    def _run_queued(self, why: str) -> None:
+        """As `_propagate`, because `why` is about to happen.
+
+        Raises:
+            UsageError: a micro-batch is queued that has not been propagated back from.
+        """
+        if self._running or not self._group:
+            return
+        self._propagate()
+        if self._group.waits:
+            raise UsageError(
+                f"{why}, while a micro-batch that was handed over with the values before is still to be propagated back "
+                "from: call engine.backward(loss) first, or change parameters behind engine.step()."
+            )
 
     def _note_time(self, step_ms: float, full: bool) -> None:
         """Keeps the times of full steps of the present plan; the first of a plan touches memory for the first time."""
@@ -310,12 +404,15 @@ class HarmonyEngine(Checkpoints):
         elif full:
             self._step_ms.append(step_ms)
 
-    def _boundary_passed(self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any]) -> None:
+    def _boundary_passed(
+        self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any] | None
+    ) -> None:
+        """`lr_kwargs`: for the scheduler; None: it is not stepped."""
         self._norm = norm
         self._applied = not overflow
         if overflow:
             self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        elif self.lr_scheduler is not None and lr_kwargs is not None:
             # torch's schedulers look for a sign that the optimizer was stepped first.
             self.optimizer._opt_called = True  # type: ignore[union-attr]
             self.lr_scheduler.step(**lr_kwargs)
@@ -342,6 +439,7 @@ class HarmonyEngine(Checkpoints):
             )
 
     def _need_optimizer(self, what: str) -> None:
+        self._runner.check_alive()
         if self.optimizer is None:
             raise NoOptimizerError(
                 f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
@@ -360,7 +458,7 @@ class HarmonyEngine(Checkpoints):
         return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
 
     def _check_scaled(self) -> None:
-        if self._scaled_backward:
+        if self._scaled_backward or self._settings.loss_scale is None:
             return
         if self._backwards_scaled_by_hand == 0:
             raise UnscaledLossError(
@@ -433,9 +531,9 @@ class HarmonyEngine(Checkpoints):
 
     @property
     def usable(self) -> bool:
-        """False after a failure that left some layers updated and others not."""
+        """False after a failure that left some layers updated and others not, and after `destroy`."""
         updater = self._assembly.parts.updater
-        return self._runner.failed is None and (updater is None or updater.failure is None)
+        return self._let_go.alive and self._runner.failed is None and (updater is None or updater.failure is None)
 
     @property
     def plan(self) -> Plan | None:
@@ -519,13 +617,38 @@ class HarmonyEngine(Checkpoints):
         )
 
     def destroy(self) -> None:
-        """Finishes updates, ends threads, and gives the model its own forward back."""
-        if self._destroyed:
-            return
-        self._destroyed = True
+        """Finishes updates, ends threads, frees memory, and gives the model its own forward and plain parameters back.
+
+        An engine that nobody holds any more does so by itself.
+
+        Raises:
+            BaseException: an update's failure that nobody has seen yet, after all of that.
+        """
         self._group.abandon()
-        self._links.remove()
-        self._assembly.destroy()
+        self._let_go()
+
+
+def _let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Assembly) -> None:
+    """What ends an engine, without it."""
+    links.remove()
+    if by_hand is not None:
+        by_hand.remove()
+    updater = assembly.parts.updater
+    if updater is not None and updater.entered:  # garbage was collected there
+        threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
+    else:
+        assembly.destroy()
+
+
+def _while_alive(method: Callable[[], Any]) -> Callable[[], Any]:
+    """Calls `method` while its object lives, and does not keep it alive: a loss may outlive its engine."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> Any:
+        living = reference()
+        return None if living is None else living()
+
+    return call
 
 
 def _need_scalar(loss: object, message: str) -> None:

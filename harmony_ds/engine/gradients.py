@@ -1,61 +1,53 @@
-"""Gradients between backward and step, for whoever asks: the group runs up to its norm, and step() does the rest."""
+"""What parameters ask of their engine: true values, gradients before the step, that nothing queued is overtaken."""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harmony_ds.errors import UnsupportedError, UsageError
-from harmony_ds.parameters import Gradients
+from harmony_ds.parameters import Owner
 
 if TYPE_CHECKING:
     from harmony_ds.engine.core import HarmonyEngine
 
 
-class EngineGradients(Gradients):
-    """Those of one engine."""
+class EngineOwner(Owner):
+    """Asks one engine, as long as that is there: a model's parameters must not keep its engine alive."""
 
     def __init__(self, engine: HarmonyEngine) -> None:
-        self._engine = engine
-
-    @property
-    def scale(self) -> float:  # type: ignore[override]
-        """The loss scale."""
-        return self._engine.cur_scale
+        self._engine = weakref.ref(engine)
 
     def finish(self) -> None:
         """Makes every weight, master and state on the host true."""
-        self._engine.finish_updates()
+        engine = self._engine()
+        if engine is not None:
+            engine.finish_updates()
 
-    def gradient(self, name: str) -> Tensor | None:
-        """The gradient of `name`, itself, times the loss scale; None if no backward pass came there.
+    def look(self, name: str) -> None:
+        """Makes the weight `name` on the host true."""
+        engine = self._engine()
+        if engine is not None:
+            engine._assembly.looks.at_weights((name,))
+
+    def run_queued(self, why: str) -> None:
+        """Runs what is queued and propagated from, since `why` is about to happen.
 
         Raises:
-            UsageError: the group is not complete, so that gradients are not either.
-            UnsupportedError: layers are updated as soon as their gradients arrive.
+            UsageError: a micro-batch is queued that has not been propagated back from.
         """
-        engine, parts = self._engine, self._engine._assembly.parts
-        if not engine._settings.deferred_update:
-            raise UnsupportedError(
-                "with gradient_clipping 0 each layer is updated as soon as its gradient arrives, so that gradients are "
-                "never there together. To look at them, set gradient_clipping to a norm that is never reached, such as 1e9."
-            )
-        if engine.managed_gradient_accumulation() and not engine.is_gradient_accumulation_boundary():
-            raise UsageError(
-                "a group's gradients are there between the backward() of its last micro-batch and step(): "
-                f"{len(engine._group)} of {engine.gradient_accumulation_steps()} micro-batches are queued now. Their norm "
-                "after the step is engine.get_global_grad_norm()."
-            )
-        if not engine._propagate():
-            return None
-        assert parts.updater is not None
-        found = parts.updater.gradient(name)
-        return parts.device_store.gradient(name) if found is None else found
+        engine = self._engine()
+        if engine is not None:
+            engine._run_queued(why)
 
-    def changed(self, name: str) -> None:
-        """The norm of `name` is taken again (on the device it has not been taken yet)."""
-        updater = self._engine._assembly.parts.updater
-        assert updater is not None
-        if updater.gradient(name) is not None:
-            updater.measure((name,))
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name`, itself, not scaled: what has gathered since the last step."""
+        engine = self._engine()
+        return None if engine is None or not engine._propagate() else engine._show_gradient(name)
+
+    def drop(self, name: str) -> None:
+        """The gradient of `name` is not wanted."""
+        engine = self._engine()
+        if engine is not None and engine._propagate():
+            engine._runner.drop_gradients((name,))

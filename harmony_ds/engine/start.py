@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,19 +86,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     except BaseException:
         assembly.destroy()
         raise
-    atexit.register(_destroy, weakref.ref(engine))
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     if training_data is not None:
         engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _destroy(engine: weakref.ref[HarmonyEngine]) -> None:
-    """At exit, for scripts that do not: the interpreter would kill the update's thread inside C++, which aborts."""
-    alive = engine()
-    if alive is not None:
-        alive.destroy()
 
 
 def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:

@@ -54,9 +54,6 @@ class Surface(Settings, nn.Module):
         """Sets the model's mode."""
         self.train(False)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients live for one step only; there is nothing to do between steps."""
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """One process has nothing to synchronize: allowed with every ZeRO stage. `step()` is not allowed inside."""

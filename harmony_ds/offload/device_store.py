@@ -26,7 +26,7 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Stream
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.residency import DeviceCopy, Residency
 
@@ -41,7 +41,8 @@ class _Twin:
         self.device = device
         self.ahead = False  # the device's is newer
         self.shown = False  # somebody may have written into the host's
-        self._version = host._version
+        with ungated():
+            self._version = host._version
 
     def to_host(self, read_only: bool = False) -> int:
         """Issues the copy to the host, if that lags behind; returns the bytes it moves.
@@ -53,18 +54,20 @@ class _Twin:
         if not self.ahead:
             return 0
         self.ahead = False
-        self.host.data.copy_(self.device, non_blocking=True)
-        self._version = self.host._version
-        return self.host.numel() * self.host.element_size()
+        with ungated():
+            self.host.data.copy_(self.device, non_blocking=True)
+            self._version = self.host._version
+        return self.device.numel() * self.device.element_size()
 
     def to_device(self) -> int:
         """Issues the copy to the device, if the host's may have changed; returns the bytes it moves."""
-        if not self.shown and self.host._version == self._version:
-            return 0
-        self.shown = self.ahead = False
-        self._version = self.host._version
-        self.device.copy_(self.host, non_blocking=True)
-        return self.host.numel() * self.host.element_size()
+        with ungated():
+            if not self.shown and self.host._version == self._version:
+                return 0
+            self.shown = self.ahead = False
+            self._version = self.host._version
+            self.device.copy_(self.host, non_blocking=True)
+        return self.device.numel() * self.device.element_size()
 
 
 @dataclass(slots=True, eq=False)
@@ -285,6 +288,20 @@ class DeviceStore:
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name` that waits for its update here; the tensor itself."""
         return self._sum(name)
+
+    @torch.no_grad()
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Adds to the gradient of `name`, which is here."""
+        copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
+        self._residency.add_gradient(copy, name, gradient)
+
+    @torch.no_grad()
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Everything that waits for its update here, as copies on the host; nothing waits here any more."""
+        gradients = {name: total for name in self._held if (total := self._sum(name)) is not None}
+        taken = {name: total.to("cpu", copy=True) for name, total in gradients.items()}
+        self.forget_gradients()
+        return taken
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:

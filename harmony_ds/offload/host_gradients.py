@@ -7,6 +7,7 @@ packs in turn. With updates deferred until the norm is known, every pack keeps a
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,12 @@ class Delivery:
 
     Attributes:
         gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
+        slab: what they lie in; None if that is not the engine's.
     """
 
     gradients: dict[str, Tensor]
     arrived: Event
-    slab: Tensor
+    slab: Tensor | None
 
 
 class HostGradients:
@@ -67,6 +69,11 @@ class HostGradients:
                 self._ledger.book_out(Kind.GRADIENTS, counts[name] * self._dtype.itemsize)
         return Delivery(views, device.record(Stream.SWAP_OUT), slab)
 
+    def on_host(self, gradients: Mapping[str, Tensor]) -> Delivery:
+        """A delivery of what is on the host already, such as the gradients of a penalty that the user's loss adds."""
+        there = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
+        return Delivery(there, self._device.record(Stream.COMPUTE), None)
+
     def _acquire(self, numel: int, beyond_limit: bool) -> Tensor:
         with self._freed:
             if self._limit is not None and not beyond_limit:
@@ -85,6 +92,8 @@ class HostGradients:
 
     def release(self, delivery: Delivery) -> None:
         """Nothing of `delivery` is needed any more; called from the update thread."""
+        if delivery.slab is None:
+            return
         with self._freed:
             self._out -= 1
             self._spare.append(delivery.slab)

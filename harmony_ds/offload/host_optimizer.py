@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, is_native
 from harmony_ds.offload.watched_state import WatchedState, plain
 
@@ -56,11 +57,17 @@ class HostOptimizer:
                         "that is not one of the model's trainable parameters: build it from model.parameters()."
                     )
                 self._group_of[names[id(parameter)]] = index
+        self._members = _members(optimizer)
         self.native = is_native(optimizer)
         self.lock = threading.Lock()  # held while DeepSpeed's compiled object, which has a memory of its own, steps
         self.part = part_of(optimizer)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
+
+    @property
+    def trained(self) -> Iterable[str]:
+        """The names of its parameters."""
+        return self._group_of
 
     def trains(self, name: str) -> bool:
         """Whether the optimizer has the parameter `name`."""
@@ -109,14 +116,33 @@ class HostOptimizer:
             plain(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
-        """The hyper-parameters as they are now."""
+        """The hyper-parameters as they are now.
+
+        Raises:
+            OptimizerError: the optimizer has other parameters than when the engine was made.
+        """
+        self._check_members()
         return tuple(
             {key: _frozen(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         )
 
+    def _check_members(self) -> None:
+        now = _members(self.optimizer)
+        if now != self._members:
+            raise OptimizerError(
+                f"the optimizer's parameter groups hold {[len(group) for group in now]} parameters, and held "
+                f"{[len(group) for group in self._members]} when the engine was made: what has been added would not be "
+                "trained, and what has gone would be. Put every parameter that will ever be trained into the optimizer "
+                "before initialize (lr 0 keeps one still), or initialize again."
+            )
+
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Steps the masters of `gradients` (fp32, host) once."""
+        with ungated():
+            self._step(gradients, hyper)
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         parameters: list[list[nn.Parameter]] = [[] for _ in hyper]
         for name, gradient in gradients.items():
             group = self._group_of.get(name)
@@ -169,6 +195,10 @@ def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object
     part.param_groups = []
     return part
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _frozen(value: object) -> object:

@@ -23,6 +23,9 @@ from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
 from harmony_ds.device.base import Device
 from harmony_ds.offload.process_memory import MappedFiles, return_freed
 
+ungated = torch._C.DisableTorchFunctionSubclass
+"""A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
+
 _WORTH_RETURNING = 2**20
 """Bytes; to ask the allocator takes it milliseconds."""
 
@@ -103,6 +106,22 @@ class HostStore:
         master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         return nn.Parameter(master.copy_(parameter.detach()), requires_grad=True)
 
+    def weight(self, name: str) -> Tensor:
+        """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
+        place = self._places[name]
+        return self._slabs[place.slab][place.start : place.start + place.numel].view(place.shape)
+
+    def take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What backward passes of the user's own have left on the host parameters `names`; takes it from there."""
+        taken: dict[str, Tensor] = {}
+        with ungated():
+            for name in names:
+                gradient = self.parameters[name].grad
+                if gradient is not None:
+                    taken[name] = gradient
+                    self.parameters[name].grad = None
+        return taken
+
     def pieces(self, names: Iterable[str]) -> list[Piece]:
         """The fewest contiguous runs of host memory that hold `names`."""
         places = sorted(((self._places[name], name) for name in names), key=lambda p: (p[0].slab, p[0].start))
@@ -126,8 +145,7 @@ class HostStore:
 
     def upload_copy(self, name: str) -> Tensor | None:
         """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""
-        parameter, master = self.parameters[name], self.masters[name]
-        return None if parameter is master else parameter.data
+        return None if self.parameters[name] is self.masters[name] else self.weight(name)
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of the slabs and of the masters beside them."""

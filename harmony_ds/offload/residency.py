@@ -10,13 +10,14 @@ with. Gradients gather on those leaves (or beside them, in the accumulation dtyp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
 
 
@@ -26,12 +27,14 @@ class DeviceCopy:
     Attributes:
         leaves: by canonical name; autograd gathers each one's gradient of the running micro-batch in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaf's own.
+        hooked: leaves whose gradients the user's hooks see.
     """
 
     def __init__(self, buffer: Tensor, leaves: dict[str, nn.Parameter], arrived: Event) -> None:
         self.buffer = buffer
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
+        self.hooked: set[str] = set()
         self._arrived: Event | None = arrived
 
     def wait(self, device: Device) -> None:
@@ -56,6 +59,11 @@ class Residency:
         return self._store.dtype
 
     @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The host's, by canonical name."""
+        return self._store.parameters
+
+    @property
     def accumulates_in_place(self) -> bool:
         """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
         return self._accumulation_dtype == self._store.dtype
@@ -76,9 +84,9 @@ class Residency:
                     views[name] = target[start : start + place.numel].view(place.shape)
                 offset += piece.memory.numel()
         arrived = self._device.record(Stream.SWAP_IN)
-        leaves = {
-            name: nn.Parameter(views[name], requires_grad=self._store.parameters[name].requires_grad) for name in views
-        }
+        with ungated():
+            trained = {name: self._store.parameters[name].requires_grad for name in views}
+        leaves = {name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()}
         return DeviceCopy(buffer, leaves, arrived)
 
     def accumulate(self, copy: DeviceCopy) -> None:
@@ -107,6 +115,25 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
+    def hook(self, copy: DeviceCopy) -> None:
+        """Lets the hooks of the user's parameters (`register_hook`) see the gradients of their device copies."""
+        for name in copy.leaves:
+            with ungated():
+                hooks = self._store.parameters[name]._backward_hooks
+            if hooks and name not in copy.hooked:
+                copy.leaves[name].register_hook(partial(_through, hooks))
+                copy.hooked.add(name)
+
+    def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
+        """Adds `gradient` (anywhere, of any dtype) to the sum of `name`."""
+        known = self.gradient(copy, name)
+        if known is not None:
+            known.add_(gradient.to(known.device))
+        elif self.accumulates_in_place:
+            copy.leaves[name].grad = gradient.to(copy.buffer)
+        else:
+            copy.gradients[name] = gradient.to(copy.buffer.device, self._accumulation_dtype)
+
     def forget_gradient(self, copy: DeviceCopy, name: str) -> None:
         """Drops the sum of `name`, and what autograd left of the running micro-batch."""
         copy.gradients.pop(name, None)
@@ -119,3 +146,10 @@ class Residency:
         # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
         self._device.wait(Stream.SWAP_IN, done)
         self._device.free(copy.buffer)
+
+
+def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient

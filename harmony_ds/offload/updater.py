@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harmony_ds.offload.host_gradients import Delivery, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.host_store import HostStore, ungated
 
 _FIRST = -1  # the priority of what is not an update
 _LAST = 2**31
@@ -67,7 +67,8 @@ class Updater:
         self._pending: dict[int, int] = {}  # pack -> updates queued or running
         self._failure: BaseException | None = None
         self._seen = False  # whether the failure has surfaced somewhere
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stopping = False
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Asked for when work is queued; what it returns is put around that work on the thread, waiting apart."""
@@ -103,6 +104,18 @@ class Updater:
         self._put(_FIRST, lambda: found.set_result(self._sum(name)))
         self.wait_all()
         return found.result()
+
+    def take(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """The gradients of `names` that wait here, which are used elsewhere."""
+        found: Future[dict[str, Tensor]] = Future()
+        self._put(_FIRST, lambda: found.set_result(self._take(names)))
+        self.wait_all()
+        return found.result()
+
+    def drop(self, names: tuple[str, ...]) -> None:
+        """Forgets the gradients of `names`."""
+        self._put(_FIRST, lambda: self._forget(names))
+        self.wait_all()
 
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Queues the norms of gradients that are not delivered, because they are used where they are."""
@@ -172,6 +185,11 @@ class Updater:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or (not self._jobs and not self._pending))
 
+    @property
+    def entered(self) -> bool:
+        """Whether the calling thread is in the middle of this object, so that it must not wait for it."""
+        return threading.current_thread() is self._thread or self._lock._is_owned()  # type: ignore[attr-defined]
+
     def stop(self) -> None:
         """Ends the thread once its queue is empty."""
         with self._changed:
@@ -198,6 +216,10 @@ class Updater:
 
     @torch.no_grad()
     def _run(self) -> None:
+        with ungated():
+            self._work()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._stopping)
@@ -234,6 +256,16 @@ class Updater:
             total.add_(later.gradients[name])
             self._drop(name, later)
         return total
+
+    def _take(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        taken = {name: total.clone() for name in names if (total := self._sum(name)) is not None}
+        self._forget(names)
+        return taken
+
+    def _forget(self, names: tuple[str, ...]) -> None:
+        self._let_go(names)
+        for name in names:
+            self._norms.pop(name, None)
 
     def _drop(self, name: str, delivery: Delivery) -> None:
         del delivery.gradients[name]

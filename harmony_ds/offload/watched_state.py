@@ -49,11 +49,8 @@ class WatchedState(State):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._look(None)
-        return _itself, (self.plain,)
-
-
-def _itself(state: State) -> State:
-    return state
+        made: tuple[Any, ...] = self.plain.__reduce_ex__(2)  # type: ignore[assignment]
+        return made
 
 
 def plain(state: State) -> State:

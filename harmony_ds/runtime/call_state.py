@@ -13,10 +13,11 @@ others wait for their forward pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -34,6 +35,16 @@ class CallState:
     values: dict[Key, Any]
     places: dict[Key, Place]
     modes: bytes
+
+
+class Queue(Protocol):
+    """Calls whose micro-batches have not run to their end."""
+
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
+
+    def catch_up(self) -> None:
+        """Runs the forward passes that wait, if their order matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +69,14 @@ class CallStates:
         self._running = False
         self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
         self._look()
-        self.waiting: Callable[[], bool] = lambda: False
-        """Whether micro-batches wait for their forward pass."""
-        self.catch_up: Callable[[], None] = lambda: None
-        """Runs the forward passes that wait."""
+        self._queue: weakref.ref[Queue] | None = None
+
+    def follow(self, queue: Queue) -> None:
+        """From now on, calls are queued there; it is not kept alive."""
+        self._queue = weakref.ref(queue)
+
+    def _queue_now(self) -> Queue | None:
+        return None if self._queue is None else self._queue()
 
     # ---- at the call
 
@@ -82,7 +97,8 @@ class CallStates:
         return self._newest
 
     def _refuse(self, change: str | None) -> None:
-        if change is not None and self.waiting():
+        queue = self._queue_now()
+        if change is not None and queue is not None and queue.has_waiting():
             raise CallChangedError(
                 f"{change} while micro-batches wait whose calls came before: their forward passes have not run, and "
                 "would see it too. Change it before the first micro-batch of a step, or look at the losses of those "
@@ -150,12 +166,13 @@ class CallStates:
         self._look()
 
     def _catch_up(self) -> None:
-        if not self._running:
-            self.catch_up()
+        queue = self._queue_now()
+        if queue is not None and not self._running:
+            queue.catch_up()
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its buffers."""
-        self.catch_up = lambda: None
+        self._queue = None
         for module in self._model.modules():
             module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 

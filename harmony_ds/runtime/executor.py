@@ -11,7 +11,7 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +38,8 @@ from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 
 RESIDENT = -1
 """The pack number under which the resident set is updated."""
+UNCALLED = -2
+"""And what no pack has."""
 
 Progress = Callable[[int, int, str], None]
 _POLICY = Policy()
@@ -85,6 +87,8 @@ class Parts:
     calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams
+    take_own: Callable[[Iterable[str]], dict[str, Tensor]]
+    """Takes what the user's own backward passes left on host parameters."""
 
 
 class Executor:
@@ -103,6 +107,7 @@ class Executor:
         self.on_progress: Progress | None = None
         self.recorder: Recorder = NOT_RECORDED
         self.norm: Future[GradientNorm] | None = None
+        self.keeps_on_host = False  # gradients of packs that are updated on the device, since a plan was exchanged
         self.updates_issued = 0
         self.overflow = False  # of the last step: its updates were skipped
         self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
@@ -147,7 +152,7 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task), self._surroundings(work, task):
+                        with self.recorder.task(task), self._as_called(work, task):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -173,8 +178,17 @@ class Executor:
         self._parts.stash.abandon()
         self.norm = None
 
+    def resident_gradient(self, name: str) -> Tensor | None:
+        """What has gathered for a parameter of the resident set that is still on the device."""
+        return None if self._resident is None else self._parts.residency.gradient(self._resident, name)
+
+    def forget_resident_gradient(self, name: str) -> None:
+        """Drops it."""
+        if self._resident is not None:
+            self._parts.residency.forget_gradient(self._resident, name)
+
     @contextmanager
-    def _surroundings(self, work: Work, task: Task) -> Iterator[None]:
+    def _as_called(self, work: Work, task: Task) -> Iterator[None]:
         """What the calls of a micro-batch saw, around its tasks."""
         if task.micro_batch < 0:
             yield
@@ -191,6 +205,7 @@ class Executor:
                 self._parts.updater.wait(RESIDENT)
             with self.recorder.resident_set():
                 self._resident = self._parts.residency.swap_in(self.resident_names)
+            self._parts.residency.hook(self._resident)
         if self._resident is not None:
             self._resident.wait(self._parts.device)
 
@@ -220,6 +235,8 @@ class Executor:
         if self._parts.updater is not None and not self._parts.device_store.holds(names):
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
+        for index in resident:
+            self._parts.residency.hook(self._copies[index])
 
     def _swap_in(self, work: Work, task: Task) -> None:
         pack = work.packs[task.pack]
@@ -227,7 +244,8 @@ class Executor:
             for owner in owners_of(work.packs, pack):
                 self._parts.updater.wait(owner)
         self.recorder.waited()
-        self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
+        copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
+        self._parts.residency.hook(copy)
 
     def _evict(self, work: Work, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))
@@ -364,8 +382,25 @@ class Executor:
         delivery = self._parts.gradients.swap_out(gradients, beyond_limit=self._clipping is not None)
         self._leaving[pack] = (gradients, delivery.arrived)
         self._parts.updater.receive(delivery)
+        self.receive_own(owned)
         if self._clipping is not None and owned:
             self._parts.updater.measure(owned)
+
+    def receive_own(self, names: tuple[str, ...]) -> bool:
+        """Takes what the user's own backward passes left on the host parameters `names`; whether there was anything."""
+        assert self._parts.gradients is not None and self._parts.updater is not None
+        own = self._parts.take_own(names)
+        if own:
+            self._parts.updater.receive(self._parts.gradients.on_host(own))
+        return bool(own)
+
+    def receive_on_device(self, names: tuple[str, ...]) -> None:
+        """Takes to the device what gathered on the host for `names`, which are updated there."""
+        assert self._parts.updater is not None
+        gathered = self._parts.updater.take(names) if self.keeps_on_host else {}
+        for gradients in (gathered, self._parts.take_own(names)):
+            for name, gradient in gradients.items():
+                self._parts.device_store.add_gradient(name, gradient)
 
     def _wait_for_host(self, work: Work) -> None:
         """Where updates do not overlap: until the host has done what it was asked for."""
@@ -385,7 +420,11 @@ class Executor:
         self.release_resident(wanted=True)
         store, updater = self._parts.device_store, self._parts.updater
         for index in work.policy.resident:
+            self.receive_on_device(work.packs[index].owned)
             store.measure(work.packs[index].owned)
+        uncalled = self._uncalled(work)
+        if self.receive_own(uncalled):
+            updater.measure(uncalled)
         updater.add_norms(store.take_norms())
         self.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.norm.result().overflow:
@@ -407,8 +446,23 @@ class Executor:
         self.updates_issued += 1
         coefficient = None if self.norm is None else self.norm.result().coefficient
         owned = work.packs[task.pack].owned
+        if self.norm is None:
+            self.receive_on_device(owned)
         self.recorder.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
+
+    def _uncalled(self, work: Work) -> tuple[str, ...]:
+        """Trained parameters that no call of the plan uses: only the user's own backward passes reach them."""
+        assert self._parts.optimizer is not None
+        called = {name for pack in work.packs for name in pack.parameters} | set(self.resident_names)
+        return tuple(name for name in self._parts.optimizer.trained if name not in called)
+
+    def _update_uncalled(self, work: Work) -> None:
+        uncalled = self._uncalled(work) if self._parts.updater is not None and not self.overflow else ()
+        if uncalled and self._parts.updater is not None:
+            if self.norm is None:
+                self.receive_own(uncalled)
+            self._parts.updater.update(UNCALLED, uncalled, self._hyper, self.norm)
 
     def finish_step(self, work: Work) -> None:
         """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""
@@ -417,6 +471,7 @@ class Executor:
             self.updates_issued += 1
             with self.recorder.resident_set():
                 self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
+        self._update_uncalled(work)
         if self.norm is None and self._parts.updater is not None:
             self._parts.updater.add_norms(self._parts.device_store.take_norms())
             self.norm = self._parts.updater.norm_of_updates()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError, ModelError
+from harmony_ds.errors import BatchError, ModelError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
@@ -88,6 +88,10 @@ class QueuedMicroBatch:
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
+        self.received = False  # a gradient has come to outputs that were computed on their own
+        self.propagated = False  # its backward pass is done
+        # Who propagates back expects the gradients of what came in as soon as that is done.
+        self.leads_outside = any(t.requires_grad for t in tensors_in(micro_batch.inputs))
 
     def loss(self, attached: bool) -> Tensor:
         """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
@@ -104,14 +108,29 @@ class QueuedMicroBatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody called backward on its loss."""
-        return bool(self._objectives)
+        """Whether somebody propagates back from it, and that has not been done."""
+        return (bool(self._objectives) or self.received) and not self.propagated
 
     def backward(self, loss: PendingLoss) -> None:
-        if self._group is not None:
-            self._group.propagating()
-            self.micro_batch.backward_autocast = self._group.autocast()
         self._objectives.append(lambda own: loss.evaluate(lambda _: own))
+        if self._group is not None:
+            self.micro_batch.backward_autocast = self._group.autocast()
+            self._group.propagating(self)
+
+    def receive(self) -> None:
+        """A gradient comes to its outputs, which were computed on their own."""
+        self.check_not_propagated()
+        self.received = True
+        if self._group is not None:
+            self._group.propagating(self, later=True)
+
+    def check_not_propagated(self) -> None:
+        """Raises UsageError if its backward pass is over."""
+        if self.propagated:
+            raise UsageError(
+                "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
+                "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
+            )
 
     def backward_from_loss(self, divisor: int, scale: float) -> None:
         """As `backward(loss / divisor * scale)`."""
@@ -124,10 +143,15 @@ class QueuedMicroBatch:
         return self.micro_batch.outputs
 
     def _forward_now(self) -> None:
-        if self._group is None:
+        if self._group is None or self.propagated:
+            why = (
+                "its backward pass is over"
+                if self.propagated
+                else "it was never propagated back from, and its step is over"
+            )
             raise BatchError(
-                "this micro-batch was never propagated back from, and its step is over: its outputs are not known. "
-                "Call engine.backward(loss), look at them before engine.step(), or run the engine under torch.no_grad()."
+                f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
+                "engine.step(), or run the engine under torch.no_grad()."
             )
         self._group.forward_now(self)
 
@@ -149,6 +173,13 @@ class QueuedMicroBatch:
             self._attached = self.take_loss(self.micro_batch.outputs)
         except BatchError:
             self._attached = None
+
+    def finish_propagation(self) -> None:
+        """Its backward pass is done; the value of its loss stays."""
+        self._attached = None
+        self._objectives.clear()
+        self.micro_batch.objective = lambda outputs: None
+        self.propagated = True
 
     def backward_now(self) -> None:
         """Runs what `backward` noted before the forward pass was run on its own."""
@@ -172,7 +203,8 @@ class GroupParts:
 
     Attributes:
         looked: called when an output is looked at before its boundary.
-        propagating: called when somebody propagates back from one (None: nobody minds).
+        propagating: called when somebody propagates back from one.
+        propagate: called when gradients are wanted before the boundary.
     """
 
     module: nn.Module
@@ -182,7 +214,8 @@ class GroupParts:
     kinds: OutputKinds
     seed: int
     looked: Callable[[], None]
-    propagating: Callable[[], None] | None = None
+    propagating: Callable[[], None]
+    propagate: Callable[[], None]
 
 
 class StepGroup:
@@ -197,17 +230,19 @@ class StepGroup:
         self._kinds = parts.kinds
         self._looked = parts.looked
         self._propagating = parts.propagating
+        self._propagate = parts.propagate
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
-        self.propagated = False  # forward and backward are done, the updates are not
+        self.propagated = False  # forward and backward of some are done, the updates are not
+        self._called_back = False
         self._calls = parts.runner.calls
-        self._calls.waiting = self._waiting
-        self._calls.catch_up = self.catch_up
+        self._calls.follow(self)
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _waiting(self) -> bool:
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
         return any(not ticket.micro_batch.forwarded for ticket in self._queue)
 
     # ---- handing over
@@ -305,6 +340,7 @@ class StepGroup:
             self._ledger.aside(),
             ticket.aside(),
             Autocast.entered(micro_batch.autocast),
+            self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
             sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed)
@@ -344,15 +380,25 @@ class StepGroup:
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
-        if self._propagating is not None:
-            for output in tensors_in(ticket.micro_batch.outputs):
-                if output.requires_grad:
-                    output.register_hook(lambda grad: self.propagating())
+            ticket.received = True
+        for output in tensors_in(ticket.micro_batch.outputs):
+            if output.requires_grad:
+                output.register_hook(lambda grad: ticket.receive())
 
-    def propagating(self) -> None:
-        """Somebody propagates back from an output."""
-        if self._propagating is not None:
-            self._propagating()
+    def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
+        """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
+        self._propagating()
+        if not ticket.leads_outside:
+            return
+        if not later:
+            self._propagate()
+        elif not self._called_back:
+            self._called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._called)
+
+    def _called(self) -> None:
+        self._called_back = False
+        self._propagate()
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
@@ -362,24 +408,41 @@ class StepGroup:
         """
         try:
             if self.propagated:
-                assert clipping is not None
-                self._runner.after_norm(hyper, clipping)
+                held_back = clipping or Clipping()
+                self._run(self._runner.until_norm, hyper, held_back, last=True)
+                self._runner.after_norm(hyper, held_back)
                 return True
-            return self._run(self._runner.step, hyper, clipping)
+            return self._run(self._runner.step, hyper, clipping, last=True)
         finally:
             for ticket in self._queue:
                 ticket.close()
             self._queue.clear()
 
     def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
-        """Forward and backward only, so that gradients can be looked at; `run` does the rest. Raises as `run`."""
-        self.propagated = self.propagated or self._run(self._runner.until_norm, hyper, clipping)
+        """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
+
+        Returns:
+            Whether there are gradients.
+        """
+        ran = self._run(self._runner.until_norm, hyper, clipping)
+        self.propagated = self.propagated or ran
         return self.propagated
 
-    def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None) -> bool:
-        if any(not ticket.wanted for ticket in self._queue):
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody propagates back from a micro-batch whose backward pass is still to run."""
+        return any(ticket.wanted for ticket in self._queue)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
+        return any(not t.wanted and not t.propagated for t in self._queue)
+
+    def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
+        """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
+        if any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
             self.catch_up()  # calls that nobody propagates back from may change something, too
-        tickets = [t for t in self._queue if t.wanted or t.micro_batch.forwarded]
+        tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False
         for ticket in tickets:
@@ -387,6 +450,8 @@ class StepGroup:
                 ticket.objective if not ticket.micro_batch.forwarded else lambda outputs: None
             )
         self._run_until_planned(step, tickets, hyper, clipping)
+        for ticket in tickets:
+            ticket.finish_propagation()
         return True
 
     def _run_until_planned(

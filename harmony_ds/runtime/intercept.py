@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ModelError
+from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +93,12 @@ def handled_by(handler: Handler | None) -> Iterator[None]:
         _active.handler = before
 
 
-class InterceptedForward:
-    """Stands in a layer's instance attributes as its `forward`. A copy of the layer gets its class's forward back."""
+class InterceptedForward(Added):
+    """Stands in a layer's instance attributes as its `forward`. A copy is the own forward of the layer's copy."""
 
     def __init__(self, layer: Layer) -> None:
+        # Others may have put a forward of their own on the instance (accelerate does).
+        self.before = layer.module.__dict__.get("forward")
         functools.update_wrapper(self, layer.module.forward)
         self._layer = layer
         self._forward = layer.module.forward
@@ -120,39 +119,24 @@ class InterceptedForward:
             )
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        # copy.deepcopy knows the new module before it copies what the old one holds.
-        module = memo.get(id(self._layer.module))
-        if module is None:
-            return deepcopy(self._forward, memo)
-        return _forward_of_class(module)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _forward_of_class, (self._layer.module,)
-
-
-def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
+        return getattr, (self._layer.module, "forward")
 
 
 class Interception:
     """Intercepts the layers of one model until `remove`."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
-        self._modules: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._modules = [layer.module for layer in layers]
         for layer in layers:
-            if isinstance(layer.module.__dict__.get("forward"), InterceptedForward):
-                self.remove()
-                raise ModelError("this model belongs to another engine: call that engine's destroy() first")
-            # Others may have put a forward of their own on the instance (accelerate does): it comes back in `remove`.
-            own = layer.module.__dict__.get("forward")
             layer.module.__dict__["forward"] = InterceptedForward(layer)
-            self._modules.append((layer.module, own))
+            leave_out_added(layer.module)
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""
-        for module, own in self._modules:
-            module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
+        for module in self._modules:
+            copy_all(module)
+            intercepted = module.__dict__.pop("forward")
+            if intercepted.before is not None:
+                module.__dict__["forward"] = intercepted.before
         self._modules.clear()

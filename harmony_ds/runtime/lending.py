@@ -2,7 +2,7 @@
 
 Every module's `_parameters` dictionary is exchanged as a whole, which costs one assignment per module:
 
-    resting        WatchedParameters   the host tensors; reading one waits for its pending update
+    resting        host parameters     see `harmony_ds.parameters`: reading one waits for its pending update
     lent           PhantomParameters   the device's dtype and device, no memory; using one raises its name
     in a call      device copies       of this layer's parameters, for the time of one layer call
 
@@ -11,20 +11,19 @@ Buffers live on the device while a model is lent, and what changed comes back af
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device
-from harmony_ds.errors import ParameterOutsideLayerError
+from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.offload.ledger import Kind, Ledger
 
-Waiting = Callable[[tuple[str, ...]], None]
 Touched = Callable[[str], Tensor | None]
 
 
@@ -73,50 +72,54 @@ class PhantomParameter(torch.Tensor):
         )
 
 
-class WatchedParameters(dict[str, Any]):
-    """A module's host parameters; looking at one waits until its pending update is done and has come here.
+class FixedParameters(dict[str, Any]):
+    """A module's parameters while an engine has it: which ones they are cannot change. Copies are plain dicts."""
 
-    Copies are plain dicts.
-    """
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is not self.get(key, self):
+            self._refuse(key, "assigned")
 
-    __slots__ = ("_wait",)
+    def __delitem__(self, key: str) -> None:
+        self._refuse(key, "deleted")
 
-    def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
-        super().__init__(parameters)
-        self._wait = wait
+    def pop(self, key: str, *_: Any) -> Any:
+        self._refuse(key, "taken out")
 
-    def __getitem__(self, key: str) -> Any:
-        self._wait()
-        return super().__getitem__(key)
-
-    def values(self) -> Any:
-        self._wait()
-        return super().values()
-
-    def items(self) -> Any:
-        self._wait()
-        return super().items()
+    def _refuse(self, key: str, what: str) -> None:
+        raise ModelError(
+            f"a module's parameter {key!r} is {what}, but an engine trains this model, and goes on with the parameters "
+            "that it was made with: copy values into a parameter (with torch.no_grad(): parameter.copy_(value)), or change "
+            "the model before initialize."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {key: deepcopy(value, memo) for key, value in self.items()}
 
     def __copy__(self) -> dict[str, Any]:
-        return dict(self.items())
+        return dict(self)
 
     def copy(self) -> dict[str, Any]:
-        return dict(self.items())
+        return dict(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)
+        return dict, (dict(self),)
+
+
+def belongs_to_engine(model: nn.Module) -> bool:
+    """Whether an engine holds parameters of `model`. One that was dropped lets go of them here at the latest."""
+
+    def watched() -> bool:
+        return any(isinstance(module.__dict__["_parameters"], FixedParameters) for module in model.modules())
+
+    if watched():
+        gc.collect()
+    return watched()
 
 
 class Lending:
     """Exchanges what the modules of one model hold."""
 
-    def __init__(
-        self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger, wait: Waiting
-    ) -> None:
-        """`wait` is called with names before the host parameters of those names are shown."""
+    def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
         self._ledger = ledger
         self._owners: list[tuple[nn.Module, dict[str, str]]] = []
@@ -125,7 +128,7 @@ class Lending:
             names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
             if names:
                 self._owners.append((module, names))
-                module.__dict__["_parameters"] = WatchedParameters(held, partial(wait, tuple(names.values())))
+                module.__dict__["_parameters"] = FixedParameters(held)
         self._resting = {module: module.__dict__["_parameters"] for module, _ in self._owners}
         self._names = dict(self._owners)
         self._phantoms: dict[nn.Module, dict[str, Any]] = {}
@@ -167,13 +170,13 @@ class Lending:
         phantoms = self._phantoms.get(module)
         if phantoms is None:
             resting = self._resting[module]
-            phantoms = dict.fromkeys(resting)
-            for key, name in names.items():
-                host = dict.__getitem__(resting, key)
-                phantoms[key] = PhantomParameter.of(name, host, self._device.torch_device, self._touch)
-            self._phantoms[module] = phantoms
+            made = {
+                key: PhantomParameter.of(name, resting[key], self._device.torch_device, self._touch)
+                for key, name in names.items()
+            }
+            phantoms = self._phantoms[module] = FixedParameters({**dict.fromkeys(resting), **made})
         shown = {key: resident[name] for key, name in names.items() if name in resident}
-        return {**phantoms, **shown} if shown else phantoms
+        return FixedParameters({**phantoms, **shown}) if shown else phantoms
 
     def _touch(self, name: str) -> Tensor | None:
         if self.fetch is not None:
@@ -182,9 +185,10 @@ class Lending:
         return None
 
     def remove(self) -> None:
-        """Gives every module a plain dictionary of its host parameters."""
+        """Gives every module a plain dictionary of its host parameters, and the buffers' device memory back."""
+        self._buffers.drop()
         for module, held in self._resting.items():
-            module.__dict__["_parameters"] = dict(dict.items(held))
+            module.__dict__["_parameters"] = dict(held)
 
     def slots(self, layer: nn.Module) -> LayerSlots:
         """The dictionaries of a layer's modules, to be filled by `LayerSlots.filled`."""
@@ -204,7 +208,9 @@ class LayerSlots:
         try:
             for (module, names), shown in zip(self._owners, before, strict=True):
                 filled = {key: copies.get(name, shown[key]) for key, name in names.items()}
-                module.__dict__["_parameters"] = filled if len(filled) == len(shown) else {**shown, **filled}
+                module.__dict__["_parameters"] = FixedParameters(
+                    filled if len(filled) == len(shown) else {**shown, **filled}
+                )
             yield
         finally:
             for (module, _), shown in zip(self._owners, before, strict=True):
@@ -276,6 +282,11 @@ class DeviceBuffers:
             module.__dict__["_buffers"] = host
         self._host.clear()
         self._lent.clear()
+
+    def drop(self) -> None:
+        """Drops every device copy."""
+        for host, _, _ in list(self._copies.values()):
+            self._forget(host)
 
     def _forget(self, host: Tensor | None) -> None:
         """Drops the device copy of a host buffer."""

@@ -42,6 +42,9 @@ class Ticket(Protocol):
     def resolved(self) -> bool:
         """Whether its loss is known."""
 
+    def check_not_propagated(self) -> None:
+        """Raises UsageError if its backward pass is over."""
+
     def backward(self, loss: PendingLoss) -> None:
         """Propagate back from `loss`, which depends on this ticket alone, when the group runs."""
 
@@ -131,8 +134,14 @@ class PendingLoss(torch.Tensor):
         known_args, known_kwargs = _replace((args, kwargs or {}), lambda p: p.value())
         return func(*known_args, **known_kwargs)
 
+    def check_not_propagated(self) -> None:
+        """Raises UsageError if the backward pass of a micro-batch that it depends on is over."""
+        for ticket in self.tickets:
+            ticket.check_not_propagated()
+
     def propagate(self, *args: Any, **kwargs: Any) -> None:
         """Notes that the group has to propagate back from this loss; what is known already is propagated at once."""
+        self.check_not_propagated()
         tickets = self.tickets
         plain = not args and not any(kwargs.values())  # torch passes every keyword on, unset ones too
         if len(tickets) == 1 and not self.resolved and plain:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
-from harmony_ds.errors import DoesNotFitError, EngineFailedError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, UnsupportedError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.call_state import CallStates
-from harmony_ds.runtime.executor import Executor, Parts, Work
+from harmony_ds.runtime.executor import UNCALLED, Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
@@ -72,6 +75,7 @@ class Runner:
 
     def __init__(self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, settings: PlanSettings) -> None:
         self._parts = parts
+        self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
         self._graph = graph
         self._settings = settings
@@ -79,7 +83,7 @@ class Runner:
         self._measured: list[Shapes] = []
         self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
-        self._tasks: dict[Group, Work] = {}
+        self._tasks: dict[tuple[Group, Policy], Work] = {}
         self._sizes = WHOLE
         self._outgrown = False  # a step took more than planned
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
@@ -90,6 +94,7 @@ class Runner:
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
         )
         self.failed: str | None = None
+        self.destroyed = False
 
     # ---- measuring and planning
 
@@ -143,13 +148,10 @@ class Runner:
             DoesNotFitError: no plan fits.
             BaseException: whatever the model raised.
         """
-        with self._parts.calls.running():
-            self._measure(sample, queued)
-
-    def _measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
+        self._keep_gradients()
         self._parts.device_store.drop()
         settings = self._settings
         if settings.sizes is not None:
@@ -160,6 +162,15 @@ class Runner:
             tables = self._by_size(sample)
         self._adopt(tables, queued)
         self._measured.append(shapes_of(sample.inputs))
+
+    def _keep_gradients(self) -> None:
+        """Takes gradients of a step that has run in part, and that wait on the device, to the host."""
+        updater, gradients = self._parts.updater, self._parts.gradients
+        kept = self._parts.device_store.take_gradients()
+        if kept and updater is not None and gradients is not None:
+            updater.receive(gradients.on_host(kept))
+            updater.measure(tuple(kept))
+            self.executor.keeps_on_host = True
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in pieces of every size that promises to fit, the fastest first."""
@@ -242,7 +253,8 @@ class Runner:
             gradients += sum(slab_bytes(s.numel, self._settings.element.weight) for s in trained if s.trainable)
         return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
-    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+    def _work(self, micro_batches: Sequence[MicroBatch], deferred: bool = False) -> Work:
+        """What a step over `micro_batches` does; `deferred`: with updates behind the norm, whatever the plan says."""
         assert self._plan is not None and self._costs is not None
         if self._outgrown or len(micro_batches) > self._plan.micro_batches:
             size = max(len(micro_batches), self._plan.micro_batches)
@@ -255,11 +267,12 @@ class Runner:
             tuple(m.index for m in micro_batches if not m.forwarded),
             tuple(m.index for m in micro_batches if m.forwarded),
         )
-        work = self._tasks.get(group)
+        policy = replace(plan.policy, deferred_update=True) if deferred else plan.policy
+        work = self._tasks.get((group, policy))
         if work is None:
-            tasks = compose_step(plan.packing, group, plan.policy)
-            validate(plan.packing, tasks, group, plan.policy)
-            work = self._tasks[group] = self._with_memory(tasks)
+            tasks = compose_step(plan.packing, group, policy)
+            validate(plan.packing, tasks, group, policy)
+            work = self._tasks[group, policy] = replace(self._with_memory(tasks), policy=policy)
         return replace(work, micro_batches={m.index: m for m in micro_batches})
 
     def _with_memory(self, tasks: tuple[Task, ...]) -> Work:
@@ -277,6 +290,7 @@ class Runner:
 
         A failure of the background update that nobody has seen yet surfaces as itself first.
         """
+        self.check_alive()
         updater = self._parts.updater
         if updater is not None:
             updater.surface()
@@ -286,6 +300,14 @@ class Runner:
             raise EngineFailedError(
                 f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
                 "and load the last checkpoint."
+            )
+
+    def check_alive(self) -> None:
+        """Raises UsageError after `destroy`."""
+        if self.destroyed:
+            raise UsageError(
+                "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train "
+                "it further."
             )
 
     @contextmanager
@@ -329,6 +351,7 @@ class Runner:
             BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
+        self.check_hooks()
         work = self._work(micro_batches)
         assert self._plan is not None
         with self._recovering(micro_batches):
@@ -342,25 +365,90 @@ class Runner:
             self._check_peak(device.peak_bytes() - others)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
-        """Forward and backward of one optimizer step whose updates wait for the norm anyway; `after_norm` does the rest.
+        """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
 
         Raises: as `step`.
         """
         self.check_usable()
-        work = self._work(micro_batches)
+        self.check_hooks()
+        work = self._work(micro_batches, deferred=True)
         split = next(place for place, task in enumerate(work.tasks) if task.kind is TaskKind.NORM)
         with self._recovering(micro_batches):
             self.executor.run(_part_of(work, slice(0, split)), hyper, clipping)
-        self._after_norm = _part_of(work, slice(split, None))
+        self._after_norm = replace(_part_of(work, slice(split, None)), micro_batches={})
 
     def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
-        """The updates of the step that `until_norm` began."""
+        """The norm and the updates of the step that `until_norm` ran the parts of."""
         self.check_usable()
         work, self._after_norm = self._after_norm, None
         assert work is not None
-        with self._recovering(list(work.micro_batches.values())):
+        with self._recovering(()):
             self.executor.run(work, hyper, clipping)
             self.executor.finish_step(work)
+        self.executor.keeps_on_host = False
+
+    def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
+        """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
+        self.check_usable()
+        parts, updater = self._parts, self._parts.updater
+        assert parts.optimizer is not None and updater is not None
+        names = tuple(parts.optimizer.trained)
+        updater.wait_all()
+        parts.device_store.drop()
+        if not self.executor.receive_own(names):
+            return False
+        norm = None
+        if clipping is not None:
+            updater.measure(names)
+            norm = updater.norm(clipping)
+        updater.update(UNCALLED, names, hyper, norm)
+        updater.wait_all()
+        return True
+
+    # ---- gradients of a step that has run in part
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits for its update, wherever it is: the tensor itself."""
+        assert self._parts.updater is not None
+        if self.executor.keeps_on_host and self._parts.device_store.leaves((name,)):
+            self.executor.receive_on_device((name,))
+        for found in (
+            self.executor.resident_gradient(name),
+            self._parts.device_store.gradient(name),
+            self._parts.updater.gradient(name),
+        ):
+            if found is not None:
+                return found
+        return None
+
+    def changed(self, names: Iterable[str]) -> None:
+        """The gradients of `names` may have been changed: their norms are taken again."""
+        assert self._parts.updater is not None
+        self._parts.updater.measure(tuple(names))
+
+    def drop_gradients(self, names: Iterable[str]) -> None:
+        """Forgets what waits for the update of `names`."""
+        assert self._parts.updater is not None
+        self._parts.updater.drop(tuple(names))
+        self._parts.device_store.forget_gradients(names)
+        for name in names:
+            self.executor.forget_resident_gradient(name)
+
+    def check_hooks(self) -> None:
+        """Raises UnsupportedError if a hook of the user's would see a gradient in parts."""
+        assert self._plan is not None
+        with ungated():
+            hooked = {name for name, parameter in self._parameters.items() if parameter._backward_hooks}
+        if not hooked:
+            return
+        calls = Counter(name for layer in self._graph.calls for name in self._layers[layer].parameters)
+        for name in sorted(hooked):
+            if calls[name] > 1 or self._plan.policy.backward_rows:
+                raise UnsupportedError(
+                    f"{name} has a hook on its gradient, which comes in parts here: it is used by {calls[name]} layer calls"
+                    f"{', in pieces of a micro-batch' if self._plan.policy.backward_rows else ''}. Change its gradient "
+                    "between backward() and step() instead, through .grad."
+                )
 
     def _check_peak(self, peak_bytes: int) -> None:
         """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
@@ -435,6 +523,7 @@ class Runner:
         for micro_batch in micro_batches:
             micro_batch.abandon()
         self.executor.abandon()
+        self._after_norm = None
         updater = self._parts.updater
         if updater is not None and updater.failure is not None:
             self.failed = f"the background update failed: {updater.failure!r}"

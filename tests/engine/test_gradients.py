@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import UnsupportedError, UsageError
+from harmony_ds import UsageError
 from harmony_ds.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
 from tests.oracle import assert_same
@@ -21,6 +21,10 @@ RESIDENT = {"pack_layers": 1, "residency": 2}
 def plain_gradients(model: nn.Module, group: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     for batch in group:
         (model(**batch).loss / len(group)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -101,26 +105,38 @@ def test_deepspeeds_helper_and_a_parameter_without_gradient() -> None:
         engine.step()
 
 
-def test_when_gradients_are_not_there() -> None:
+@pytest.mark.parametrize("looks", [{0, 1, 2, 3}, {0, 2, 3}], ids=["each", "some"])
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["updated as they arrive", "clipped"])
+@pytest.mark.parametrize("harmony", [{"pack_layers": 1}, RESIDENT], ids=["packs", "resident"])
+def test_gradients_so_far_in_the_middle_of_a_group(clip: float | None, harmony: Any, looks: set[int]) -> None:
+    bitwise = len(looks) == 4  # what ran together is added up before it comes to the rest
+    model, reference = LLAMA.build(0.0), LLAMA.build(0.0)
+    optimizer = sgd(reference.parameters())
+    with engine_for(model, sgd, config_of(4, clip, harmony)) as engine:
+        for group in GROUPS[:2]:
+            for i, batch in enumerate(group):
+                engine.backward(engine(**batch).loss)
+                (reference(**batch).loss / 4).backward()
+                if i in looks:
+                    assert_same(gradients_of(model), gradients_of(reference), bitwise, 2e-6)
+                engine.step()
+            if clip:
+                nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        assert (engine.global_steps, engine.micro_steps) == (2, 8)
+    assert_same(model, reference, bitwise)
+
+
+def test_a_micro_batch_is_propagated_back_from_once() -> None:
     model = LLAMA.build(0.0)
-    weight = model.model.norm.weight
-    with engine_for(model, sgd, config_of(4, 0.5)) as engine:
-        engine.backward(engine(**GROUPS[0][0]).loss)
-        with pytest.raises(UsageError, match="1 of 4 micro-batches are queued"):
-            safe_get_full_grad(weight)
-        engine.step()
-        hand_over(engine, GROUPS[0][1:])
-        assert safe_get_full_grad(weight) is not None
-        with pytest.raises(UsageError, match="call step"):
-            engine(**GROUPS[1][0])
-        with torch.no_grad():
-            assert engine(**GROUPS[1][0]).loss.isfinite()
-        engine.step()
-        assert (engine.global_steps, engine.micro_steps) == (1, 4)
-    with engine_for(LLAMA.build(0.0), sgd, config_of(1)) as engine:
-        engine.backward(engine(**GROUPS[0][0]).loss)
-        with pytest.raises(UnsupportedError, match="set gradient_clipping"):
-            safe_get_full_grad(engine.module.model.norm.weight)
+    with engine_for(model, sgd, config_of(1)) as engine:
+        loss = engine(**GROUPS[0][0]).loss
+        engine.backward(loss)
+        assert model.lm_head.weight.grad is not None
+        with pytest.raises(UsageError, match="propagated back from already"):
+            engine.backward(loss)
         engine.step()
 
 

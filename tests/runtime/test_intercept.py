@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer import find_layers
-from harmony_ds.errors import ModelError
 from harmony_ds.runtime.intercept import InterceptedForward, Interception, Request, handled_by
 from tests.families import WIDTH, Block, build_seeded
 
@@ -180,16 +179,3 @@ def test_a_bound_method_that_took_the_place_of_a_forward_comes_back() -> None:
     interception.remove()
 
     assert model(torch.zeros(2)).tolist() == [40.0, 40.0]
-
-
-def test_a_model_of_another_engine_is_refused_and_stays_with_it() -> None:
-    model, interception = intercepted()
-    with pytest.raises(ModelError, match="belongs to another engine"):
-        Interception(find_layers(model, ("0", "1")).layers)
-    handler = Doubling()
-    with handled_by(handler):
-        model(inputs())
-    assert len(handler.requests) == 2
-
-    interception.remove()
-    Interception(find_layers(model, ("0", "1")).layers).remove()

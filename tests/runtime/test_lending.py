@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from harmony_ds import ParameterOutsideLayerError
+from harmony_ds import ModelError, ParameterOutsideLayerError
 from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.runtime.lending import Lending, PhantomParameter, WatchedParameters
+from harmony_ds.runtime.lending import FixedParameters, Lending, PhantomParameter
 from tests.oracle import assert_same
 
 
@@ -41,35 +42,45 @@ class Lent:
         self.decomposition: Decomposition = find_layers(self.model)
         self.ledger = Ledger()
         self.device = CpuDevice()
-        self.waits = 0
-        self.lending = Lending(self.model, self.decomposition.canonical, self.device, self.ledger, self.wait)
-
-    def wait(self, names: tuple[str, ...]) -> None:
-        self.waits += 1
+        self.lending = Lending(self.model, self.decomposition.canonical, self.device, self.ledger)
 
 
 def watched(module: nn.Module) -> bool:
-    return any(isinstance(m.__dict__["_parameters"], WatchedParameters) for m in module.modules())
+    return any(isinstance(m.__dict__["_parameters"], FixedParameters) for m in module.modules())
 
 
-# ---- resting: the host's own, and reading them waits
+# ---- resting: the host's own, and always the same ones
+
+
+def assign(model: Net) -> None:
+    model.first.weight = nn.Parameter(torch.ones(3, 3))
+
+
+def delete(model: Net) -> None:
+    del model.first.weight
+
+
+def register(model: Net) -> None:
+    model.first.register_parameter("more", nn.Parameter(torch.ones(3)))
+
+
+def parametrize(model: Net) -> None:
+    nn.utils.parametrizations.weight_norm(model.first)
 
 
 @pytest.mark.parametrize(
-    "look",
-    [
-        lambda model: model.first.weight,
-        lambda model: list(model.parameters()),
-        lambda model: model.state_dict(),
-        lambda model: dict(model.named_parameters()),
-        lambda model: model.last.get_parameter("weight"),
-    ],
+    ("change", "lent"),
+    [(assign, False), (delete, False), (register, False), (parametrize, False), (assign, True), (delete, True)],
 )
-def test_looking_at_a_parameter_waits_for_its_update(look: Any) -> None:
+def test_which_parameters_a_module_has_cannot_change(change: Any, lent: bool) -> None:
     one = Lent()
-    look(one.model)
-
-    assert one.waits > 0
+    before = one.model.first.weight
+    with (
+        one.lending.lent({}) if lent else nullcontext(),
+        pytest.raises(ModelError, match="an engine trains this model"),
+    ):
+        change(one.model)
+    assert one.model.first.weight is before
 
 
 def test_a_watched_model_shows_its_own_parameters() -> None:
@@ -87,7 +98,6 @@ def test_a_deepcopy_is_a_plain_module_of_its_own() -> None:
 
     assert watched(one.model)
     assert not watched(clone)
-    assert one.waits > 0
     assert_same(clone, one.model, bitwise=True)
     assert clone.last.weight is clone.first.weight is not one.model.first.weight
 

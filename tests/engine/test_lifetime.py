@@ -1,0 +1,340 @@
+"""An engine ends with its last reference or with destroy(), and copies of what it trains are plain."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import harmony_ds
+from harmony_ds import HarmonyEngine, ModelError, UsageError
+from harmony_ds.device import CpuDevice
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    plainly,
+    train_groups,
+    weights_of,
+)
+from tests.oracle import assert_same
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 3, 2)
+CONFIG = config_of(2, 0.5, {"pack_layers": 1, "residency": 1})
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Only reference counts free anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def initialized(model: nn.Module, **arguments: Any) -> HarmonyEngine:
+    return harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG, **arguments)[0]
+
+
+def update_threads() -> int:
+    return sum(thread.name == "harmony-update" for thread in threading.enumerate())
+
+
+def assert_plain(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not {"forward", "__getstate__"} & module.__dict__.keys()
+        assert type(module.__dict__["_parameters"]) is dict
+        assert not module._load_state_dict_post_hooks
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert not parameter.__dict__
+
+
+def measured(engine: HarmonyEngine) -> None:
+    engine.eval_batch(iter(GROUPS[0]))
+
+
+def looked(engine: HarmonyEngine) -> None:
+    with pytest.warns(RuntimeWarning, match="looked at before"):
+        loop(engine, GROUPS[:1], lambda i: i == 0)
+
+
+def queued(engine: HarmonyEngine) -> None:
+    engine.backward(engine(**GROUPS[0][0]).loss)
+
+
+USES: dict[str, Callable[[HarmonyEngine], object]] = {
+    "nothing": lambda engine: None,
+    "train_batch": lambda engine: engine.train_batch(iter(GROUPS[0])),
+    "the loop": lambda engine: loop(engine, GROUPS[:1]),
+    "looked-at losses": looked,
+    "evaluation": measured,
+    "a queued micro-batch": queued,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.usefixtures("no_collections")
+def test_a_dropped_engine_leaves_neither_threads_nor_device_memory(use: str) -> None:
+    model, device, threads = LLAMA.build(0.1), CpuDevice(), update_threads()
+    engine = initialized(model, device=device)
+    USES[use](engine)
+    reference = weakref.ref(engine)
+    assert update_threads() == threads + 1
+    del engine
+
+    assert reference() is None
+    assert update_threads() == threads
+    assert device.allocated_bytes() == 0
+    assert_plain(model)
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_dropped_engine_frees_the_host_memory_of_its_optimizer() -> None:
+    model = LLAMA.build(0.1)
+    engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG)
+    train_groups(engine, GROUPS[:1])
+    moment = weakref.ref(optimizer.state[model.lm_head.weight]["exp_avg"])
+    del engine, optimizer
+    gc.collect()  # torch's optimizers are cycles
+
+    assert moment() is None
+
+
+def test_a_dropped_engine_finishes_its_updates_and_the_next_one_goes_on() -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    model = LLAMA.build(0.1)
+    engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG)
+    train_groups(engine, GROUPS[:2])
+    del engine
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    engine.global_steps = 2  # the random numbers of a micro-batch depend on its step
+    engine._group = engine._new_group()
+    train_groups(engine, GROUPS[2:])
+    del engine
+
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model() -> None:
+    model = LLAMA.build(0.1)
+    engine = initialized(model)
+    engine.itself = engine
+    reference = weakref.ref(engine)
+    del engine
+    assert reference() is not None
+    with engine_for(model, adamw, CONFIG) as again:
+        assert reference() is None
+        train_groups(again, GROUPS[:1])
+
+
+def test_a_live_engine_keeps_its_model() -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw, 0.5)
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, CONFIG) as engine:
+        train_groups(engine, GROUPS[:1])
+        for taken in (model, model.model):
+            with pytest.raises(ModelError, match="belongs to another engine"):
+                initialized(taken)
+        train_groups(engine, GROUPS[1:2])
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_loss_that_outlives_its_engine_says_so() -> None:
+    engine = initialized(LLAMA.build(0.1))
+    loss = engine(**GROUPS[0][0]).loss
+    device = weakref.ref(engine._assembly.device)
+    del engine
+
+    assert update_threads() == 0
+    with pytest.raises(UsageError, match="has been destroyed"):
+        loss.item()
+    del loss
+    gc.collect()
+    assert device() is None
+
+
+def test_an_engine_that_is_collected_inside_its_updater_does_not_wait_for_itself() -> None:
+    model = LLAMA.build(0.1)
+    engine = initialized(model)
+    train_groups(engine, GROUPS[:1])
+    updater = engine._assembly.parts.updater
+    assert updater is not None
+    with updater._changed:
+        del engine
+    for thread in threading.enumerate():
+        if thread.name == "harmony-destroy":
+            thread.join(60)
+
+    assert update_threads() == 0
+    assert_plain(model)
+
+
+CALLS: dict[str, Callable[[HarmonyEngine, Path], object]] = {
+    "forward": lambda engine, folder: engine(**GROUPS[0][0]),
+    "backward": lambda engine, folder: engine.backward(torch.ones((), requires_grad=True)),
+    "step": lambda engine, folder: engine.step(),
+    "scale": lambda engine, folder: engine.scale(torch.ones(())),
+    "train_batch": lambda engine, folder: engine.train_batch(iter(GROUPS[0])),
+    "train_group": lambda engine, folder: engine.train_group(GROUPS[0], lambda batch: engine.module(**batch).loss),
+    "eval_batch": lambda engine, folder: engine.eval_batch(iter(GROUPS[0])),
+    "no_grad": lambda engine, folder: torch.no_grad()(engine)(**GROUPS[0][0]),
+    "generate": lambda engine, folder: engine.generate(GROUPS[0][0]["input_ids"]),
+    "streaming": lambda engine, folder: engine.streaming().__enter__(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "new"),
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder / "new"),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "old"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_after_destroy_every_call_is_refused_by_name(call: str, tmp_path: Path) -> None:
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, CONFIG) as engine:
+        train_groups(engine, GROUPS[:1])
+        engine.save_checkpoint(tmp_path / "old")
+    engine.destroy()  # a second time
+    before, mode = weights_of(model), model.training
+
+    with pytest.raises(UsageError, match="this engine has been destroyed"):
+        CALLS[call](engine, tmp_path)
+    assert not engine.usable
+    assert model.training is mode
+    assert engine.global_steps == 1
+    assert not (tmp_path / "new").exists()
+    assert_same(model, before, bitwise=True)
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("end", ["destroy", "del"])
+def test_an_update_that_fails_unseen_surfaces_at_the_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if threading.current_thread().name == "harmony-update":
+                over.wait(60)
+                raise OSError("the update failed")
+
+    over = threading.Event()
+    unraisable: list[BaseException] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: unraisable.append(seen.exc_value))
+    model = LLAMA.build(0.1)
+    engine, *_ = harmony_ds.initialize(
+        model=model, optimizer=Broken(model.parameters(), lr=0.1), config=config_of(2, 0.5)
+    )
+    train_groups(engine, GROUPS[:1])
+    over.set()
+    if end == "destroy":
+        with pytest.raises(OSError, match="the update failed"):
+            engine.destroy()
+        engine.destroy()
+    else:
+        del engine
+        assert [str(seen) for seen in unraisable] == ["the update failed"]
+    assert_plain(model)
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": lambda value: torch.load(io.BytesIO(saved(value)), weights_only=False),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_copy_of_a_model_in_training_is_plain_and_true(way: str, clip: float | None) -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], adamw, clip)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(2, clip, CONFIG["harmony"])) as engine:
+        train_groups(engine, GROUPS[:1])
+        clone = COPIES[way](engine.module)
+        layer = COPIES[way](model.model.layers[0])
+        assert_plain(clone)
+        assert_plain(layer)
+        assert_same(clone, plain, bitwise=True)
+        assert torch.equal(clone(**GROUPS[1][0]).loss, plain(**GROUPS[1][0]).loss)
+        train_groups(engine, GROUPS[1:2])
+    with engine_for(clone, adamw, CONFIG) as other:  # and can be trained itself
+        train_groups(other, GROUPS[:1])
+    assert_same(layer, plain.model.layers[0], bitwise=True)
+
+
+def test_copies_keep_what_their_user_put_there() -> None:
+    class Tagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 2)
+            self.tied = nn.Linear(2, 2)
+            self.tied.weight = self.line.weight
+            self.line.weight.tag = "mine"
+            self.line.forward = torch.nn.functional.relu
+            self.register_load_state_dict_post_hook(print)
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {**self.__dict__, "saved": True}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tied(self.line(x)).sum()
+
+    sys.modules[__name__].Tagged = Tagged  # pickled by name
+    Tagged.__qualname__ = "Tagged"
+    model = Tagged()
+    with engine_for(model, adamw, CONFIG):
+        clone = pickle.loads(pickle.dumps(model))
+        assert clone.saved
+        assert clone.line.forward is torch.nn.functional.relu
+        assert list(clone._load_state_dict_post_hooks.values()) == [print]
+        assert clone.line.weight is clone.tied.weight
+        assert clone.line.weight.__dict__ == {"tag": "mine"}
+    assert model.line.forward is torch.nn.functional.relu
+
+
+READ_WITHOUT_HARMONY = """
+import sys, torch
+sys.modules["harmony_ds"] = None  # importing it is an error
+model = torch.load(sys.argv[1], weights_only=False)
+weights = torch.load(sys.argv[2], weights_only=True)
+optimizer = torch.load(sys.argv[3], weights_only=False)
+assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+model(**torch.load(sys.argv[4])).loss.backward()
+assert len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups)
+optimizer.step()
+"""
+
+
+def test_a_process_without_harmony_ds_reads_what_was_saved(tmp_path: Path) -> None:
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, CONFIG) as engine:
+        train_groups(engine, GROUPS[:1])
+        content = (engine.module, engine.module.state_dict(), engine.optimizer, dict(GROUPS[1][0]))
+        files = [str(tmp_path / name) for name in ("model", "weights", "optimizer", "batch")]
+        for value, file in zip(content, files, strict=True):
+            torch.save(value, file)
+    command = [sys.executable, "-c", READ_WITHOUT_HARMONY, *files]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+    assert run.returncode == 0, run.stderr[-2000:]
