@@ -161,7 +161,7 @@ def assemble(
         optimizer=host_optimizer,
         updater=updater,
         lending=lending,
-        calls=CallStates(model, lambda: updater is not None and updater.pending),
+        calls=CallStates(model),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
         take_own=store.take_gradients,

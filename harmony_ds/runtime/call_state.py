@@ -14,7 +14,7 @@ others wait for their forward pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ from torch import nn
 
 from harmony_ds.errors import CallChangedError
 from harmony_ds.runtime.call_places import Checked, Found, Key, Place, Walk, same
-from harmony_ds.runtime.lending import WatchedParameters, changes_buffers_unseen
+from harmony_ds.runtime.lending import changes_buffers_unseen
+from harmony_ds.runtime.watched_buffers import WatchedBuffers
 
 _MISSING = object()
 
@@ -59,16 +60,16 @@ class _Own:
 class CallStates:
     """Takes what calls of one model see, and puts it in place again."""
 
-    def __init__(self, model: nn.Module, updating: Callable[[], bool]) -> None:
-        """`updating`: whether updates that change parameters may be under way."""
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._updating = updating
         self._advanced: dict[Key, Place] = {}
         self._writes = False  # whether forward writes to buffers or other tensors that stay
         self._watching = False
         self._running = False
         self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
         self._look()
+        self.alone: str | None = None
+        """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
         self._queue: weakref.ref[Queue] | None = None
 
     def follow(self, queue: Queue) -> None:
@@ -89,7 +90,7 @@ class CallStates:
         if self._running:
             return self._newest
         self._refuse(self._written())
-        self._read_versions()
+        self._versions = self._found.versions()
         if self._found.changed():
             found = Walk(self._model, self._advanced).run()
             self._refuse(_replaced(self._found.checked, found.checked))
@@ -107,16 +108,14 @@ class CallStates:
 
     def _written(self) -> str | None:
         """A tensor that somebody else than the engine has written to since the versions were read."""
-        tensors = self._found.tensors + (self._found.parameters if self._settled else [])
-        for (tensor, name), version in zip(tensors, self._versions, strict=False):
-            if tensor._version != version:
-                return f"{name} was changed in place"
-        return None
-
-    def _read_versions(self) -> None:
-        # Updates write to parameters at any time until they are done.
-        self._settled = not self._updating()
-        self._versions = [tensor._version for tensor, _ in (*self._found.tensors, *self._found.parameters)]
+        now = self._found.versions()
+        if now == self._versions:
+            return None
+        return next(
+            f"{name} was changed in place"
+            for (_, name), one, other in zip(self._found.tensors, now, self._versions, strict=True)
+            if one != other
+        )
 
     def _look(self) -> None:
         self._keep(Walk(self._model, self._advanced).run())
@@ -125,7 +124,7 @@ class CallStates:
         self._found = found
         self._newest = CallState(found.values, found.places, found.modes)
         self._writes |= any(map(changes_buffers_unseen, found.statistics))
-        self._read_versions()
+        self._versions = self._found.versions()
 
     # ---- while the engine runs
 
@@ -161,8 +160,8 @@ class CallStates:
         self._watching = True
         for module in self._model.modules():
             held = module.__dict__["_buffers"]
-            if held and not isinstance(held, WatchedParameters):
-                module.__dict__["_buffers"] = WatchedParameters(held, self._catch_up)
+            if held and not isinstance(held, WatchedBuffers):
+                module.__dict__["_buffers"] = WatchedBuffers(held, self._catch_up)
         self._look()
 
     def _catch_up(self) -> None:
@@ -177,9 +176,9 @@ class CallStates:
             module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 
     def _learn(self, users: bool) -> None:
-        self._writes |= any(t._version != v for (t, _), v in zip(self._found.tensors, self._versions, strict=False))
+        self._writes |= self._found.versions() != self._versions
         if not self._found.changed():
-            self._read_versions()
+            self._versions = self._found.versions()
             return
         before = self._newest
         self._look()

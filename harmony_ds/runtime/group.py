@@ -276,7 +276,7 @@ class StepGroup:
         call = call or self._module
         micro_batch = self._micro_batch(len(self._queue), args, kwargs, True, call)
         ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)
-        if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs)):
+        if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs), micro_batch.modes):
             self._measure(ticket, args, kwargs)
         if self._runner.in_order:
             self._calls.watch_buffers()
@@ -343,7 +343,7 @@ class StepGroup:
             self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
-            sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed)
+            sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed, micro_batch.modes)
             self._runner.measure(sample, forwarded)
 
     # ---- running
@@ -377,6 +377,7 @@ class StepGroup:
                 self._measure(ticket, *ticket.micro_batch.inputs)
         else:
             raise _other_layers_each_time()
+        ticket.micro_batch.cut_outputs()
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
@@ -440,8 +441,9 @@ class StepGroup:
 
     def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
         """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
-        if any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
-            self.catch_up()  # calls that nobody propagates back from may change something, too
+        # Calls that nobody propagates back from may change something, too.
+        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
+            self.catch_up()
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False

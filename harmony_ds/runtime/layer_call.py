@@ -116,9 +116,9 @@ class LayerCalls:
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
     @property
-    def change_buffers(self) -> bool:
-        """Whether any call has been seen to."""
-        return bool(self._changes_buffers)
+    def changing_buffers(self) -> frozenset[int]:
+        """Layers that have been seen to change buffers."""
+        return frozenset(self._changes_buffers)
 
     # ---- attached: part of the caller's own graph, or of none
 

@@ -75,6 +75,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def drive(
     train: Callable[[nn.Module, Call, Callable[[Tensor], None], Callable[[], None]], list[Any]],
     build: Callable[[], nn.Module] = Model,
+    bitwise: bool = True,
 ) -> None:
     """Runs one loop twice, over the plain model and over the engine, and compares weights and losses.
 
@@ -105,8 +106,8 @@ def drive(
         warnings.simplefilter("ignore", RuntimeWarning)  # losses are looked at
         losses = train(model, engine, engine.backward, engine.step)
         actual = [loss.item() for loss in losses]
-    assert actual == expected
-    assert_same(model, plain, bitwise=True)
+    assert actual == (expected if bitwise else pytest.approx(expected, rel=1e-6))
+    assert_same(model, plain, bitwise)
 
 
 def each(before: Before) -> None:
@@ -425,6 +426,103 @@ def test_a_mode_of_statistics_that_changes_between_calls() -> None:
     drive(train, Normed)
 
 
+class Repeated(nn.Module):
+    """Calls one layer with statistics three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + torch.tanh(self.layers[0](x))
+        return (x + 1).square().mean()
+
+
+def test_a_layer_that_changes_its_buffers_several_times_in_each_forward_pass(caplog: pytest.LogCaptureFixture) -> None:
+    plain = build_seeded(Repeated)
+    optimizer = sgd(plain.parameters())
+    batches = [inputs(number) for number in range(STEPS * ACCUMULATION)]
+    for number, batch in enumerate(batches):
+        (plain(batch) / ACCUMULATION).backward()
+        if number % ACCUMULATION == ACCUMULATION - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = build_seeded(Repeated)
+    config = config_of(ACCUMULATION, None, {"pack_layers": 1, "layers": ["layers.0"]})
+    with engine_for(model, sgd, config) as engine:
+        given = iter(batches)
+        for _ in range(STEPS):
+            engine.train_batch(given)
+    assert_same(model, plain, bitwise=False)  # of three calls' gradients, which are added up in another order
+    assert len([r for r in caplog.records if "one by one" in r.message]) == 1
+
+
+class Residual(nn.Module):
+    """Residual connections around its layers, in the code between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(x) + layer(x).sigmoid()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_that_is_looked_at_shares_its_graph_with_the_layers(by_hand: bool) -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            losses.append(call(inputs(number)))
+            losses[-1].item()
+            if by_hand:
+                (losses[-1] / ACCUMULATION).backward()
+            else:
+                backward(losses[-1])
+            end()
+        return losses
+
+    drive(train, Residual, bitwise=False)  # as without looking: what goes around a layer is added later
+
+
+# ---- modes that were not measured
+
+
+def thaw(model: Any, number: int) -> None:
+    for index, layer in enumerate(model.layers):
+        for parameter in layer.parameters():
+            parameter.requires_grad_(number < ACCUMULATION or index >= 2)
+
+
+def test_what_is_frozen_for_a_while_is_measured_anew() -> None:
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        losses = []
+        for number in range(3 * ACCUMULATION):
+            if number % ACCUMULATION == 0:
+                thaw(model, number % (2 * ACCUMULATION))
+            losses.append(call(inputs(number)))
+            backward(losses[-1])
+            end()
+        return losses
+
+    drive(train)
+
+
+def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode() -> None:
+    model = build_seeded(Model).eval()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        for mode in (False, True, False, True):
+            model.train(mode)
+            engine.backward(engine(inputs(0)))
+            engine.step()
+        assert len(engine._runner._measured) == 2
+
+
 # ---- what is refused
 
 
@@ -440,11 +538,6 @@ def write_attribute(model: Any) -> None:
     model.layers[2].mask.mul_(2.0)
 
 
-def write_parameter(model: Any) -> None:
-    with torch.no_grad():
-        model.layers[2].linear.weight.zero_()
-
-
 def register_hook(model: Any) -> None:
     model.layers[2].register_forward_hook(lambda *_: None)
 
@@ -453,18 +546,12 @@ def replace_module(model: Any) -> None:
     model.layers[2].dropout = nn.Identity()
 
 
-def freeze(model: Any) -> None:
-    model.layers[2].linear.bias.requires_grad_(False)
-
-
 REFUSED = [
     (write_buffer, r"the buffer Model.layers.2.shift was changed in place"),
     (replace_buffer, r"a buffer of Model.layers.2 was added, removed or replaced"),
     (write_attribute, r"the tensor Model.layers.2.mask was changed in place"),
-    (write_parameter, r"the parameter Model.layers.2.linear.weight was changed in place"),
     (register_hook, r"a forward hook of Model.layers.2 was registered or removed"),
     (replace_module, r"a module of Model.layers.2 was added, removed or replaced"),
-    (freeze, r"requires_grad of Model.layers.2.linear.bias was changed"),
 ]
 
 
@@ -496,7 +583,7 @@ def test_what_cannot_be_put_in_place_again_is_refused_by_name(
         assert weights.keys() == changed.keys()
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED[:-2])
+@pytest.mark.parametrize(("change", "message"), REFUSED[:-1])
 def test_between_two_groups_and_where_losses_are_known_anything_may_change(
     change: Callable[[Any], None], message: str
 ) -> None:
