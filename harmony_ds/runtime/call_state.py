@@ -135,7 +135,10 @@ class CallStates:
 
     @contextmanager
     def running(self, users: bool = False) -> Iterator[None]:
-        """What changes while open is forward's own doing; but modes, if code of the user's runs as well. Raises as `take`."""
+        """What changes while open is forward's own doing; modes are not, if the `users` code runs as well.
+
+        Raises: as `take`.
+        """
         if self._running:
             yield
             return
