@@ -1,0 +1,485 @@
+"""Engines that are made, ended and saved, and what of torch is wrapped around them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
+from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.sides import Setting, Side
+
+# ---- plans
+
+
+class Slow(torch.optim.SGD):
+    """Updates that take a while, as those of large models do."""
+
+    def step(self, closure: object = None) -> None:
+        time.sleep(0.01)
+        super().step()
+
+
+TIGHT = {"pack_layers": None, "device_memory_gib": 40_000 / 2**30}
+
+
+@case(Setting(1, 1.0), **TIGHT)
+def larger_groups_later(side: Side) -> Found:
+    """Groups of one micro-batch, then of eight: a new plan with other packs, while slow updates are under way."""
+    model = Net(lambda: Block(24), depth=8)
+    model.front, model.head = nn.Linear(WIDTH, 24), nn.Linear(24, CLASSES)
+    engine = side.initialize(model, Slow(model.parameters(), lr=0.1))
+    for size in (1, 8, 2, 9):
+        for i, (x, y) in enumerate(batches(size, seed=size)):
+            engine.set_gradient_accumulation_boundary(i == size - 1)
+            engine.backward(engine(x, labels=y))
+            engine.step()
+    return weights(model)
+
+
+@case(Setting(2, 1.0), Setting(2, 0.0), **TIGHT)
+def larger_micro_batches_later(side: Side) -> Found:
+    """Micro-batches of 2 rows, then of 40: measured anew, with other packs, while slow updates are under way."""
+    model = Net(lambda: Block(24), depth=8)
+    model.front, model.head = nn.Linear(WIDTH, 24), nn.Linear(24, CLASSES)
+    engine = side.initialize(model, Slow(model.parameters(), lr=0.1))
+    for rows in (2, 40, 3, 60):
+        for x, y in batches(2, rows=rows, seed=rows):
+            engine.backward(engine(x, labels=y))
+            engine.step()
+    return weights(model)
+
+
+@case(pack_layers=None)
+def packs_by_the_search(side: Side) -> Found:
+    """Dropout and clipping with packs as the search finds them, by both loops."""
+    model = Net(lambda: Block(dropout=0.2), depth=6)
+    engine = side.initialize(model, adamw(model))
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        engine.train_batch(iter([{"x": x, "labels": y} for x, y in batches(side.accumulation, seed=step + 5)]))
+    return weights(model)
+
+
+@case(stash="host")
+def stash_on_the_host(side: Side) -> Found:
+    """Stashed inputs wait on the host, losses looked at for every second micro-batch."""
+    model = Net(lambda: Block(dropout=0.2), depth=4)
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        loss = engine(x, labels=y)
+        if i % 2:
+            str(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(Setting(2, 0.0))
+def gptj(side: Side) -> Found:
+    """A tiny GPT-J of transformers, trained with SGD; its own loss."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(vocab_size=32, n_embd=16, n_layer=3, n_head=2, rotary_dim=4, n_positions=16)
+    model = GPTJForCausalLM(config)
+    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for i in range(4):
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return weights(model)
+
+
+# ---- engines that end, and others that begin
+
+
+@case(*PAIRS)
+def engine_deleted_and_made_again(side: Side) -> Found:
+    """`del engine`, and the model is initialized again with a new optimizer."""
+    model = Net()
+    for step in range(2):
+        engine = side.initialize(model, adamw(model))
+        train(engine, batches(2 * side.accumulation, seed=step))
+        del engine
+        gc.collect()
+    return weights(model)
+
+
+@case(*PAIRS)
+def threads_end_with_the_engine(side: Side) -> Found:
+    """After `del engine` as many threads are alive as before it was made."""
+    model = Net()
+    before = threading.active_count()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    del engine
+    gc.collect()
+    return {**weights(model), "threads": threading.active_count() - before}
+
+
+@case(*PAIRS)
+def engine_destroyed_and_made_again(side: Side) -> Found:
+    """engine.destroy(), and the model is initialized again with the same optimizer."""
+    model = Net()
+    optimizer = adamw(model)
+    for step in range(2):
+        engine = side.initialize(model, optimizer if step == 0 else adamw(model))
+        train(engine, batches(2 * side.accumulation, seed=step))
+        engine.destroy()
+    return weights(model)
+
+
+@case(*PAIRS)
+def second_engine_on_one_model(side: Side) -> Found:
+    """The model is initialized again while its first engine is alive; the second one trains on."""
+    model = Net()
+    first = side.initialize(model, adamw(model))
+    train(first, batches(side.accumulation))
+    second = side.initialize(model, adamw(model))
+    train(second, batches(side.accumulation, seed=2))
+    return weights(model)
+
+
+@case(*PAIRS)
+def plain_training_after_destroy(side: Side) -> Found:
+    """After engine.destroy() the model is trained on in plain PyTorch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(2 * side.accumulation))
+    engine.destroy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for x, y in batches(3):
+        model(x, labels=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@case(*PAIRS)
+def training_before_initialize(side: Side) -> Found:
+    """The model and the optimizer take some plain steps before initialize, and keep the optimizer's state."""
+    model = Net()
+    optimizer = adamw(model)
+    for x, y in batches(3):
+        model(x, labels=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case(*ONE)
+def gradients_left_before_initialize(side: Side) -> Found:
+    """A plain backward before initialize leaves gradients, which count in the first step."""
+    model = Net()
+    model(*batches(1)[0]).backward()
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(2))
+    return weights(model)
+
+
+@case(*PAIRS)
+def engine_called_after_destroy(side: Side) -> Found:
+    """The model's outputs are asked for through the engine after engine.destroy()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    engine.destroy()
+    with torch.no_grad():
+        return {**weights(model), "out": engine(batches(1)[0][0])}
+
+
+# ---- saved
+
+
+@case(*PAIRS)
+def module_saved(side: Side) -> Found:
+    """torch.save(engine.module, file) between two steps, and torch.load."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    file = io.BytesIO()
+    torch.save(engine.module, file)
+    train(engine, batches(side.accumulation, seed=2))
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return {**weights(model), **weights(loaded, "loaded "), "out": loaded(batches(1)[0][0])}
+
+
+@case(*PAIRS)
+def module_pickled(side: Side) -> Found:
+    """pickle.dumps(model.blocks[1]), a part of the model, between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    loaded = pickle.loads(pickle.dumps(model.blocks[1]))
+    train(engine, batches(side.accumulation, seed=2))
+    return {**weights(model), **weights(loaded, "loaded ")}
+
+
+@case(*ALL)
+def state_dicts_saved(side: Side) -> Found:
+    """torch.save of model.state_dict() and optimizer.state_dict() between two steps, loaded into new ones."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(engine, batches(side.accumulation, seed=2))
+    file.seek(0)
+    state = torch.load(file)
+    other = Net()
+    other_optimizer = adamw(other)
+    other.load_state_dict(state["model"])
+    other_optimizer.load_state_dict(state["optimizer"])
+    other(*batches(1)[0]).backward()
+    other_optimizer.step()
+    return {**weights(model), **weights(other, "other ")}
+
+
+@case(*PAIRS)
+def run_resumed(side: Side) -> Found:
+    """Weights and optimizer state are loaded into a new model, optimizer and engine, which train on."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other = Net()
+    other_optimizer = adamw(other)
+    other.load_state_dict(state[0])
+    other_optimizer.load_state_dict(state[1])
+    resumed = side.initialize(other, other_optimizer)
+    train(resumed, batches(2 * side.accumulation, seed=3))
+    return {**weights(model), **weights(other, "other ")}
+
+
+# ---- asked
+
+
+@case(*ALL, tolerance=Tolerance(1e-6, "norms are summed layer by layer"))
+def norm_of_gradients_asked(side: Side) -> Found:
+    """engine.get_global_grad_norm() after each step."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    norms = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        norms.append(engine.get_global_grad_norm() if side.clipping else 0.0)
+    return {**weights(model), "norms": torch.tensor(norms)}
+
+
+@case(*PAIRS)
+def weights_through_the_engine(side: Side) -> Found:
+    """engine.parameters(), engine.named_parameters() and engine.state_dict() are read after each step."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    found: dict[str, Any] = {}
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        found |= {f"{n} {step}": p.detach().clone() for n, p in engine.named_parameters()}
+        found |= {f"state {n} {step}": t.clone() for n, t in engine.state_dict().items()}
+        found[f"sum {step}"] = torch.stack([p.detach().sum() for p in engine.parameters()]).sum()
+    return found
+
+
+@case(*PAIRS)
+def momenta_read(side: Side) -> Found:
+    """optimizer.state of every parameter is read after each step."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    found: dict[str, Any] = {}
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        for name, p in model.named_parameters():
+            state = optimizer.state[p]
+            found |= {f"{name} {k} {step}": state[k].clone() for k in ("exp_avg", "exp_avg_sq", "step")}
+    return found
+
+
+@case(*PAIRS)
+def model_moved(side: Side) -> Found:
+    """`model.float()`, `model.cpu()` and `model.to("cpu", torch.float32)` between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.float().cpu().to("cpu", torch.float32)
+    train(engine, batches(2 * side.accumulation, seed=2))
+    return weights(model)
+
+
+@case(*PAIRS)
+def forward_called_by_name(side: Side) -> Found:
+    """`engine.forward(x)` instead of `engine(x)`."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine.forward(x), y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def loop_in_a_thread(side: Side) -> Found:
+    """The engine is made in one thread, and the loop runs in another."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    thread = threading.Thread(target=lambda: train(engine, batches(2 * side.accumulation)))
+    thread.start()
+    thread.join()
+    return weights(model)
+
+
+# ---- what of torch is around
+
+
+@case(*PAIRS)
+def anomaly_detection(side: Side) -> Found:
+    """The loop runs under torch.autograd.set_detect_anomaly(True)."""
+    with torch.autograd.set_detect_anomaly(True):
+        model = Net()
+        train(side.initialize(model, adamw(model)), batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case(*PAIRS)
+def saved_tensors_on_cpu(side: Side) -> Found:
+    """Forwards run under torch.autograd.graph.save_on_cpu()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        with torch.autograd.graph.save_on_cpu():
+            loss = engine(x, labels=y)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def saved_tensors_changed(side: Side) -> Found:
+    """Forwards run under saved_tensors_hooks that round what is saved for backward to bf16."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.bfloat16() if t.dtype == torch.float32 else t,
+            lambda t: t.float() if t.dtype == torch.bfloat16 else t,
+        ):
+            loss = F.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def flops_counted(side: Side) -> Found:
+    """The second step runs under FlopCounterMode; only the weights are compared."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    with FlopCounterMode(display=False):
+        train(engine, batches(side.accumulation, seed=2))
+    return weights(model)
+
+
+@case(*PAIRS)
+def gradients_off_by_default(side: Side) -> Found:
+    """torch.set_grad_enabled(False) for the whole program, enable_grad() around forward and loss."""
+    torch.set_grad_enabled(False)
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        with torch.enable_grad():
+            loss = engine(x, labels=y)
+            engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def backward_under_no_grad(side: Side) -> Found:
+    """engine.backward(loss) and engine.step() are called under torch.no_grad()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        loss = engine(x, labels=y)
+        with torch.no_grad():
+            engine.backward(loss)
+            engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def default_dtype(side: Side) -> Found:
+    """torch.set_default_dtype(torch.float64) while the loop runs; the model is float32, a block makes a constant."""
+
+    class Constant(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x + torch.ones(WIDTH)).float())
+
+    model = Net(Constant)
+    torch.set_default_dtype(torch.float64)
+    train(side.initialize(model, sgd(model)), batches_in_float(2 * side.accumulation))
+    return weights(model)
+
+
+def batches_in_float(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x.float(), y) for x, y in batches(count)]
+
+
+@case(*PAIRS)
+def default_device(side: Side) -> Found:
+    """The loop runs under `with torch.device("cpu"):`."""
+    model = Net()
+    with torch.device("cpu"):
+        train(side.initialize(model, adamw(model)), batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case(*PAIRS)
+def global_forward_hook(side: Side) -> Found:
+    """torch.nn.modules.module.register_module_forward_hook halves the outputs of every Linear."""
+    nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 0.5 if isinstance(module, nn.Linear) else None
+    )
+    model = Net()
+    train(side.initialize(model, sgd(model)), batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case(*PAIRS)
+def module_with_an_engine_inside(side: Side) -> Found:
+    """The engine is an attribute of a module of the user's own, whose forward adds a trained head."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(CLASSES, 3)
+            self.__dict__["engine"] = engine
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.engine(x))
+
+    whole = Whole()
+    optimizer = sgd(whole)
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(whole(x), y % 3))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    return {**weights(model), **weights(whole, "whole ")}

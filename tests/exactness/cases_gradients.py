@@ -1,0 +1,835 @@
+"""Gradients where people look for them, and where they put them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.exactness.case import ALL, ONE, REGROUPED, Found, case
+from tests.exactness.models import WIDTH, Net, adamw, batches, sgd, train, weights
+from tests.exactness.sides import Side
+
+# ---- hooks
+
+
+@case(*ALL)
+def parameter_hook(side: Side) -> Found:
+    """`p.register_hook(lambda g: g * 2)` on the weights of one block, before initialize."""
+    model = Net()
+    model.blocks[1].linear.weight.register_hook(lambda g: g * 2)
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(3 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def parameter_hook_later(side: Side) -> Found:
+    """`p.register_hook(...)` on every parameter after a step, which sums norms; removed after another step."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    norms: list[Tensor] = []
+    handles = [p.register_hook(lambda g: norms.append(g.norm())) for p in model.parameters()]
+    train(engine, batches(side.accumulation, seed=2))
+    for handle in handles:
+        handle.remove()
+    train(engine, batches(side.accumulation, seed=3))
+    return {**weights(model), "norms": torch.stack(norms).sort().values}
+
+
+@case()
+def parameter_hook_masks_rows(side: Side) -> Found:
+    """A hook zeroes the gradient of some rows of a weight, to train only new rows."""
+    model = Net()
+    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])[:, None]
+    model.head.weight.register_hook(lambda g: g * mask)
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(3 * side.accumulation))
+    return weights(model)
+
+
+@case(*ALL)
+def post_accumulate_hook(side: Side) -> Found:
+    """`p.register_post_accumulate_grad_hook(...)` that clips every gradient by value as it comes."""
+    model = Net()
+
+    def clip(p: Tensor) -> None:
+        p.grad.clamp_(-0.01, 0.01)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clip)
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(3 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def full_backward_hook(side: Side) -> Found:
+    """module.register_full_backward_hook doubles the gradient of one block's input and logs its output's."""
+    model = Net()
+    seen: list[Tensor] = []
+
+    def double(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(outputs[0].norm())
+        return tuple(g * 2 for g in inputs)
+
+    model.blocks[1].register_full_backward_hook(double)
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case()
+def hook_on_an_activation(side: Side) -> Found:
+    """A block calls `h.register_hook(lambda g: g * 0.5)` on a tensor inside."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 0.5)
+            return x + torch.tanh(h)
+
+    model = Net(Hooked)
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def hook_between_layers(side: Side) -> Found:
+    """The model's forward calls `x.register_hook(lambda g: g * 0.5)` on what one block hands to the next."""
+
+    class Hooked(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.front(x)
+            for block in self.blocks:
+                x = block(x)
+                if x.requires_grad:
+                    x.register_hook(lambda g: g * 0.5)
+            return x
+
+    model = Hooked()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def gradient_of_logits(side: Side) -> Found:
+    """`logits.retain_grad()`, and `logits.grad` is read after backward."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        logits = engine(x)
+        logits.retain_grad()
+        engine.backward(F.cross_entropy(logits, y))
+        seen.append(logits.grad.clone())
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+# ---- losses over parameters
+
+
+@case(*ALL, tolerance=REGROUPED)
+def penalty_outside(side: Side) -> Found:
+    """`loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())`, computed in the loop."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(3 * side.accumulation):
+        loss = F.cross_entropy(engine(x), y)
+        loss = loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def penalty_on_a_pending_loss(side: Side) -> Found:
+    """The same penalty on a loss that the model itself computed."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        loss = engine(x, labels=y) + 0.1 * sum(p.abs().sum() for p in model.parameters())
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def penalty_inside(side: Side) -> Found:
+    """The model's own forward adds an L2 penalty over its parameters to the loss."""
+
+    class Penalized(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            out = super().forward(x, labels)
+            return out if labels is None else out + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+    model = Penalized()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def distance_to_the_start(side: Side) -> Found:
+    """Elastic weight consolidation: the loop adds the squared distance of the blocks to where they started."""
+    model = Net()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        distance = sum((p - start[n]).pow(2).sum() for n, p in model.named_parameters() if "blocks" in n)
+        engine.backward(F.cross_entropy(engine(x), y) + distance)
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def backward_of_a_penalty_alone(side: Side) -> Found:
+    """`(0.01 * p.pow(2).sum()).backward()` for each parameter, beside engine.backward(loss)."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        for p in model.parameters():
+            (0.01 * p.pow(2).sum()).backward()
+        engine.step()
+    return weights(model)
+
+
+# ---- p.grad between backward and step
+
+
+@case(*ALL)
+def gradients_read(side: Side) -> Found:
+    """Norms of `p.grad` are logged at each boundary."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        if engine.is_gradient_accumulation_boundary():
+            seen.append(torch.stack([p.grad.norm() for p in model.parameters()]))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case()
+def gradients_read_within_a_group(side: Side) -> Found:
+    """Norms of `p.grad` are logged after every micro-batch: the gradient so far."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        seen.append(torch.stack([p.grad.norm() for p in model.parameters()]))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case()
+def gradients_gone_after_step(side: Side) -> Found:
+    """`p.grad` is looked at after step: None, or zero."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        seen.append(sum(0.0 if p.grad is None else float(p.grad.abs().sum()) for p in model.parameters()))
+    return {**weights(model), "seen": torch.tensor(seen)}
+
+
+@case(*ALL)
+def gradients_scaled(side: Side) -> Found:
+    """`p.grad.mul_(0.5)` for the parameters of the head at each boundary."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        if engine.is_gradient_accumulation_boundary():
+            for p in model.head.parameters():
+                p.grad.mul_(0.5)
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def gradients_set(side: Side) -> Found:
+    """`p.grad = torch.sign(p.grad)` for every parameter at each boundary."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        if engine.is_gradient_accumulation_boundary():
+            for p in model.parameters():
+                p.grad = torch.sign(p.grad)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def gradients_set_within_a_group(side: Side) -> Found:
+    """`p.grad.zero_()` on one block after the second micro-batch of a group."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x, labels=y))
+        if i % 4 == 1:
+            for p in model.blocks[1].parameters():
+                p.grad.zero_()
+        engine.step()
+    return weights(model)
+
+
+@case()
+def gradients_set_to_none(side: Side) -> Found:
+    """`p.grad = None` for one block at each boundary: it keeps its weights, without decay."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        if engine.is_gradient_accumulation_boundary():
+            for p in model.blocks[1].parameters():
+                p.grad = None
+        engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def gradients_without_backward(side: Side) -> Found:
+    """`p.grad = ...` for every parameter and step(), with no backward at all (an evolution strategy)."""
+    model = Net()
+    optimizer = sgd(model)
+    side.initialize(model, optimizer)
+    for step in range(3):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, 0.01 * (i + step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@case(*ALL)
+def gradient_noise(side: Side) -> Found:
+    """Noise is added to `p.grad` in place at each boundary."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    noise = torch.Generator().manual_seed(4)
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        if engine.is_gradient_accumulation_boundary():
+            for p in model.parameters():
+                p.grad += 0.01 * torch.randn(p.shape, generator=noise)
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def clipping_by_hand(side: Side) -> Found:
+    """torch.nn.utils.clip_grad_norm_ between backward and step at each boundary."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    norms = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        if engine.is_gradient_accumulation_boundary():
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        engine.step()
+    return {**weights(model), "norms": torch.stack(norms)}
+
+
+@case()
+def clipping_by_hand_every_micro_batch(side: Side) -> Found:
+    """torch.nn.utils.clip_grad_norm_ after every backward, boundary or not."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def clipping_by_value(side: Side) -> Found:
+    """torch.nn.utils.clip_grad_value_ on the parameters of one block at each boundary."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        if engine.is_gradient_accumulation_boundary():
+            nn.utils.clip_grad_value_(model.blocks[0].parameters(), 0.001)
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def step_skipped_for_a_large_norm(side: Side) -> Found:
+    """If the norm of all `p.grad` is large at a boundary, the loop calls zero_grad() first, so that nothing is trained."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(F.cross_entropy(engine(x * (100.0 if i == 2 else 1.0)), y))
+        if engine.is_gradient_accumulation_boundary():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            if norm > 5.0:
+                engine.zero_grad()
+        engine.step()
+    return weights(model)
+
+
+# ---- backward by other means
+
+
+@case(*ONE)
+def plain_loop_around_the_engine(side: Side) -> Found:
+    """A plain PyTorch loop: loss.backward(), optimizer.step(), optimizer.zero_grad(), with the engine as the model."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    losses = []
+    for x, y in batches(6):
+        loss = F.cross_entropy(engine(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {**weights(model), "losses": torch.stack(losses)}
+
+
+@case(*ONE)
+def plain_loop_with_the_models_loss(side: Side) -> Found:
+    """The same, with a loss that the model computed, and zero_grad() first."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    losses = []
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        loss = engine(x, labels=y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {**weights(model), "losses": torch.tensor(losses)}
+
+
+@case(*ONE)
+def plain_loop_around_the_module(side: Side) -> Found:
+    """A plain PyTorch loop over the model itself, as if there were no engine."""
+    model = Net()
+    optimizer = adamw(model)
+    side.initialize(model, optimizer)
+    for x, y in batches(6):
+        model(x, labels=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@case()
+def plain_accumulation_around_the_engine(side: Side) -> Found:
+    """A plain PyTorch loop that divides the loss and counts to four itself."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer, accumulation=1)
+    for i, (x, y) in enumerate(batches(8)):
+        (F.cross_entropy(engine(x), y) / 4).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@case(*ALL)
+def optimizer_step_by_hand(side: Side) -> Found:
+    """engine.backward, then optimizer.step() and engine.zero_grad() at each boundary, and no engine.step()."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(engine(x, labels=y))
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            engine.zero_grad()
+    return weights(model)
+
+
+@case(*ONE)
+def optimizer_step_beside_engine_step(side: Side) -> Found:
+    """optimizer.step() right after engine.step(): there are no gradients left, so nothing happens."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for x, y in batches(4):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+        optimizer.step()
+    return weights(model)
+
+
+@case(*ONE)
+def loss_backward_and_engine_step(side: Side) -> Found:
+    """loss.backward() instead of engine.backward(loss), then engine.step()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(4):
+        engine(x, labels=y).backward()
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def module_called_instead_of_the_engine(side: Side) -> Found:
+    """`engine.module(x)` is called for the loss, then engine.backward and engine.step()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine.module(x), y))
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def module_backward_beside_the_engine(side: Side) -> Found:
+    """A second loss by `model(x)` and backward() beside each micro-batch of the engine."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(x), y))
+        model(-x).pow(2).mean().backward()
+        engine.step()
+    return weights(model)
+
+
+@case()
+def method_called_instead_of_forward(side: Side) -> Found:
+    """`engine.module.body(x)`, a method of the model, gives the features that the loss is of."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        engine.backward(engine.module.body(x).pow(2).mean())
+        engine.step()
+    return weights(model)
+
+
+# ---- zero_grad
+
+
+@case()
+def zero_grad_drops_what_is_queued(side: Side) -> Found:
+    """engine.zero_grad() after the second micro-batch of a group."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x, labels=y))
+        if i % 4 == 1:
+            engine.zero_grad()
+        engine.step()
+    return weights(model)
+
+
+@case()
+def optimizer_zero_grad_drops_what_is_queued(side: Side) -> Found:
+    """optimizer.zero_grad() after the second micro-batch of a group, whose losses are the loop's."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(F.cross_entropy(engine(x), y))
+        if i % 4 == 1:
+            optimizer.zero_grad()
+        engine.step()
+    return weights(model)
+
+
+@case()
+def model_zero_grad_drops_what_is_queued(side: Side) -> Found:
+    """model.zero_grad() after the second micro-batch of a group."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x, labels=y))
+        if i % 4 == 1:
+            model.zero_grad()
+        engine.step()
+    return weights(model)
+
+
+@case()
+def zero_grad_of_one_module(side: Side) -> Found:
+    """`model.head.zero_grad()` after the second micro-batch of a group."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x, labels=y))
+        if i % 4 == 1:
+            model.head.zero_grad()
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def zero_grad_before_every_group(side: Side) -> Found:
+    """optimizer.zero_grad() at the start of each group, out of habit."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i % side.accumulation == 0:
+            optimizer.zero_grad()
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def zero_grad_between_forward_and_backward(side: Side) -> Found:
+    """engine.zero_grad() between the forward and the backward, the order of PyTorch's tutorials."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(4):
+        loss = engine(x, labels=y)
+        engine.zero_grad()
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+# ---- graphs
+
+
+@case(tolerance=REGROUPED)
+def retain_graph(side: Side) -> Found:
+    """Two losses of one forward, propagated one after the other: the first with retain_graph=True."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        logits = engine(x)
+        engine.backward(F.cross_entropy(logits, y), retain_graph=True)
+        engine.backward(0.1 * logits.pow(2).mean())
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def backward_twice(side: Side) -> Found:
+    """The model's own loss is propagated twice, the first time with retain_graph=True."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        loss = engine(x, labels=y)
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def gradient_of_the_weights_by_autograd(side: Side) -> Found:
+    """`torch.autograd.grad(loss, model.parameters())`, and the gradients are written to p.grad by hand."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        loss = F.cross_entropy(engine(x), y) / side.accumulation
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.grad = g if p.grad is None else p.grad + g
+        engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def gradient_penalty_on_weights(side: Side) -> Found:
+    """A penalty on the norm of the gradient of the weights: autograd.grad(..., create_graph=True)."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(3):
+        loss = F.cross_entropy(engine(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        engine.backward(loss + 0.1 * sum(g.pow(2).sum() for g in gradients))
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def gradient_penalty_on_inputs(side: Side) -> Found:
+    """WGAN-GP: the norm of the gradient of the inputs, by autograd.grad(..., create_graph=True)."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        x.requires_grad_(True)
+        out = engine(x).mean()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        engine.backward(out + (gradient.norm() - 1.0).pow(2))
+        engine.step()
+    return weights(model)
+
+
+@case()
+def gradient_of_an_input(side: Side) -> Found:
+    """`x.requires_grad_()`, and `x.grad` is read after backward, from the first step on."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        x.requires_grad_(True)
+        engine.backward(F.cross_entropy(engine(x), y))
+        seen.append(x.grad.clone())
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case()
+def gradient_of_an_input_after_the_step(side: Side) -> Found:
+    """`x.grad` of inputs is read after the step; the losses are the model's."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    inputs = batches(2 * side.accumulation)
+    for x, y in inputs:
+        x.requires_grad_(True)
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return {**weights(model), "seen": torch.stack([x.grad for x, _ in inputs])}
+
+
+@case(*ALL)
+def adversarial_inputs(side: Side) -> Found:
+    """Adversarial training (FGSM): the gradient of the input, then a second forward on the moved input."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        x.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(engine(x), y), x)
+        engine.backward(F.cross_entropy(engine((x + 0.1 * gradient.sign()).detach()), y))
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def trained_module_in_front(side: Side) -> Found:
+    """A module in front of the engine, trained by an optimizer of its own."""
+    model, front = Net(), nn.Linear(WIDTH, WIDTH)
+    engine = side.initialize(model, adamw(model))
+    optimizer = sgd(front)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(F.cross_entropy(engine(front(x)), y))
+        if engine.is_gradient_accumulation_boundary():
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step()
+    return {**weights(model), **weights(front, "in front ")}
+
+
+@case(*ALL)
+def trained_module_in_front_of_the_models_loss(side: Side) -> Found:
+    """The same, with the loss computed by the model; the front's optimizer is stepped after the engine."""
+    model, front = Net(), nn.Linear(WIDTH, WIDTH)
+    engine = side.initialize(model, adamw(model))
+    optimizer = sgd(front)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(front(x), labels=y))
+        engine.step()
+        if engine.micro_steps % side.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**weights(model), **weights(front, "in front ")}
+
+
+@case(*ALL)
+def trained_module_behind(side: Side) -> Found:
+    """A head behind the engine, trained by an optimizer of its own."""
+    model, behind = Net(), nn.Linear(5, 3)
+    engine = side.initialize(model, adamw(model))
+    optimizer = sgd(behind)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(F.cross_entropy(behind(engine(x)), y % 3))
+        if engine.is_gradient_accumulation_boundary():
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step()
+    return {**weights(model), **weights(behind, "behind ")}
+
+
+@case()
+def nan_loss(side: Side) -> Found:
+    """One input is NaN: weights become NaN, as in plain PyTorch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(2 * side.accumulation)
+    micro_batches[1][0][0, 0] = float("nan")
+    losses = train(engine, micro_batches)
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def nan_loss_is_skipped(side: Side) -> Found:
+    """A micro-batch whose loss is NaN gets no backward; engine.step() counts it all the same."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(2 * side.accumulation)
+    micro_batches[1][0][0, 0] = float("nan")
+    for x, y in micro_batches:
+        loss = engine(x, labels=y)
+        if not torch.isnan(loss):
+            engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def loss_without_a_graph(side: Side) -> Found:
+    """A forward whose loss is only logged, never propagated, between micro-batches that are trained on."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        seen.append(engine(-x, labels=y).detach())
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*ONE)
+def gradients_projected(side: Side) -> Found:
+    """Two tasks' gradients by two backwards, the second projected off the first (PCGrad), by p.grad."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(3):
+        engine.backward(F.cross_entropy(engine(x), y))
+        first = [p.grad.clone() for p in model.parameters()]
+        engine.zero_grad()
+        engine.backward(engine(x).pow(2).mean())
+        for p, g in zip(model.parameters(), first, strict=True):
+            overlap = (p.grad * g).sum() / g.pow(2).sum().clamp_min(1e-12)
+            p.grad = p.grad - overlap.clamp_max(0.0) * g + g
+        engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def sharpness_aware_minimization(side: Side) -> Found:
+    """SAM: weights are moved along the gradient, a second forward and backward, moved back, then the step."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(3):
+        engine.backward(F.cross_entropy(engine(x), y))
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moves = [0.05 * p.grad / norm for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        engine.zero_grad()
+        engine.backward(F.cross_entropy(engine(x), y))
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        engine.step()
+    return weights(model)

@@ -1,0 +1,735 @@
+"""Loops: in what order engines are called, and what else is trained beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
+from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.sides import Side
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+# ---- ways to hand micro-batches over
+
+
+@case(*ALL)
+def train_batch_of_dicts(side: Side) -> Found:
+    """engine.train_batch(iterator of dicts), the loss among the outputs."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    loader = iter([{"x": x, "labels": y} for x, y in batches(3 * side.accumulation)])
+    losses = [engine.train_batch(loader) for _ in range(3)]
+    return {**weights(model), "losses": torch.stack(losses)}
+
+
+@case(*ALL)
+def train_batch_with_a_loss_function(side: Side) -> Found:
+    """engine.train_batch(iterator, loss_fn): the loss is computed from the logits, with dropout in the loss too."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    loader = iter([(x,) for x, _ in batches(3 * side.accumulation)])
+    losses = [engine.train_batch(loader, loss_fn=lambda z: F.dropout(z).pow(2).mean()) for _ in range(3)]
+    return {**weights(model), "losses": torch.stack(losses)}
+
+
+@case()
+def ragged_last_group(side: Side) -> Found:
+    """The data end in the middle of a group: train_batch takes the step over what there is."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    loader = iter([{"x": x, "labels": y} for x, y in batches(2 * side.accumulation + 1)])
+    losses = [engine.train_batch(loader) for _ in range(3)]
+    return {**weights(model), "losses": torch.stack(losses)}
+
+
+@case()
+def ragged_last_group_in_a_loop(side: Side) -> Found:
+    """The data end in the middle of a group: set_gradient_accumulation_boundary(True) at the last micro-batch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(side.accumulation + 2)
+    for i, (x, y) in enumerate(micro_batches):
+        engine.set_gradient_accumulation_boundary((i + 1) % side.accumulation == 0 or i == len(micro_batches) - 1)
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case()
+def loop_that_ends_within_a_group(side: Side) -> Found:
+    """The data end in the middle of a group, and the loop just ends."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(side.accumulation + 2):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case()
+def train_batch_and_loop_in_turn(side: Side) -> Found:
+    """Steps by train_batch and by the familiar loop in turn."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for step in range(4):
+        micro_batches = batches(side.accumulation, seed=step)
+        if step % 2:
+            engine.train_batch(iter([{"x": x, "labels": y} for x, y in micro_batches]))
+        else:
+            train(engine, micro_batches)
+    return weights(model)
+
+
+@case()
+def boundaries_by_hand(side: Side) -> Found:
+    """Groups of one, three and four micro-batches, by set_gradient_accumulation_boundary."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(8)):
+        engine.set_gradient_accumulation_boundary(i in (0, 3, 7))
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def losses_looked_at_early(side: Side) -> Found:
+    """`loss.item()` right after the call, for every micro-batch."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, labels=y)
+        seen.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return {**weights(model), "seen": torch.tensor(seen)}
+
+
+@case()
+def losses_summed_in_place(side: Side) -> Found:
+    """`total += loss.detach()` over all micro-batches, printed at the end."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    total = torch.zeros(())
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, labels=y)
+        total += loss.detach()
+        engine.backward(loss)
+        engine.step()
+    return {**weights(model), "total": total}
+
+
+@case()
+def losses_kept_in_a_list(side: Side) -> Found:
+    """Losses are appended to a list, and averaged after the epoch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    losses = []
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, labels=y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss)
+    return {**weights(model), "mean": sum(loss.item() for loss in losses) / len(losses)}
+
+
+@case()
+def loss_decides(side: Side) -> Found:
+    """`if loss > 1.6: loss = loss * 0.5` before backward."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, labels=y)
+        if loss > 1.6:
+            loss = loss * 0.5
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def loss_weighted(side: Side) -> Found:
+    """Losses are weighted by a tensor, a number and the count of labels."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        loss = engine(x, labels=y) * torch.tensor(0.5) + 1.0
+        engine.backward(loss * (i + 1) / y.numel())
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def losses_summed_before_one_backward(side: Side) -> Found:
+    """Two losses of the model are summed before one backward."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y) + 0.5 * engine(-x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def all_losses_summed_before_one_backward(side: Side) -> Found:
+    """Four losses of the model are averaged before one backward and step, with no accumulation of the engine's."""
+    model = Net()
+    engine = side.initialize(model, sgd(model), accumulation=1)
+    for step in range(2):
+        losses = [engine(x, labels=y) for x, y in batches(4, seed=step)]
+        engine.backward(torch.stack(losses).mean())
+        engine.step()
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def forwards_before_backwards(side: Side) -> Found:
+    """All four forwards of a group first, then their backwards in reverse order, then four steps."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for step in range(2):
+        losses = [F.cross_entropy(engine(x), y) for x, y in batches(side.accumulation, seed=step)]
+        for loss in reversed(losses):
+            engine.backward(loss)
+        for _ in losses:
+            engine.step()
+    return weights(model)
+
+
+@case()
+def micro_batch_without_backward(side: Side) -> Found:
+    """Micro-batches of a group with a large loss get no backward; the group ends all the same."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        loss = engine(x, labels=y)
+        if i % 3:
+            engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case()
+def steps_without_scaling(side: Side) -> Found:
+    """engine.backward(loss, scale_wrt_gas=False): losses are summed, not averaged."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(0.1 * engine(x, labels=y), scale_wrt_gas=False)
+        engine.step()
+    return weights(model)
+
+
+# ---- several forwards of one model
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def contrastive(side: Side) -> Found:
+    """Two views of a batch through the model, and a loss over the similarity of their features."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation, rows=4):
+        first, second = engine(x), engine(x + 0.1)
+        similarity = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
+        engine.backward(F.cross_entropy(similarity * 5, torch.arange(4)))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def siamese(side: Side) -> Found:
+    """A triplet loss over three forwards."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        engine.backward(F.triplet_margin_loss(engine(x), engine(x + 0.1), engine(-x)))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def siamese_inside(side: Side) -> Found:
+    """The model's own forward runs its blocks twice, on two inputs."""
+
+    class Siamese(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return (self.head(self.body(x)) - self.head(self.body(-x))).pow(2).mean()
+
+    model = Siamese()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        engine.backward(engine(x))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def stop_gradient_branch(side: Side) -> Found:
+    """SimSiam: one of two forwards is detached."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        target = engine(x).detach()
+        engine.backward(-F.cosine_similarity(engine(x + 0.1), target).mean())
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def target_without_gradients(side: Side) -> Found:
+    """The target is a forward of the engine under torch.no_grad(), right before the one that is trained."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, sgd(model))
+    engine.eval()
+    for x, _ in batches(2 * side.accumulation):
+        with torch.no_grad():
+            target = engine(x + 0.1)
+        engine.backward(F.mse_loss(engine(x), target + 0.1))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def inference_mode(side: Side) -> Found:
+    """The same under torch.inference_mode(), the target cloned."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, _ in batches(2 * side.accumulation):
+        with torch.inference_mode():
+            target = engine(x + 0.1)
+        engine.backward(F.mse_loss(engine(x), target.clone() + 0.1))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def output_fed_back_in(side: Side) -> Found:
+    """Self-conditioning: the output of a first forward without gradients is part of the second's input."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        with torch.no_grad():
+            guess = engine(x)
+        engine.backward(F.cross_entropy(engine(x + F.pad(guess, (0, WIDTH - CLASSES))), y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def output_fed_back_in_with_its_graph(side: Side) -> Found:
+    """The same with gradients through both forwards."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        guess = engine(x)
+        engine.backward(F.cross_entropy(engine(x + F.pad(guess, (0, WIDTH - CLASSES))), y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def consistency_of_dropout(side: Side) -> Found:
+    """R-Drop: one forward over the batch twice, concatenated."""
+    model = Net(lambda: Block(dropout=0.3))
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        first, second = engine(torch.cat([x, x])).chunk(2)
+        engine.backward(F.cross_entropy(first, y) + F.mse_loss(first, second))
+        engine.step()
+    return weights(model)
+
+
+# ---- several models
+
+
+@case(*ALL)
+def plain_teacher(side: Side) -> Found:
+    """Distillation from a plain teacher under no_grad."""
+    model, teacher = Net(), Net().eval()
+    engine = side.initialize(model, adamw(model))
+    for x, _ in batches(2 * side.accumulation):
+        with torch.no_grad():
+            target = teacher(x).softmax(-1)
+        engine.backward(F.kl_div(engine(x).log_softmax(-1), target, reduction="batchmean"))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def teacher_on_an_engine(side: Side) -> Found:
+    """Distillation from a teacher that has an engine of its own, without an optimizer."""
+    model, teacher = Net(), Net()
+    engine, teaching = side.initialize(model, adamw(model)), side.initialize(teacher, None)
+    teaching.eval()
+    for x, _ in batches(2 * side.accumulation):
+        with torch.no_grad():
+            target = teaching(x).softmax(-1)
+        engine.backward(F.kl_div(engine(x).log_softmax(-1), target, reduction="batchmean"))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def teacher_is_an_average(side: Side) -> Found:
+    """A mean teacher: a plain copy of the model that follows it by an exponential average after each step."""
+    model = Net()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    engine = side.initialize(model, adamw(model))
+    for i, (x, _) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(F.mse_loss(engine(x), teacher(x) + 0.1))
+        engine.step()
+        if (i + 1) % side.accumulation == 0:
+            with torch.no_grad():
+                for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
+                    p.lerp_(q, 0.1)
+    return {**weights(model), **weights(teacher, "teacher ")}
+
+
+class Generator(Net):
+    """From noise to something like data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+
+@case(*ONE, tolerance=REGROUPED)
+def adversarial_networks(side: Side) -> Found:
+    """A GAN of two engines: the generator's loss goes through the discriminator."""
+    generator, discriminator = Generator(), Net()
+    g, d = side.initialize(generator, sgd(generator)), side.initialize(discriminator, sgd(discriminator))
+    for x, _ in batches(2 * side.accumulation):
+        d.backward(F.softplus(-d(x)).mean() + F.softplus(d(g(-x).detach())).mean())
+        d.step()
+        g.backward(F.softplus(-d(g(-x))).mean())
+        g.step()
+        d.zero_grad()
+    return {**weights(generator, "g "), **weights(discriminator, "d ")}
+
+
+@case(*ALL, tolerance=REGROUPED)
+def adversarial_networks_with_a_frozen_one(side: Side) -> Found:
+    """The same, the discriminator frozen by requires_grad_(False) while the generator is trained."""
+    generator, discriminator = Generator(), Net()
+    g, d = side.initialize(generator, sgd(generator)), side.initialize(discriminator, sgd(discriminator))
+    for x, _ in batches(2 * side.accumulation):
+        discriminator.requires_grad_(True)
+        with torch.no_grad():
+            fake = g(-x)
+        d.backward(F.softplus(-d(x)).mean() + F.softplus(d(fake)).mean())
+        d.step()
+        discriminator.requires_grad_(False)
+        g.backward(F.softplus(-d(g(-x))).mean())
+        g.step()
+    return {**weights(generator, "g "), **weights(discriminator, "d ")}
+
+
+@case(*PAIRS)
+def engine_behind_an_engine(side: Side) -> Found:
+    """An encoder and a decoder with an engine each; one loss trains both."""
+    encoder, decoder = Generator(), Net()
+    e, d = side.initialize(encoder, sgd(encoder)), side.initialize(decoder, sgd(decoder))
+    for x, y in batches(2 * side.accumulation):
+        loss = F.cross_entropy(d(e(x)), y)
+        d.backward(loss)
+        d.step()
+        e.step()
+    return {**weights(encoder, "e "), **weights(decoder, "d ")}
+
+
+@case(*PAIRS)
+def generator_with_a_plain_discriminator(side: Side) -> Found:
+    """A generator on the engine, a discriminator in plain PyTorch."""
+    generator, discriminator = Generator(), Net()
+    g, optimizer = side.initialize(generator, sgd(generator)), sgd(discriminator)
+    for x, _ in batches(2 * side.accumulation):
+        fake = g(-x)
+        optimizer.zero_grad()
+        (F.softplus(-discriminator(x)).mean() + F.softplus(discriminator(fake.detach())).mean()).backward()
+        optimizer.step()
+        g.backward(F.softplus(-discriminator(fake)).mean())
+        g.step()
+    return {**weights(generator, "g "), **weights(discriminator, "d ")}
+
+
+@case(*PAIRS)
+def policy_and_reference(side: Side) -> Found:
+    """A frozen reference (an engine without an optimizer) is called with gradients on, in front of the policy."""
+    policy, reference = Net(), Net().requires_grad_(False)
+    p, r = side.initialize(policy, sgd(policy)), side.initialize(reference, None)
+    for x, y in batches(2 * side.accumulation):
+        old = r(x).log_softmax(-1)
+        new = p(x).log_softmax(-1)
+        ratio = (new - old.detach()).gather(1, y[:, None])
+        p.backward(-F.logsigmoid(ratio).mean())
+        p.step()
+    return weights(policy)
+
+
+@case(*PAIRS)
+def actor_and_critic(side: Side) -> Found:
+    """Actor and critic on an engine each, their losses propagated one after the other."""
+    actor, critic = Net(), Net()
+    a, c = side.initialize(actor, adamw(actor)), side.initialize(critic, adamw(critic))
+    for x, y in batches(2 * side.accumulation):
+        value = c(x).mean(-1)
+        log_probability = a(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        a.backward(-(log_probability * (1.0 - value.detach())).mean())
+        c.backward((value - 1.0).pow(2).mean())
+        a.step()
+        c.step()
+    return {**weights(actor, "a "), **weights(critic, "c ")}
+
+
+@case(*PAIRS)
+def two_engines_with_the_models_losses(side: Side) -> Found:
+    """Two independent engines in one loop, a micro-batch each in turn."""
+    first, second = Net(), Net()
+    a, b = side.initialize(first, adamw(first)), side.initialize(second, adamw(second))
+    for x, y in batches(2 * side.accumulation):
+        one, other = a(x, labels=y), b(-x, labels=y)
+        a.backward(one)
+        b.backward(other)
+        a.step()
+        b.step()
+    return {**weights(first, "a "), **weights(second, "b ")}
+
+
+@case(*PAIRS)
+def engines_that_share_a_module(side: Side) -> Found:
+    """Two models with one body in common, an engine and an optimizer each."""
+    first, second = Net(), Net()
+    second.blocks = first.blocks
+    a, b = side.initialize(first, sgd(first)), side.initialize(second, sgd(second))
+    for x, y in batches(2 * side.accumulation):
+        a.backward(a(x, labels=y))
+        a.step()
+    for x, y in batches(2 * side.accumulation):
+        b.backward(b(x, labels=y))
+        b.step()
+    return {**weights(first, "a "), **weights(second, "b ")}
+
+
+@case(*ONE)
+def fast_weights(side: Side) -> Found:
+    """MAML's inner step: torch.func.functional_call(model, moved weights, ...) with create_graph=True."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        inner = F.cross_entropy(engine(x), y)
+        gradients = torch.autograd.grad(inner, parameters, create_graph=True)
+        moved = {n: p - 0.1 * g for n, p, g in zip(names, parameters, gradients, strict=True)}
+        engine.backward(F.cross_entropy(torch.func.functional_call(model, moved, (-x,)), y))
+        engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def functional_call(side: Side) -> Found:
+    """torch.func.functional_call(model, changed weights, x) without gradients, between two steps."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(1))
+    with torch.no_grad():
+        changed = {n: p * 0.5 for n, p in model.named_parameters()}
+        seen = torch.func.functional_call(model, changed, (batches(1)[0][0],))
+    train(engine, batches(1))
+    return {**weights(model), "seen": seen}
+
+
+# ---- evaluation
+
+
+@case(*ALL)
+def evaluation_between_steps(side: Side) -> Found:
+    """`model.eval()`, a forward under no_grad, `model.train()` after each step; BatchNorm and dropout."""
+    model = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)))
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, rows=4, seed=step))
+        model.eval()
+        with torch.no_grad():
+            seen.append(engine(batches(1)[0][0]))
+        model.train()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def evaluation_of_the_module(side: Side) -> Found:
+    """`model(x)` itself, not the engine, under no_grad after each step."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        with torch.no_grad():
+            seen.append(model(batches(1)[0][0]))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def evaluation_with_gradients_on(side: Side) -> Found:
+    """An evaluation after each step that forgets torch.no_grad(): `engine(x).argmax(-1)`."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        engine.eval()
+        seen.append(engine(batches(1)[0][0]).argmax(-1))
+        engine.train()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def evaluation_by_eval_batch(side: Side) -> Found:
+    """engine.eval_batch after each step."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        seen.append(engine.eval_batch(iter([{"x": x, "labels": y} for x, y in batches(side.accumulation, seed=9)])))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def one_block_called_by_itself(side: Side) -> Found:
+    """`model.blocks[1](x)` under no_grad after each step."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        with torch.no_grad():
+            seen.append(model.blocks[1](batches(1)[0][0]))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def one_block_called_by_itself_within_a_group(side: Side) -> Found:
+    """`model.front(x)` under no_grad between two micro-batches of a group, to log features."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        with torch.no_grad():
+            seen.append(model.front(x))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def input_gradient_in_evaluation(side: Side) -> Found:
+    """A saliency map after each step: the gradient of a logit with respect to the input; p.grad is cleared after it."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        x = batches(1)[0][0].requires_grad_(True)
+        (saliency,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+        seen.append(saliency)
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+# ---- failures
+
+
+class Failing(Net):
+    fail = False
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.front(x))
+        if bool(x.isnan().any()) or self.fail:
+            raise FloatingPointError("not a number")
+        return self.blocks[2](self.blocks[1](x))
+
+
+@case()
+def exception_in_a_forward(side: Side) -> Found:
+    """The model raises for one micro-batch of bad data; the loop catches it, goes on with the next, and steps as usual."""
+    model = Failing()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(2 * side.accumulation + 1)
+    micro_batches[2][0].fill_(float("nan"))
+    for x, y in micro_batches:
+        with contextlib.suppress(FloatingPointError):
+            loss = F.cross_entropy(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def exception_in_a_whole_group(side: Side) -> Found:
+    """The same with steps of one micro-batch, whose loss is the model's: it may raise as late as in step()."""
+    model = Failing()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(4)
+    micro_batches[2][0].fill_(float("nan"))
+    for x, y in micro_batches:
+        with contextlib.suppress(FloatingPointError):
+            engine.backward(engine(x, labels=y))
+            engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def exception_between_forward_and_backward(side: Side) -> Found:
+    """The loop's own code raises between forward and backward; the next iteration begins with zero_grad()."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(4)):
+        engine.zero_grad()
+        with contextlib.suppress(KeyError):
+            loss = engine(x, labels=y)
+            if i == 1:
+                raise KeyError("a metric")
+            engine.backward(loss)
+            engine.step()
+    return weights(model)
+
+
+@case(*ONE)
+def exception_in_a_backward(side: Side) -> Found:
+    """A custom autograd.Function raises in backward once; the loop calls zero_grad() and goes on."""
+    fail = [False, True, False, False]
+
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if fail[0]:
+                raise ArithmeticError("in backward")
+            return g
+
+    class RaisingBlock(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return Raising.apply(super().forward(x))
+
+    model = Net(RaisingBlock)
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(4):
+        try:
+            engine.backward(F.cross_entropy(engine(x), y))
+            engine.step()
+        except ArithmeticError:
+            engine.zero_grad()
+        fail.append(fail.pop(0))
+    return weights(model)

@@ -1,0 +1,1009 @@
+"""Parameters that are exchanged or changed under the engine."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from tests.exactness.case import REGROUPED, Found, Tolerance, case
+from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.sides import Setting, Side
+
+# ---- other tensors in the place of the engine's
+
+
+@case()
+def data_replaced(side: Side) -> Found:
+    """`p.data = p.data * 0.5` for every parameter between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def data_replaced_within_a_group(side: Side) -> Found:
+    """`p.data = p.data * 0.5` for one parameter between two micro-batches."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(2 * side.accumulation)
+    train(engine, micro_batches[:6])
+    model.blocks[1].linear.weight.data = model.blocks[1].linear.weight.data * 0.5
+    losses = train(engine, micro_batches[6:])
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def vector_to_parameters(side: Side) -> Found:
+    """torch.nn.utils.vector_to_parameters writes a flat vector back between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def half_and_float(side: Side) -> Found:
+    """`module.half().float()` on one block, to round its weights, between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.blocks[1].half().float()
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def weight_is_a_new_parameter(side: Side) -> Found:
+    """`module.weight = nn.Parameter(...)` between two steps, unknown to the optimizer."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.blocks[1].linear.weight = nn.Parameter(torch.eye(WIDTH))
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def load_state_dict(side: Side) -> Found:
+    """A state dict that was copied at the start is loaded after two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    start = copy.deepcopy(model.state_dict())
+    train(engine, batches(2 * side.accumulation))
+    model.load_state_dict(start)
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def load_state_dict_with_assign(side: Side) -> Found:
+    """`load_state_dict(state, assign=True)` after two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    start = copy.deepcopy(model.state_dict())
+    train(engine, batches(2 * side.accumulation))
+    model.load_state_dict(start, assign=True)
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def load_part_of_a_state_dict(side: Side) -> Found:
+    """The head's weights alone are loaded with strict=False after a step."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    start = {name: t.clone() for name, t in model.state_dict().items() if name.startswith("head")}
+    train(engine, batches(side.accumulation))
+    model.load_state_dict(start, strict=False)
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def best_weights_restored(side: Side) -> Found:
+    """`best = copy.deepcopy(model.state_dict())` after a step, loaded again at the end, as early stopping does."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    best = copy.deepcopy(model.state_dict())
+    train(engine, batches(side.accumulation, seed=2))
+    model.load_state_dict(best)
+    return weights(model)
+
+
+@case()
+def state_dict_kept(side: Side) -> Found:
+    """`state = model.state_dict()` is taken once, not copied, and read after each step: it is alive in plain PyTorch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    state = model.state_dict()
+    seen = {}
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        seen |= {f"{name} after {step}": t.clone() for name, t in state.items()}
+    return seen
+
+
+@case()
+def module_replaced(side: Side) -> Found:
+    """A block is replaced by a new, untrained one between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.blocks[1] = Block()
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def module_replaced_by_identity(side: Side) -> Found:
+    """A block is pruned away: nn.Identity() in its place between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.blocks[1] = nn.Identity()
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def module_added(side: Side) -> Found:
+    """A block is appended between two steps and handed to the optimizer by add_param_group."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(side.accumulation))
+    model.blocks.append(Block())
+    optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def module_removed(side: Side) -> Found:
+    """The last block is deleted between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    del model.blocks[-1]
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def blocks_swapped(side: Side) -> Found:
+    """Two blocks change places between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    first, second = model.blocks[0], model.blocks[1]
+    model.blocks[0], model.blocks[1] = second, first
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def forward_patched(side: Side) -> Found:
+    """`block.forward` is replaced by another function between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    block = model.blocks[1]
+    block.forward = lambda x: x + block.linear(x)
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+# ---- what is trained
+
+
+@case()
+def requires_grad_after_the_start(side: Side) -> Found:
+    """The head alone is trained first; after two steps the blocks are unfrozen."""
+    model = Net()
+    model.blocks.requires_grad_(False)
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(2 * side.accumulation))
+    model.blocks.requires_grad_(True)
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def frozen_after_the_start(side: Side) -> Found:
+    """All is trained first; after two steps the front and the first block are frozen."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(2 * side.accumulation))
+    model.front.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def gradual_unfreezing(side: Side) -> Found:
+    """From the head down, one more block is unfrozen and given to the optimizer after each step."""
+    model = Net()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
+    engine = side.initialize(model, optimizer)
+    for step, block in enumerate(reversed(model.blocks)):
+        train(engine, batches(side.accumulation, seed=step))
+        block.requires_grad_(True)
+        optimizer.add_param_group({"params": list(block.parameters()), "lr": 1e-3})
+    train(engine, batches(side.accumulation, seed=9))
+    return weights(model)
+
+
+@case()
+def param_group_added(side: Side) -> Found:
+    """optimizer.add_param_group takes the head in after two steps; it required gradients all the while."""
+    model = Net()
+    optimizer = torch.optim.SGD([*model.front.parameters(), *model.blocks.parameters()], lr=0.1)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.01})
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def optimizer_of_some_parameters(side: Side) -> Found:
+    """The optimizer was given the head's parameters alone, and nothing is frozen."""
+    model = Net()
+    engine = side.initialize(model, torch.optim.AdamW(model.head.parameters(), lr=1e-2))
+    losses = train(engine, batches(3 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def frozen_blocks(side: Side) -> Found:
+    """The blocks in the middle are frozen from the start."""
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(3 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def layerwise_learning_rates(side: Side) -> Found:
+    """A parameter group for each block, learning rates that decay towards the front, no decay of norms."""
+    model = Net()
+    groups = [{"params": list(b.parameters()), "lr": 1e-2 * 0.5**i} for i, b in enumerate(model.blocks)]
+    groups.append({"params": list(model.front.parameters()), "weight_decay": 0.0})
+    groups.append({"params": list(model.head.parameters()), "betas": (0.8, 0.9)})
+    engine = side.initialize(model, torch.optim.AdamW(groups, lr=1e-2))
+    train(engine, batches(3 * side.accumulation))
+    return weights(model)
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, CLASSES)
+        self.use_spare = False
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, spare: bool = False) -> Tensor:
+        logits = (self.spare if spare else self.head)(self.body(x))
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+@case()
+def parameter_never_used(side: Side) -> Found:
+    """A head that forward never calls: no gradient, and so no weight decay either."""
+    model = Unused()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(3 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def heads_in_turn(side: Side) -> Found:
+    """Two tasks in turn, each with a head of its own, a step each."""
+    model = Unused()
+    engine = side.initialize(model, adamw(model))
+    for step in range(4):
+        for x, y in batches(side.accumulation, seed=step):
+            engine.backward(engine(x, labels=y, spare=step % 2 == 1))
+            engine.step()
+    return weights(model)
+
+
+@case()
+def heads_in_turn_within_a_group(side: Side) -> Found:
+    """Two tasks in turn, each with a head of its own, a micro-batch each."""
+    model = Unused()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x, labels=y, spare=i % 2 == 1))
+        engine.step()
+    return weights(model)
+
+
+# ---- aliases
+
+
+class Slow(torch.optim.SGD):
+    """Updates that take a while, as those of large models do: what is read too early is stale."""
+
+    def step(self, closure: object = None) -> None:
+        time.sleep(0.01)
+        super().step()
+
+
+def slow(model: nn.Module) -> torch.optim.Optimizer:
+    return Slow(model.parameters(), lr=0.1)
+
+
+@case()
+def parameters_listed_once(side: Side) -> Found:
+    """`ps = list(model.parameters())` is taken once and read after each train_batch."""
+    model = Net()
+    engine = side.initialize(model, slow(model))
+    ps = list(model.parameters())
+    seen = []
+    for step in range(3):
+        group = batches(side.accumulation, seed=step)
+        engine.train_batch(iter([{"x": x, "labels": y} for x, y in group]))
+        seen.append(torch.stack([p.detach().sum() for p in ps]))
+    return {"seen": torch.stack(seen)}
+
+
+@case()
+def parameters_listed_before_initialize(side: Side) -> Found:
+    """A parameter is taken from the model before initialize, and read after each step."""
+    model = Net()
+    weight = model.blocks[1].linear.weight
+    engine = side.initialize(model, slow(model))
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        seen.append(weight.detach().clone())
+    return {"seen": torch.stack(seen)}
+
+
+@case()
+def listed_parameters_written(side: Side) -> Found:
+    """`ps = list(model.parameters())` is taken once and decayed by hand after each step."""
+    model = Net()
+    engine = side.initialize(model, slow(model))
+    ps = list(model.parameters())
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        with torch.no_grad():
+            for p in ps:
+                p.mul_(0.9)
+    return weights(model)
+
+
+@case()
+def view_of_a_weight_kept(side: Side) -> Found:
+    """`row = model.head.weight.data[0]` is taken once and read after each step."""
+    model = Net()
+    engine = side.initialize(model, slow(model))
+    row = model.head.weight.data[0]
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        seen.append(row.clone())
+    return {"seen": torch.stack(seen)}
+
+
+@case()
+def parameters_of_the_optimizer_read(side: Side) -> Found:
+    """Weights are read through optimizer.param_groups after each step."""
+    model = Net()
+    optimizer = slow(model)
+    engine = side.initialize(model, optimizer)
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        seen.append(torch.stack([p.detach().sum() for g in optimizer.param_groups for p in g["params"]]))
+    return {"seen": torch.stack(seen)}
+
+
+# ---- written in place
+
+
+@case()
+def weights_clamped(side: Side) -> Found:
+    """`p.data.clamp_(-0.1, 0.1)` after each step, as WGAN does."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        for p in model.parameters():
+            p.data.clamp_(-0.1, 0.1)
+    return weights(model)
+
+
+@case()
+def weights_averaged_and_swapped_in(side: Side) -> Found:
+    """An exponential average of the weights is swapped in for an evaluation, and the trained ones back."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                average[name].lerp_(p, 0.1)
+            kept = {name: p.clone() for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                p.copy_(average[name])
+            seen.append(engine(batches(1)[0][0]))
+            for name, p in model.named_parameters():
+                p.copy_(kept[name])
+    return {**weights(model), **{f"average {n}": t for n, t in average.items()}, "seen": torch.stack(seen)}
+
+
+@case()
+def weights_averaged_by_data(side: Side) -> Found:
+    """The same with `p.data = average` and `p.data = kept`, as many EMA classes do."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen = []
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        kept = {}
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.data, 0.1)
+            kept[name] = p.data
+            p.data = average[name]
+        with torch.no_grad():
+            seen.append(engine(batches(1)[0][0]))
+        for name, p in model.named_parameters():
+            p.data = kept[name]
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case()
+def averaged_model(side: Side) -> Found:
+    """torch.optim.swa_utils.AveragedModel is updated after each step."""
+    model = Net()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    engine = side.initialize(model, adamw(model))
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        averaged.update_parameters(model)
+    return {**weights(model), **weights(averaged, "averaged ")}
+
+
+@case()
+def head_initialized_again(side: Side) -> Found:
+    """`nn.init.xavier_uniform_(model.head.weight)` between two steps."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    torch.manual_seed(3)
+    nn.init.xavier_uniform_(model.head.weight)
+    train(engine, batches(side.accumulation))
+    return weights(model)
+
+
+@case()
+def weights_exchanged_by_copy(side: Side) -> Found:
+    """Weights of a second, plain model are copied in place after each step (a target network's other direction)."""
+    model, other = Net(), Net()
+    engine = side.initialize(model, adamw(model))
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                p.lerp_(q, 0.5)
+    return weights(model)
+
+
+@case()
+def deep_copy_in_the_middle(side: Side) -> Found:
+    """`teacher = copy.deepcopy(model)` after a step; it is called without gradients afterwards."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    teacher = copy.deepcopy(model)
+    train(engine, batches(side.accumulation, seed=2))
+    with torch.no_grad():
+        seen = teacher(batches(1)[0][0])
+    return {**weights(model), **weights(teacher, "teacher "), "seen": seen}
+
+
+@case()
+def deep_copy_is_trained(side: Side) -> Found:
+    """`student = copy.deepcopy(model)` after a step, trained in plain PyTorch."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    student = copy.deepcopy(model)
+    optimizer = sgd(student)
+    for x, y in batches(3):
+        student(x, labels=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**weights(model), **weights(student, "student ")}
+
+
+@case(tolerance=REGROUPED)
+def weights_tied_from_the_start(side: Side) -> Found:
+    """Two blocks share one weight."""
+    model = Net()
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case(tolerance=REGROUPED)
+def weights_tied_after_initialize(side: Side) -> Found:
+    """`b.weight = a.weight` between initialize and the first step."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+# ---- kinds of parameters
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH)
+
+
+@case()
+def complex_parameters(side: Side) -> Found:
+    """Blocks with complex weights, as Fourier layers have."""
+    model = Net(Complex)
+    engine = side.initialize(model, sgd(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    found = {name: torch.view_as_real(p) if p.is_complex() else p for name, p in model.named_parameters()}
+    return {**found, "losses": losses}
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.double())).float()
+
+
+@case()
+def float64_parameters(side: Side) -> Found:
+    """Blocks whose weights are float64, between others in float32."""
+    model = Net(Double)
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def float64_model(side: Side) -> Found:
+    """`model.double()`: all weights and inputs are float64."""
+    model = Net().double()
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, [(x.double(), y) for x, y in batches(2 * side.accumulation)])
+    return {**weights(model), "losses": losses}
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.weight.float() * self.scale[:, None]))
+
+
+@case()
+def int8_parameters(side: Side) -> Found:
+    """Blocks with frozen int8 weights and trained scales."""
+    model = Net(Quantized)
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+class Embedded(Net):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH, sparse=sparse)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(self.embed(x), labels)
+
+
+@case(Setting(4, 0.0))
+def sparse_embedding(side: Side) -> Found:
+    """nn.Embedding(sparse=True) with SGD."""
+    model = Embedded(sparse=True)
+    engine = side.initialize(model, sgd(model))
+    losses = train(engine, [(y, y) for _, y in batches(2 * side.accumulation)])
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def padded_embedding(side: Side) -> Found:
+    """nn.Embedding with padding_idx and max_norm, which rescales rows in forward."""
+
+    class Padded(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, WIDTH, padding_idx=0, max_norm=1.0)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(self.embed(x), labels)
+
+    model = Padded()
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, [(y, y) for _, y in batches(2 * side.accumulation)])
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def lazy_modules(side: Side) -> Found:
+    """nn.LazyLinear in the blocks, not yet called when the engine is made; SGD is made for them before, as torch allows."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
+
+    model = Net(block)
+    engine = side.initialize(model, sgd(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def parameters_in_lists(side: Side) -> Found:
+    """nn.ParameterList, nn.ParameterDict and a 0-dim parameter on the model itself."""
+
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
+            self.shifts = nn.ParameterDict({"in": torch.zeros(WIDTH)})
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(x * self.scales[0] * self.scales[1] + self.shifts["in"], labels) * self.gain
+
+    model = Listed()
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def parameters_in_a_plain_list(side: Side) -> Found:
+    """Parameters in an ordinary Python list, which the optimizer gets by hand and modules do not know."""
+
+    class Plain(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = [nn.Parameter(torch.ones(WIDTH))]
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(x * self.scales[0], labels)
+
+    model = Plain()
+    engine = side.initialize(model, torch.optim.SGD([*model.parameters(), *model.scales], lr=0.1))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses, "scale": model.scales[0]}
+
+
+@case(
+    tolerance=Tolerance(1e-6, "the engine holds weights in the order of rows, and kernels add in the order of strides")
+)
+def weight_not_contiguous(side: Side) -> Found:
+    """A weight is a transposed view: `nn.Parameter(w.t())`."""
+    model = Net()
+    for block in model.blocks:
+        block.linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+    engine = side.initialize(model, sgd(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def weight_norm(side: Side) -> Found:
+    """torch.nn.utils.parametrizations.weight_norm in every block."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+    model = Net(block)
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def weight_norm_by_hooks(side: Side) -> Found:
+    """The older torch.nn.utils.weight_norm, a forward pre-hook, in every block."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+    model = Net(block)
+    engine = side.initialize(model, adamw(model))
+    losses = train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def parametrization_removed(side: Side) -> Found:
+    """weight_norm is removed from one block between two steps (remove_parametrizations)."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+    model = Net(block)
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(side.accumulation))
+    nn.utils.parametrize.remove_parametrizations(model.blocks[1][0], "weight")
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case()
+def pruned(side: Side) -> Found:
+    """torch.nn.utils.prune.l1_unstructured on one block between two steps."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    train(engine, batches(side.accumulation))
+    prune.l1_unstructured(model.blocks[1].linear, "weight", amount=0.5)
+    losses = train(engine, batches(side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, WIDTH))
+        self.b = nn.Parameter(torch.zeros(WIDTH, 2))
+        self.merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        return out if self.merged else out + x @ self.a.T @ self.b.T
+
+
+@case(tolerance=REGROUPED)
+def adapters_merged_and_unmerged(side: Side) -> Found:
+    """Low-rank adapters are merged into frozen weights (`weight.data += b @ a`) for an evaluation, and taken out again."""
+    model = Net(LoRA)
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for step in range(2):
+        train(engine, batches(side.accumulation, seed=step))
+        for block in model.blocks:
+            block.base.weight.data += block.b.data @ block.a.data
+            block.merged = True
+        with torch.no_grad():
+            seen.append(engine(batches(1)[0][0]))
+        for block in model.blocks:
+            block.base.weight.data -= block.b.data @ block.a.data
+            block.merged = False
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+# ---- bf16
+
+
+def bf16(side: Side, change: Callable[[Tensor], object], model: nn.Module | None = None) -> Found:
+    """Trains in bf16 with fp32 masters; `change` is done to every weight after each step."""
+    model = model or Net()
+    engine = side.initialize(model, adamw(model), bf16={"enabled": True})
+    for step in range(3):
+        train(engine, [(x.bfloat16(), y) for x, y in batches(side.accumulation, seed=step)])
+        for p in model.parameters():
+            change(p)
+    return weights(model)
+
+
+@case()
+def bf16_read_by_hand(side: Side) -> Found:
+    """bf16 weights are only read after each step."""
+    return bf16(side, lambda p: p.norm().item())
+
+
+@case()
+def bf16_buffers(side: Side) -> Found:
+    """Blocks in bf16 multiply by a floating-point buffer, which is rounded to bf16 with the model, as DeepSpeed does."""
+
+    class Scaled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.rand(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    return bf16(side, lambda p: None, Net(Scaled))
+
+
+@case()
+def bf16_clamped_by_hand(side: Side) -> Found:
+    """bf16 weights are clamped after each step; plain PyTorch has them in fp32 and rounds, and clamps both."""
+    return bf16(side, lambda p: p.data.clamp_(-0.125, 0.125))
+
+
+@case()
+def bf16_copied_by_hand(side: Side) -> Found:
+    """bf16 weights are overwritten with zeros in every second element after each step."""
+
+    def change(p: Tensor) -> None:
+        with torch.no_grad():
+            p.view(-1)[::2] = 0.0
+
+    return bf16(side, change)
+
+
+# ---- the optimizer's own
+
+
+@case()
+def learning_rate_by_hand(side: Side) -> Found:
+    """`group["lr"] = ...` after each step."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 0.5**step
+    return weights(model)
+
+
+@case()
+def learning_rate_within_a_group(side: Side) -> Found:
+    """`group["lr"] = ...` before every micro-batch; the last one counts."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for i, micro_batch in enumerate(batches(2 * side.accumulation)):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
+        train(engine, [micro_batch])
+    return weights(model)
+
+
+@case()
+def scheduler_by_hand(side: Side) -> Found:
+    """scheduler.step() is called by the loop at each boundary, not by the engine."""
+    model = Net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    engine = side.initialize(model, optimizer)
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        scheduler.step()
+    return {**weights(model), "lr": scheduler.get_last_lr()[0]}
+
+
+@case()
+def scheduler_of_the_engine(side: Side) -> Found:
+    """The scheduler is handed to initialize."""
+    model = Net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+    engine = side.initialize(model, optimizer, lr_scheduler=scheduler)
+    train(engine, batches(3 * side.accumulation))
+    return {**weights(model), "lr": scheduler.get_last_lr()[0]}
+
+
+@case()
+def momenta_cleared(side: Side) -> Found:
+    """`optimizer.state.clear()` between two steps."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    optimizer.state.clear()
+    train(engine, batches(side.accumulation))
+    return weights(model)
+
+
+@case()
+def momenta_zeroed(side: Side) -> Found:
+    """`state["exp_avg"].zero_()` for every parameter between two steps."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(2 * side.accumulation))
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"].zero_()
+    train(engine, batches(side.accumulation))
+    return weights(model)
+
+
+@case()
+def optimizer_state_loaded(side: Side) -> Found:
+    """optimizer.state_dict() is copied after a step and loaded after the next."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(side.accumulation))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(engine, batches(side.accumulation, seed=2))
+    optimizer.load_state_dict(state)
+    train(engine, batches(side.accumulation, seed=3))
+    return weights(model)
+
+
+@case()
+def optimizer_hooks(side: Side) -> Found:
+    """optimizer.register_step_post_hook counts steps and renormalizes a weight."""
+    model = Net()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    steps = []
+
+    def renormalize(*_: object) -> None:
+        steps.append(1)
+        with torch.no_grad():
+            model.head.weight.div_(model.head.weight.norm())
+
+    optimizer.register_step_post_hook(renormalize)
+    train(engine, batches(2 * side.accumulation))
+    return {**weights(model), "steps": len(steps)}
+
+
+@case()
+def optimizer_step_overridden(side: Side) -> Found:
+    """A subclass of AdamW whose step() does more: it decays towards the start after the update."""
+    model = Net()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    class TowardsStart(torch.optim.AdamW):
+        def step(self, closure: object = None) -> None:
+            super().step()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.lerp_(start[name], 0.1)
+
+    engine = side.initialize(model, TowardsStart(model.parameters(), lr=1e-2))
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)
+
+
+@case()
+def optimizer_across_parameters(side: Side) -> Found:
+    """An optimizer of the user's own whose update of a parameter depends on the gradients of all."""
+
+    class Normalized(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            ps = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in ps]).norm()
+            for p in ps:
+                p.sub_(0.1 * p.grad / norm)
+
+    model = Net()
+    engine = side.initialize(model, Normalized(model.parameters(), {"lr": 0.1}))
+    train(engine, batches(2 * side.accumulation))
+    return weights(model)

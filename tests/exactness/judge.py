@@ -1,0 +1,232 @@
+"""Runs cases and finds their outcomes: "equal", "refused: ErrorName", or "WRONG: ...".
+
+Every case runs in a process of its own, forked from one that has imported everything and computed nothing: what a case
+leaves behind, or hangs in, is nobody else's. `python -m tests.exactness.judge` reads lines of "case setting-number" and
+answers each with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import HarmonyError
+from harmony_ds.runtime import rates
+from tests.exactness.case import CASES, Case, Found, Tolerance
+from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
+from tests.oracle import assert_same, difference_between
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60  # a second or two on a machine that does nothing else
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case: the table's words, and what was seen in detail."""
+
+    says: str
+    detail: str = ""
+
+
+def load_cases() -> dict[str, Case]:
+    """Every case, by name, in the order of the table."""
+    for file in sorted(Path(__file__).parent.glob("cases_*.py")):
+        importlib.import_module(f"tests.exactness.{file.stem}")
+    return CASES
+
+
+# ---- in the case's process
+
+
+def outcome_of(case: Case, setting: Setting) -> Outcome:
+    """Runs both sides, here."""
+    plain = PlainSide(setting)
+    try:
+        expected = ran(case, plain)
+    except Exception:  # noqa: BLE001 - then it is no case
+        return Outcome("WRONG: the case fails in plain PyTorch", traceback.format_exc())
+    plain.finish()
+    engine = EngineSide(setting)
+    try:
+        actual = ran(case, engine)
+    except HarmonyError as error:
+        return refused(error, engine, plain, case.tolerance)
+    except Exception as error:  # noqa: BLE001 - whatever else it is, the table says so
+        return Outcome(f"WRONG: {type(error).__name__}", traceback.format_exc())
+    return compared(actual, expected, case.tolerance)
+
+
+def refused(error: HarmonyError, engine: EngineSide, plain: PlainSide, tolerance: Tolerance | None) -> Outcome:
+    name = type(error).__name__
+    try:
+        changed = changed_weights(engine, plain, tolerance)
+    except HarmonyError as unreadable:
+        return Outcome(f"WRONG: {name}, and then weights cannot be read", f"{error}\n{unreadable}")
+    if changed:
+        return Outcome(f"WRONG: {name} after weights had changed", f"{changed}\n{error}")
+    return Outcome(f"refused: {name}", str(error))
+
+
+def ran(case: Case, side: Side) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    found = flat(case.program(side))
+    assert found, f"{case.name} looks at nothing"
+    return found
+
+
+def flat(found: Found) -> dict[str, Tensor]:
+    """What a program gave, as copies of plain tensors."""
+    return {name: torch.as_tensor(value).detach().to_dense().clone() for name, value in found.items()}
+
+
+def compared(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: Tolerance | None) -> Outcome:
+    try:
+        assert_same(actual, expected, tolerance is None, 0.0 if tolerance is None else tolerance.relative)
+    except AssertionError as error:
+        return Outcome("WRONG: differs", str(error))
+    return Outcome("equal" if tolerance is None else f"equal to {tolerance.relative:g}: {tolerance.because}")
+
+
+def changed_weights(engine: EngineSide, plain: PlainSide, tolerance: Tolerance | None) -> str:
+    """Which weights are not as some number of completed steps left them (and the program, after that); "" if none."""
+    for model, reference in zip(engine.models, plain.engines, strict=False):
+        changed = min((changed_since(model, reference, step, tolerance) for step in reference.history), key=len)
+        if changed:
+            return f"changed: {changed}"
+    return ""
+
+
+def changed_since(model: nn.Module, reference: PlainEngine, step: int, tolerance: Tolerance | None) -> list[str]:
+    now = {name: p.detach() for name, p in model.named_parameters() if not lazy(p)}
+    known = reference.history[step]
+    relative = 0.0 if tolerance is None else tolerance.relative
+    return [name for name, p in now.items() if not any(same(p, w.get(name), relative) for w in known)]
+
+
+def same(actual: Tensor, expected: Tensor | None, relative: float) -> bool:
+    if expected is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    return difference_between(actual, expected)[1] <= relative
+
+
+# ---- the process that forks
+
+
+def serve() -> None:
+    cases = load_cases()
+    import_what_is_imported_late()
+    torch.set_num_threads(1)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what programs print is not an answer
+    for line in sys.stdin:
+        name, number = line.split()
+        case = cases[name]
+        answer = in_fork(case, case.settings[int(number)])
+        os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())
+
+
+def import_what_is_imported_late() -> None:
+    """So that it is imported once, and not by every case."""
+    importlib.import_module("harmony_ds.engine")
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch._dynamo
+
+
+def in_fork(case: Case, setting: Setting) -> Outcome:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        child_main(case, setting, writing)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], TIMEOUT_S)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not ready:
+        return Outcome("WRONG: hangs", f"no answer after {TIMEOUT_S} s")
+    if not said:
+        return Outcome("WRONG: crashes", f"the process ended with {status}")
+    outcome, known = pickle.loads(said)
+    rates._known.update(known)
+    return outcome
+
+
+def child_main(case: Case, setting: Setting, answers: int) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        outcome = outcome_of(case, setting)
+    except BaseException:  # noqa: BLE001 - the process must answer
+        outcome = Outcome("WRONG: the harness fails", traceback.format_exc())
+    # With it go the machine's rates, which the next case then need not measure: half of what a case takes.
+    with os.fdopen(answers, "wb") as pipe:
+        pickle.dump((outcome, rates._known), pipe)
+    os._exit(0)
+
+
+# ---- for whoever asks
+
+
+class Judge:
+    """Asks a serving process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def outcomes(self, case: Case) -> list[Outcome]:
+        """One for each of the case's settings."""
+        return [self._ask(f"{case.name} {number}\n") for number in range(len(case.settings))]
+
+    def _ask(self, question: str) -> Outcome:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(question)
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return Outcome(**answer)
+
+
+@contextmanager
+def judging() -> Iterator[Judge]:
+    """A judge that has started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.exactness.judge"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield Judge(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,301 @@
+"""The two sides of a case: plain PyTorch behind a thin stand-in with the engine's methods, and the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import harmony_ds
+
+SEED = 5
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of a ds_config a case is tried with."""
+
+    accumulation: int
+    clipping: float
+    resident: bool = False  # packs stay on the device from step to step
+    harmony: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        resident = ", resident" if self.resident else ""
+        return f"accumulation {self.accumulation}, clipping {self.clipping:g}{resident}"
+
+
+class Side(Protocol):
+    """Where a program runs."""
+
+    accumulation: int
+    clipping: float
+    models: list[nn.Module]
+
+    def initialize(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        accumulation: int | None = None,
+        clipping: float | None = None,
+        lr_scheduler: Any = None,
+        **config: Any,
+    ) -> Any:
+        """The model's engine. Settings that are left out are those of the case; `config` is the ds_config's rest."""
+
+
+class EngineSide:
+    """Programs run on harmony_ds, on the CPU device."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.accumulation, self.clipping = setting.accumulation, setting.clipping
+        self._harmony = {"residency": "auto" if setting.resident else "off", **setting.harmony}
+        self.models: list[nn.Module] = []
+
+    def initialize(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        accumulation: int | None = None,
+        clipping: float | None = None,
+        lr_scheduler: Any = None,
+        **config: Any,
+    ) -> Any:
+        self.models.append(model)
+        ds_config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation if accumulation is None else accumulation,
+            "gradient_clipping": self.clipping if clipping is None else clipping,
+            "harmony": {"device": "cpu", "seed": SEED, "pack_layers": 1, **self._harmony},
+            **config,
+        }
+        return harmony_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=ds_config)[0]
+
+
+class PlainSide:
+    """Programs run in plain PyTorch. Keeps what every model's weights were, for the step that they were of."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.accumulation, self.clipping = setting.accumulation, setting.clipping
+        self.models: list[nn.Module] = []
+        self.engines: list[PlainEngine] = []
+
+    def initialize(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        accumulation: int | None = None,
+        clipping: float | None = None,
+        lr_scheduler: Any = None,
+        **config: Any,
+    ) -> Any:
+        self.models.append(model)
+        kind = PlainBf16Engine if config.get("bf16") else PlainEngine
+        engine = kind(
+            model,
+            optimizer,
+            self.accumulation if accumulation is None else accumulation,
+            self.clipping if clipping is None else clipping,
+            lr_scheduler,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def finish(self) -> None:
+        """Notes the weights that the program ended with."""
+        for engine in self.engines:
+            engine.remember()
+
+
+class PlainEngine:
+    """Gradient accumulation in plain PyTorch, under the names of the engine's methods."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, accumulation: int, clipping: float, lr_scheduler: Any
+    ) -> None:
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.global_steps = self.micro_steps = 0
+        self.history: dict[int, list[Weights]] = {}
+        self._accumulation, self._clipping = accumulation, clipping
+        self._micro_batch = 0  # of this step
+        self._boundary: bool | None = None
+        self._norm: float | None = None
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._clip)
+            optimizer.register_step_post_hook(self._stepped)
+        self.remember()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def remember(self) -> None:
+        """Notes the weights as possible ones while this many steps were done."""
+        now = {name: p.detach().clone() for name, p in self.module.named_parameters() if not lazy(p)}
+        self.history.setdefault(self.global_steps, []).append(now)
+
+    # ---- what a loop calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.remember()
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        with self._own_random_numbers():
+            return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        self.remember()
+        if scale_wrt_gas:
+            loss = loss / self._accumulation
+        loss.backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def step(self) -> None:
+        self.remember()
+        if self.is_gradient_accumulation_boundary():
+            self._optimizer_step()
+        self.micro_steps += 1
+
+    def train_batch(self, data_iter: Iterable[Any], loss_fn: Callable[[Any], Tensor] | None = None) -> Tensor:
+        self.remember()
+        batches = list(islice(data_iter, self._accumulation))
+        losses = []
+        for batch in batches:
+            with self._own_random_numbers():
+                loss = (loss_fn or loss_in)(called(self.module, batch))
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        self._optimizer_step()
+        self.micro_steps += len(batches)
+        return torch.stack(losses).mean()
+
+    def eval_batch(self, data_iter: Iterable[Any], loss_fn: Callable[[Any], Tensor] | None = None) -> Tensor:
+        training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            losses = [(loss_fn or loss_in)(called(self.module, b)) for b in islice(data_iter, self._accumulation)]
+        self.module.train(training)
+        return torch.stack(losses).mean()
+
+    def zero_grad(self) -> None:
+        self._micro_batch = 0
+        self.module.zero_grad()
+
+    def train(self, mode: bool = True) -> PlainEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> PlainEngine:
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._boundary if self._boundary is not None else (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._boundary = is_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def get_global_grad_norm(self) -> float | None:
+        return self._norm
+
+    def finish_updates(self) -> None:
+        """There are none under way."""
+
+    def destroy(self) -> None:
+        """There is nothing to destroy."""
+
+    # ---- how
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """torch's random numbers of a micro-batch, as the engine documents them; the user's stream is left as it was."""
+        with torch.random.fork_rng():
+            torch.manual_seed(harmony_ds.micro_batch_seed(SEED, self.global_steps, self._micro_batch))
+            self._micro_batch += 1
+            yield
+
+    def _optimizer_step(self) -> None:
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+
+    def _clip(self, *_: Any) -> None:
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in self.module.parameters() if id(p) in trained and p.grad is not None]
+        self._norm = nn.utils.get_total_norm([p.grad for p in parameters if not p.grad.is_sparse]).item()
+        if self._clipping:
+            nn.utils.clip_grad_norm_(parameters, self._clipping)
+
+    def _stepped(self, *_: Any) -> None:
+        self.global_steps += 1
+        self._micro_batch = 0
+        self.remember()
+
+
+class PlainBf16Engine(PlainEngine):
+    """The same with bf16 weights and buffers, fp32 masters, and gradients summed in fp32.
+
+    What the program writes into a weight is its master's value from then on; elements that it did not change keep theirs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *rest: Any) -> None:
+        self._masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
+        model.bfloat16()
+        for group in optimizer.param_groups:
+            group["params"] = [self._masters[p] for p in group["params"]]
+        super().__init__(model, optimizer, *rest)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        result = super().backward(loss, retain_graph, scale_wrt_gas)
+        for parameter, master in self._masters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                master.grad = gradient.float() if master.grad is None else master.grad + gradient
+        return result
+
+    def _clip(self, *_: Any) -> None:
+        for parameter, master in self._masters.items():
+            written = parameter.detach() != master.detach().bfloat16()
+            master.data = torch.where(written, parameter.detach().float(), master.detach())
+        if self._clipping:
+            nn.utils.clip_grad_norm_([m for m in self._masters.values() if m.grad is not None], self._clipping)
+
+    def _stepped(self, *_: Any) -> None:
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.detach())
+        super()._stepped()
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """The model's outputs for a batch in any of the forms that `train_batch` takes."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_in(outputs: Any) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, (tuple, list)):
+        return outputs[0]
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+
+
+def lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)

@@ -1,0 +1,52 @@
+"""The table of cases in docs/exactness.md: written from outcomes, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.exactness.case import Case
+from tests.exactness.judge import ROOT, Outcome
+
+DOCUMENT = ROOT / "docs" / "exactness.md"
+HEADING = "## Programs that people write"
+INTRODUCTION = """\
+Each of these programs is run in plain PyTorch and on the engine, in fp32 unless it says otherwise, with
+`gradient_clipping` 0 (layers are updated as their gradients arrive) and 1 (updates wait for the norm). "equal": every
+tensor that the program's user looks at has the same bits, or is as close as stated. "refused": an error of
+`harmony_ds.errors` says what was seen and what to do, and no weight has changed since the last completed step. Written by
+`python -m tests.exactness.run`; `tests/exactness/test_table.py` holds the engine to it.
+"""
+
+
+def cell(case: Case, outcomes: Sequence[Outcome]) -> str:
+    """The outcomes of all settings of a case, as the table says them."""
+    said = [outcome.says for outcome in outcomes]
+    if len(set(said)) == 1:
+        return said[0]
+    return "; ".join(f"{setting}: {says}" for setting, says in zip(case.settings, said, strict=True))
+
+
+def write(cases: Mapping[str, Case], cells: Mapping[str, str]) -> None:
+    """Replaces the document's last section."""
+    kept = DOCUMENT.read_text(encoding="utf-8").split(HEADING)[0].rstrip()
+    lines = [kept, "", HEADING, "", INTRODUCTION]
+    cause = None
+    for name, one in cases.items():
+        if one.cause != cause:
+            cause = one.cause
+            lines += [
+                "" if lines[-1].startswith("|") else None,
+                f"### {cause.capitalize()}",
+                "",
+                "| case | what the user does | outcome |",
+                "|---|---|---|",
+            ]
+        lines.append(f"| `{name}` | {one.what} | {cells[name]} |")
+    DOCUMENT.write_text("\n".join(line for line in lines if line is not None) + "\n", encoding="utf-8")
+
+
+def read() -> dict[str, str]:
+    """The outcome of each case, as committed."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition(HEADING)[2]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[-1] for row in rows}
