@@ -94,6 +94,7 @@ class Assembly:
             self.host_optimizer.unwatch()
         self.interception.remove()
         self.parts.lending.remove()
+        self.parts.calls.remove()
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
@@ -160,7 +161,7 @@ def assemble(
         optimizer=host_optimizer,
         updater=updater,
         lending=lending,
-        calls=CallStates(model, lambda: updater is not None and updater.pending),
+        calls=CallStates(model),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
         take_own=store.take_gradients,

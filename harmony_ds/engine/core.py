@@ -517,6 +517,7 @@ class HarmonyEngine(Checkpoints):
     @contextmanager
     def streaming(self) -> Iterator[None]:
         """A context in which the model's methods can be called without gradients, under the device memory budget."""
+        self._group.catch_up()
         with self._assembly.ledger.aside(), self._runner.streaming():
             yield
 

@@ -146,11 +146,6 @@ class Updater:
         """What ended the thread, if anything did."""
         return self._failure
 
-    @property
-    def pending(self) -> bool:
-        """Whether the thread has anything to do."""
-        return bool(self._pending or self._jobs)
-
     def surface(self) -> None:
         """Raises a failure that nobody has seen yet."""
         if self._failure is not None and not self._seen:

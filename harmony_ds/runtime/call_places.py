@@ -1,9 +1,11 @@
 """Where a model keeps what its forward pass reads, found by one walk, and whether anything there has changed.
 
-values     attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold,
-           torch's switches: can be put in place again
-checked    modules, hooks, buffers, parameters, and what forward itself changes: can only be compared
-versions   of buffers and other tensors: can only be compared, and change with every step
+- values: attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold, and
+  torch's switches. They can be put in place again.
+- checked: modules, hooks, buffers, and what forward itself changes. They can only be compared.
+- versions of buffers and other tensors, which change with every step. They can only be compared.
+
+Parameters look after themselves (see `harmony_ds.parameters`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from harmony_ds.offload.host_store import ungated
 from harmony_ds.runtime.switches import Switches, switch_values
 
 Key = tuple[int, Any]
@@ -35,7 +38,7 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-_HELD = {"_modules": "a module", "_buffers": "a buffer", "_parameters": "a parameter"}
+_HELD = {"_modules": "a module", "_buffers": "a buffer"}
 _SWITCHES = Switches()
 
 
@@ -93,11 +96,12 @@ class Found:
     places: dict[Key, Place] = field(default_factory=dict)
     checked: dict[Key, Checked] = field(default_factory=dict)
     modes: bytes = b""
+    statistics: list[nn.Module] = field(default_factory=list)  # modules that may write to buffers without a sign
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
-    parameters: list[tuple[Tensor, str]] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
     attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)  # by what iterating over them gives
-    inside: list[dict[str, Any]] = field(default_factory=list)  # modules, buffers, parameters
+    inside: list[dict[str, Any]] = field(default_factory=list)  # modules and buffers
     left: list[Place] = field(default_factory=list)  # scalars that forward changes
     references: list[Any] = field(default_factory=list)
     equals: list[Any] = field(default_factory=list)
@@ -119,6 +123,10 @@ class Found:
         self.references, self.equals = self._references(), self._equals()
         return self
 
+    def versions(self) -> list[int]:
+        """How often the tensors have been written to."""
+        return [tensor._version for tensor, _ in self.tensors]
+
     def _references(self) -> list[Any]:
         attributes = [read(held) for read, held in self.attributes]
         return list(chain(*attributes, *self.containers, *map(dict.values, self.inside)))
@@ -127,7 +135,8 @@ class Found:
         sizes = [len(held) for _, held in self.attributes]
         sizes += map(len, self.containers)
         left = [place.held.get(place.key) for place in self.left]
-        trained = [tensor.requires_grad for tensor, _ in self.parameters]
+        with ungated():
+            trained = [parameter.requires_grad for parameter in self.parameters]
         return [*sizes, *left, *trained, *switch_values()]
 
 
@@ -147,7 +156,8 @@ class Walk:
         for name, value in _SWITCHES.items():
             self._value((id(_SWITCHES), name), Place(_SWITCHES, name, name), value)
         self._modules(type(self._model).__name__, self._model)
-        found.modes = bytes([*self._training, *(p.requires_grad for p, _ in found.parameters)])
+        with ungated():
+            found.modes = bytes([*self._training, *(parameter.requires_grad for parameter in found.parameters)])
         return found.settle()
 
     def _modules(self, prefix: str, root: nn.Module) -> None:
@@ -167,13 +177,10 @@ class Walk:
             values = tuple(dict.values(inside))
             self._checked(held, key, values, f"{what} of {name} was added, removed or replaced")
             found.inside.append(inside)
-            if key == "_buffers":
-                found.tensors += [(b, f"the buffer {name}.{k}") for k, b in inside.items() if b is not None]
-            elif key == "_parameters":
-                own = [(k, p) for k, p in dict.items(inside) if p is not None]
-                for k, p in own:
-                    self._checked(held, (key, k), p.requires_grad, f"requires_grad of {name}.{k} was changed")
-                found.parameters += [(p, f"the parameter {name}.{k}") for k, p in own]
+        found.tensors += [(b, f"the buffer {name}.{k}") for k, b in dict.items(held["_buffers"]) if b is not None]
+        found.parameters += [p for p in dict.values(held["_parameters"]) if p is not None]
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            found.statistics.append(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
 
     def _checked(self, held: Any, key: Any, value: Any, changed: str) -> None:

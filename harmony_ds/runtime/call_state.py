@@ -13,16 +13,18 @@ others wait for their forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from harmony_ds.errors import CallChangedError
 from harmony_ds.runtime.call_places import Checked, Found, Key, Place, Walk, same
+from harmony_ds.runtime.lending import changes_buffers_unseen
+from harmony_ds.runtime.watched_buffers import WatchedBuffers
 
 _MISSING = object()
 
@@ -34,6 +36,16 @@ class CallState:
     values: dict[Key, Any]
     places: dict[Key, Place]
     modes: bytes
+
+
+class Queue(Protocol):
+    """Calls whose micro-batches have not run to their end."""
+
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
+
+    def catch_up(self) -> None:
+        """Runs the forward passes that wait, if their order matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +60,24 @@ class _Own:
 class CallStates:
     """Takes what calls of one model see, and puts it in place again."""
 
-    def __init__(self, model: nn.Module, updating: Callable[[], bool]) -> None:
-        """`updating`: whether updates that change parameters may be under way."""
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._updating = updating
         self._advanced: dict[Key, Place] = {}
+        self._writes = False  # whether forward writes to buffers or other tensors that stay
+        self._watching = False
         self._running = False
         self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
         self._look()
-        self.waiting: Callable[[], bool] = lambda: False
-        """Whether micro-batches wait for their forward pass."""
+        self.alone: str | None = None
+        """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
+        self._queue: weakref.ref[Queue] | None = None
+
+    def follow(self, queue: Queue) -> None:
+        """From now on, calls are queued there; it is not kept alive."""
+        self._queue = weakref.ref(queue)
+
+    def _queue_now(self) -> Queue | None:
+        return None if self._queue is None else self._queue()
 
     # ---- at the call
 
@@ -70,7 +90,7 @@ class CallStates:
         if self._running:
             return self._newest
         self._refuse(self._written())
-        self._read_versions()
+        self._versions = self._found.versions()
         if self._found.changed():
             found = Walk(self._model, self._advanced).run()
             self._refuse(_replaced(self._found.checked, found.checked))
@@ -78,7 +98,8 @@ class CallStates:
         return self._newest
 
     def _refuse(self, change: str | None) -> None:
-        if change is not None and self.waiting():
+        queue = self._queue_now()
+        if change is not None and queue is not None and queue.has_waiting():
             raise CallChangedError(
                 f"{change} while micro-batches wait whose calls came before: their forward passes have not run, and "
                 "would see it too. Change it before the first micro-batch of a step, or look at the losses of those "
@@ -87,16 +108,14 @@ class CallStates:
 
     def _written(self) -> str | None:
         """A tensor that somebody else than the engine has written to since the versions were read."""
-        tensors = self._found.tensors + (self._found.parameters if self._settled else [])
-        for (tensor, name), version in zip(tensors, self._versions, strict=False):
-            if tensor._version != version:
-                return f"{name} was changed in place"
-        return None
-
-    def _read_versions(self) -> None:
-        # Updates write to parameters at any time until they are done.
-        self._settled = not self._updating()
-        self._versions = [tensor._version for tensor, _ in (*self._found.tensors, *self._found.parameters)]
+        now = self._found.versions()
+        if now == self._versions:
+            return None
+        return next(
+            f"{name} was changed in place"
+            for (_, name), one, other in zip(self._found.tensors, now, self._versions, strict=True)
+            if one != other
+        )
 
     def _look(self) -> None:
         self._keep(Walk(self._model, self._advanced).run())
@@ -104,13 +123,22 @@ class CallStates:
     def _keep(self, found: Found) -> None:
         self._found = found
         self._newest = CallState(found.values, found.places, found.modes)
-        self._read_versions()
+        self._writes |= any(map(changes_buffers_unseen, found.statistics))
+        self._versions = self._found.versions()
 
     # ---- while the engine runs
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine runs the model now."""
+        return self._running
+
     @contextmanager
     def running(self, users: bool = False) -> Iterator[None]:
-        """What changes while open is forward's own doing; but modes, if code of the user's runs too. Raises as `take`."""
+        """What changes while open is forward's own doing; modes are not, if the `users` code runs as well.
+
+        Raises: as `take`.
+        """
         if self._running:
             yield
             return
@@ -125,12 +153,35 @@ class CallStates:
 
     @property
     def advances(self) -> bool:
-        """Whether forward changes what a later forward may see, buffers apart."""
-        return bool(self._advanced)
+        """Whether one forward pass changes what the next may see, so that their order is that of the calls."""
+        return self._writes or bool(self._advanced)
+
+    def watch_buffers(self) -> None:
+        """From now on, whoever looks at a buffer sees what forward passes that wait make of it."""
+        if self._watching:
+            return
+        self._watching = True
+        for module in self._model.modules():
+            held = module.__dict__["_buffers"]
+            if held and not isinstance(held, WatchedBuffers):
+                module.__dict__["_buffers"] = WatchedBuffers(held, self._catch_up)
+        self._look()
+
+    def _catch_up(self) -> None:
+        queue = self._queue_now()
+        if queue is not None and not self._running:
+            queue.catch_up()
+
+    def remove(self) -> None:
+        """Gives every module a plain dictionary of its buffers."""
+        self._queue = None
+        for module in self._model.modules():
+            module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 
     def _learn(self, users: bool) -> None:
+        self._writes |= self._found.versions() != self._versions
         if not self._found.changed():
-            self._read_versions()
+            self._versions = self._found.versions()
             return
         before = self._newest
         self._look()
@@ -157,7 +208,6 @@ class CallStates:
             self._check_kept(owns)
         finally:
             for own in owns:
-                _count_statistics(own)
                 own.place.put(own.newest, _MISSING)
 
     def _owns(self, state: CallState) -> tuple[_Own, ...]:
@@ -191,11 +241,3 @@ def _replaced(before: dict[Key, Checked], now: dict[Key, Checked]) -> str | None
     return next(
         (known.changed for key, known in before.items() if key in now and not same(known.value, now[key].value)), None
     )
-
-
-def _count_statistics(own: _Own) -> None:
-    """Batch norm writes its statistics without raising their versions, and is not known by its mode afterwards."""
-    if own.place.key == "training" and own.own is True:
-        for buffer in own.place.held.get("_buffers", {}).values():
-            if buffer is not None:
-                torch.autograd.graph.increment_version(buffer)

@@ -152,7 +152,7 @@ class Executor:
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task), self._surroundings(work, task):
+                        with self.recorder.task(task), self._as_called(work, task):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -188,7 +188,7 @@ class Executor:
             self._parts.residency.forget_gradient(self._resident, name)
 
     @contextmanager
-    def _surroundings(self, work: Work, task: Task) -> Iterator[None]:
+    def _as_called(self, work: Work, task: Task) -> Iterator[None]:
         """What the calls of a micro-batch saw, around its tasks."""
         if task.micro_batch < 0:
             yield
@@ -262,6 +262,8 @@ class Executor:
         micro_batch = work.micro_batches[task.micro_batch]
         pack = work.packs[task.pack]
         leaves = self._leaves(task.pack)
+        if micro_batch.forwarded:  # it ended before this pack
+            return
         lane = self._enter(micro_batch)
         while lane.request is not None:
             position = micro_batch.place(lane.request.layer, work.order)

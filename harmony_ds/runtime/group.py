@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError, UsageError
+from harmony_ds.errors import BatchError, ModelError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
@@ -236,12 +236,13 @@ class StepGroup:
         self.propagated = False  # forward and backward of some are done, the updates are not
         self._called_back = False
         self._calls = parts.runner.calls
-        self._calls.waiting = self._waiting
+        self._calls.follow(self)
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _waiting(self) -> bool:
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
         return any(not ticket.micro_batch.forwarded for ticket in self._queue)
 
     # ---- handing over
@@ -275,8 +276,10 @@ class StepGroup:
         call = call or self._module
         micro_batch = self._micro_batch(len(self._queue), args, kwargs, True, call)
         ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)
-        if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs)):
+        if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs), micro_batch.modes):
             self._measure(ticket, args, kwargs)
+        if self._runner.in_order:
+            self._calls.watch_buffers()
         self._queue.append(ticket)
         return ticket
 
@@ -339,6 +342,7 @@ class StepGroup:
             self._ledger.aside(),
             ticket.aside(),
             Autocast.entered(micro_batch.autocast),
+            self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
             sample = Sample(
@@ -347,6 +351,7 @@ class StepGroup:
                 few,
                 objective,
                 micro_batch.seed,
+                micro_batch.modes,
             )
             self._runner.measure(sample, forwarded)
 
@@ -357,6 +362,22 @@ class StepGroup:
         kind = self._kinds.get(*ticket.micro_batch.inputs)
         if kind is not None and kind.pending:
             self._looked()
+        self.catch_up(ticket)
+        self._run_forward(ticket)
+
+    def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
+        """Runs the forward passes that wait (of calls before `until`), if later ones may see what they change."""
+        if not self._runner.in_order or self._runner.calls.is_running:
+            return
+        for ticket in self._queue:
+            if ticket is until:
+                return
+            if not ticket.micro_batch.forwarded:
+                self._run_forward(ticket)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # whoever wants its outputs may want no gradients of what it does itself
+    def _run_forward(self, ticket: QueuedMicroBatch) -> None:
         for _ in range(_ATTEMPTS):
             try:
                 self._runner.forward_now(ticket.micro_batch)
@@ -364,7 +385,8 @@ class StepGroup:
             except (OffPlanError, InputChangedError):
                 self._measure(ticket, *ticket.micro_batch.inputs)
         else:
-            raise AssertionError("the model calls other layers each time it runs")
+            raise _other_layers_each_time()
+        ticket.micro_batch.cut_outputs()
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()
@@ -422,12 +444,20 @@ class StepGroup:
         return any(ticket.wanted for ticket in self._queue)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch is queued whose backward pass has not run."""
+        return any(not ticket.propagated for ticket in self._queue)
+
+    @property
     def waits(self) -> bool:
         """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
         return any(not t.wanted and not t.propagated for t in self._queue)
 
     def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
         """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
+        # Calls that nobody propagates back from may change something, too.
+        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
+            self.catch_up()
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False
@@ -454,10 +484,11 @@ class StepGroup:
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
                     self._measure(ticket, *ticket.micro_batch.inputs)
-        raise AssertionError("the model calls other layers each time it runs")
+        raise _other_layers_each_time()
 
     def evaluate(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], LossFunction | None]]) -> list[Tensor]:
         """Losses of micro-batches, without gradients."""
+        self.catch_up()
         micro_batches: list[MicroBatch] = []
         for index, (args, kwargs, loss_fn) in enumerate(batches):
             micro_batch = self._micro_batch(index, args, kwargs, False, self._module)
@@ -483,3 +514,10 @@ def _on_its_own(tensor: Tensor) -> Tensor:
         return tensor
     leaf = tensor.detach().requires_grad_()
     return leaf if tensor.is_leaf else leaf.clone()
+
+
+def _other_layers_each_time() -> ModelError:
+    return ModelError(
+        f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
+        "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+    )

@@ -148,6 +148,11 @@ class LayerCalls:
         self._attributes: dict[int, Places] = {}
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
+    @property
+    def changing_buffers(self) -> frozenset[int]:
+        """Layers that have been seen to change buffers."""
+        return frozenset(self._changes_buffers)
+
     def watch(self, layer: int, places: Iterable[Place]) -> bool:
         """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
         known = self._attributes.get(layer, ())

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.errors import BatchError
-from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.boundary import Glue, cut
 from harmony_ds.runtime.call_state import CallState
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import RecordedCall
+from harmony_ds.runtime.trees import map_tensors
 from harmony_ds.scheduler.plan import Pack
 
 Objective = Callable[[Any], Tensor | None]
@@ -63,6 +64,11 @@ class MicroBatch:
     _cursor: int = 0
     _numbers: int = 0
 
+    @property
+    def modes(self) -> bytes:
+        """What it was called in: training and requires_grad flags."""
+        return b"" if self.state is None else self.state.modes
+
     def place(self, layer: int, order: tuple[int, ...]) -> int:
         """The position of the call of `layer` that comes next.
 
@@ -101,6 +107,17 @@ class MicroBatch:
         self.lane.close()
         self.lane = None
         self.forwarded = True
+
+    def cut_outputs(self) -> None:
+        """Parts outputs from code that layers depend on as well: whoever propagates back from them frees their graph."""
+
+        def own(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or not self.glue.touches(tensor):
+                return tensor
+            return cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+
+        if not self.glue.is_trivial:
+            self.outputs = map_tensors(own, self.outputs)
 
     def abandon(self) -> None:
         """Ends the lane wherever it is, and forgets everything recorded."""

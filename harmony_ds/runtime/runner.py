@@ -80,11 +80,12 @@ class Runner:
         self._graph = graph
         self._settings = settings
         self._costs: CostTable | None = None
-        self._measured: list[Shapes] = []
+        self._measured: list[tuple[Shapes, bytes]] = []
         self._choices: tuple[Choice, ...] = ()
         self._plan: Plan | None = None
         self._tasks: dict[tuple[Group, Policy], Work] = {}
         self._sizes = WHOLE
+        self._said_alone: str | None = None
         self._outgrown = False  # a step took more than planned
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.executor = Executor(parts, graph.resident)
@@ -102,6 +103,33 @@ class Runner:
     def calls(self) -> CallStates:
         """What calls of the model saw."""
         return self._parts.calls
+
+    @property
+    def in_order(self) -> bool:
+        """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
+        calls = self._parts.calls
+        return bool(self._parts.layer_calls.changing_buffers) or calls.advances or calls.alone is not None
+
+    @property
+    def alone(self) -> str | None:
+        """Why every forward pass must run to its end before the next one begins; None: it need not. Said once."""
+        reason = self._why_alone()
+        if reason is not None and reason != self._said_alone:
+            self._said_alone = reason
+            _logger.warning(
+                "%s: the forward passes of a group run one by one, and each swaps the whole model in; their backward "
+                "passes share swaps as always.",
+                reason,
+            )
+        return reason
+
+    def _why_alone(self) -> str | None:
+        calls = self._graph.calls
+        for layer in self._parts.layer_calls.changing_buffers:
+            if calls.count(layer) > 1:
+                name = self._layers[layer].name
+                return f"layer {name} is called {calls.count(layer)} times in each forward pass and changes its buffers"
+        return self._parts.calls.alone
 
     @property
     def plan(self) -> Plan | None:
@@ -128,10 +156,10 @@ class Runner:
         """Layers, and their call order once a micro-batch has been seen."""
         return self._graph
 
-    def covers(self, inputs: Any) -> bool:
-        """Whether no tensor of `inputs` is larger than what has been measured."""
+    def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
+        """Whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
         shapes = shapes_of(inputs)
-        return any(_dominates(known, shapes) for known in self._measured)
+        return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
 
     def measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
         """Measures the model with one micro-batch and plans anew.
@@ -143,10 +171,6 @@ class Runner:
             DoesNotFitError: no plan fits.
             BaseException: whatever the model raised.
         """
-        with self._parts.calls.running():
-            self._measure(sample, queued)
-
-    def _measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
@@ -160,7 +184,7 @@ class Runner:
         else:
             tables = self._by_size(sample)
         self._adopt(tables, queued)
-        self._measured.append(shapes_of(sample.inputs))
+        self._measured.append((shapes_of(sample.inputs), sample.modes))
 
     def _keep_gradients(self) -> None:
         """Takes gradients of a step that has run in part, and that wait on the device, to the host."""

@@ -20,6 +20,7 @@ class Sample:
         few: the forward pass over so many rows of it, repeated where there are not enough.
         objective: what is propagated back from.
         seed: of its random numbers.
+        modes: training and requires_grad flags that it is measured in.
     """
 
     inputs: Any
@@ -27,6 +28,7 @@ class Sample:
     few: Callable[[int], Callable[[], Any]]
     objective: Objective
     seed: int
+    modes: bytes = b""
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harmony_ds import ModelError, OptimizerError, UnsupportedError, UsageError
+from harmony_ds import CallChangedError, ModelError, OptimizerError, UnsupportedError, UsageError
 from tests.engine.drive import adamw, config_of, engine_for, sgd
 from tests.oracle import assert_same
 
@@ -52,8 +52,12 @@ def in_place(model: Net) -> None:
 
 
 def through_data(model: Net) -> None:
-    model.blocks[0].weight.data.clamp_(-0.1, 0.1)
     model.head.weight.data = torch.full((4, 8), 0.1)
+
+
+def behind_its_back(model: Net) -> None:
+    model.blocks[0].weight.data.clamp_(-0.1, 0.1)
+    model.head.bias.detach().add_(0.5)
 
 
 def as_a_vector(model: Net) -> None:
@@ -92,6 +96,21 @@ def test_what_is_written_into_parameters_counts(write: Act, middle: bool, harmon
             if not middle:
                 write(model)
                 write(plain)
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
+def test_what_is_written_through_data_between_steps_counts(harmony: Any) -> None:
+    plain, model = net(), net()
+    optimizer = adamw(plain.parameters())
+    with engine_for(model, adamw, config_of(1, None, harmony)) as engine:
+        for step in range(3):
+            engine.train_batch([batch(step)])
+            plain(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            behind_its_back(model)
+            behind_its_back(plain)
     assert_same(model, plain, bitwise=True)
 
 
@@ -222,7 +241,25 @@ def test_writing_while_a_micro_batch_waits_for_its_backward_is_refused() -> None
     model = net()
     with engine_for(model, sgd, config_of(1)) as engine:
         loss = engine(*batch(0))
+        assert model.head.weight.data.norm() > 0.0
+        assert len(model.state_dict()) == 8
         with torch.no_grad(), pytest.raises(UsageError, match=r"head\.weight is about to be changed"):
             model.head.weight.zero_()
         engine.backward(loss)
         engine.step()
+
+
+@pytest.mark.parametrize(
+    "alias", [lambda p: p.data, lambda p: p.detach(), lambda p: torch.from_numpy(p.detach().numpy())]
+)
+def test_writing_behind_a_parameters_back_while_micro_batches_wait_is_refused(alias: Callable[[Any], Tensor]) -> None:
+    model = net()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        engine.train_batch([batch(0)])
+        engine.backward(engine(*batch(1)))
+        alias(model.head.weight).mul_(2.0)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(CallChangedError, match=r"head\.weight was changed through \.data"):
+            engine.step()
+        assert_same(model, before, bitwise=True)
+        engine.train_batch([batch(1)])
