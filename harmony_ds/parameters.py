@@ -343,8 +343,8 @@ class ParameterLink:
             if self._owner.has_queued() and not torch.equal(before, self.weight):
                 raise CallChangedError(
                     f"{self.name} was changed through .data, .detach() or the like while micro-batches wait that were "
-                    "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets them "
-                    "run first, or change it behind engine.step()."
+                    "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
+                    "them run first, or change it behind engine.step()."
                 )
         if self._touched:
             self._touched = False
