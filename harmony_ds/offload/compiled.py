@@ -54,7 +54,8 @@ def load(name: str, sources: Sequence[str], **options: Any) -> ModuleType:
         ImportError: what was compiled cannot be imported.
     """
     folder = Path(cpp_extension._get_build_directory("harmony_ds", verbose=False))
-    library = folder / f"{name}-{_fingerprint(name, sources, options)}.so"
+    name = f"{name}_{_fingerprint(name, sources, options)}"
+    library = folder / f"{name}.so"
     if not _is_whole(library):
         with _alone(library):
             if not _is_whole(library):  # else another process was first
@@ -117,7 +118,8 @@ def _compile(name: str, sources: Sequence[str], options: dict[str, Any], library
     _logger.warning("compiling %s, once per machine: up to a few minutes, into %s. %s", name, library, _AVOID)
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # which would skip a build that failed before
     with TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
-        _load_of_torch(name, list(sources), build_directory=folder, **options)
+        # Not imported there: pybind11 hands a module out again by its name, wherever it is imported from.
+        _load_of_torch(name, list(sources), build_directory=folder, **options, is_python_module=False)
         built = Path(folder) / f"{name}.so"
         with built.open("rb+") as file:
             file.write(_hash(file.read()))

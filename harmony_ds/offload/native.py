@@ -84,11 +84,13 @@ def _check_compiler(name: str) -> None:
 def _or_explain(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except OSError as error:
-        raise CompilerMissingError(_remedy(name, f"its folder cannot be written ({error})", _ANOTHER_FOLDER)) from None
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, OSError, ImportError) as error:
         cause = error.__cause__ or error
-        first = next((line for line in str(cause).splitlines() if "error:" in line), str(cause).partition("\n")[0])
+        if isinstance(cause, OSError) and cause.errno is not None:  # none: the library cannot be loaded
+            what = f"its folder cannot be written ({cause})"
+            raise CompilerMissingError(_remedy(name, what, _ANOTHER_FOLDER)) from None
+        said = f"{cause}\n{error}".splitlines()
+        first = next((line for line in said if "error:" in line), said[0])
         raise CompilerMissingError(_remedy(name, f"compiling it failed ({first.strip()})")) from None
 
 

@@ -180,7 +180,6 @@ def test_fp16_goes_on_exactly_after_an_overflow(residency: int) -> None:
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
     ("type_", "params"),
