@@ -115,7 +115,7 @@ def _alone(library: Path) -> Iterator[None]:
 def _compile(name: str, sources: Sequence[str], options: dict[str, Any], library: Path) -> None:
     for left_behind in library.parent.glob(f"{library.stem}.*/"):
         shutil.rmtree(left_behind, ignore_errors=True)
-    _logger.warning("compiling %s, once per machine: up to a few minutes, into %s. %s", name, library, _AVOID)
+    _logger.warning("compiling %s, once per machine (minutes), into %s. %s", name, library.parent, _AVOID)
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # which would skip a build that failed before
     with TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
         # Not imported there: pybind11 hands a module out again by its name, wherever it is imported from.

@@ -145,7 +145,8 @@ def test_what_was_compiled_once_is_only_imported(
     tiny: Callable[..., int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert tiny() == 42
-    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["compiling tiny"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("compiling tiny_")
     assert '"torch_adam": true' in caplog.text
     no_more(monkeypatch)
 
@@ -229,7 +230,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(place: Place) -> None:
     place.go()
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("RuntimeError Error building extension 'tiny'") or "File too large" in line
+    assert line.startswith("RuntimeError Error building extension 'tiny")
     assert place.names() == [".lock"]
 
     assert finished(process, "\n")[0].splitlines()[-1] == "answer 42"
