@@ -180,7 +180,6 @@ def test_fp16_goes_on_exactly_after_an_overflow(residency: int) -> None:
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
     ("type_", "params"),
@@ -265,8 +264,7 @@ def test_the_device_is_free_when_the_engine_is_destroyed() -> None:
         train_groups(engine, GROUPS[:2])
         device = engine._assembly.device
         assert device.allocated_bytes() > 0
-    buffers = sum(b.numel() * b.element_size() for b in engine.module.buffers())
-    assert device.allocated_bytes() == buffers
+    assert device.allocated_bytes() == 0
 
 
 def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
