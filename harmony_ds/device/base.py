@@ -119,7 +119,10 @@ class Device(ABC):
 
     @abstractmethod
     def host_free(self, buffer: Tensor) -> None:
-        """Undoes what `host_empty` did to the memory beyond allocating it."""
+        """Undoes what `host_empty` did to the memory beyond allocating it, once every copy issued so far is done.
+
+        To be called before the buffer is dropped.
+        """
 
     @abstractmethod
     def charge(self, nbytes: int, what: str) -> None:

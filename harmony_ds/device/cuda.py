@@ -106,6 +106,7 @@ class CudaDevice(Device):
 
     def host_free(self, buffer: Tensor) -> None:
         if buffer.data_ptr() in self._registered:
+            torch.cuda.synchronize(self.torch_device)
             del self._registered[buffer.data_ptr()]
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 

@@ -179,6 +179,8 @@ class LateDevice(CpuDevice):
             return func(*args, **kwargs)
         with self._lock:
             self._maybe_pass()
+            if func is _COPY and who is _HOST and any(not self._is_host(t) and self._block(t) for t in args[:2]):
+                who = Stream.COMPUTE  # the engine's answer to a look of the host's
             if func is _COPY and who is not _HOST and self._is_host(args[0]) != self._is_host(args[1]):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
                     return self._copy_late(who, args[0], args[1])
@@ -190,15 +192,16 @@ class LateDevice(CpuDevice):
         return result
 
     def _note(self, who: Stream | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        known = set()
+        known, on_device = set(), False
         name = str(func)
         empty = "empty" in name  # made like another tensor, whose values nobody reads
         for tensor, write in _operands(func, args, kwargs):
             known.add(tensor.untyped_storage()._cdata)
             block = self._block(tensor)
+            on_device |= block is not None and block.owner is not _HOST
             if block is not None and not empty:
                 self.order.access(_HOST if block.owner is _HOST else who, block, write, name)
-        if func in _READS_A_VALUE and who is not _HOST:
+        if func in _READS_A_VALUE and on_device and who is not _HOST:
             self.record(who).synchronize()
         for tensor in _tensors(result):
             key = tensor.untyped_storage()._cdata
