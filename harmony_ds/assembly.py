@@ -65,6 +65,7 @@ class Assembly:
         """Makes every weight, master and optimizer state on the host true."""
         self.wait_for_updates()
         self.parts.device_store.show()
+        self.parts.device_store.finish_reads()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -208,7 +209,7 @@ def saved_plan(path: str | None) -> Plan | None:
 
 
 class Looks:
-    """Makes true what somebody is about to look at."""
+    """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
 
     def __init__(self, updater: Updater | None, device_store: DeviceStore) -> None:
         self._updater = updater
@@ -219,6 +220,7 @@ class Looks:
         if self._updater is not None:
             self._updater.wait_all()
         self._device_store.show_weights(names)
+        self._device_store.finish_reads()
 
     def at_state(self, name: str | None) -> None:
         """The optimizer's state of `name` (None: of all), through the optimizer."""
@@ -228,6 +230,7 @@ class Looks:
             self._device_store.show()
         else:
             self._device_store.show_state(name)
+        self._device_store.finish_reads()
 
 
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.device.base import Device, Stream
+from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import HostStore
@@ -108,6 +108,7 @@ class DeviceStore:
         self._held: dict[str, _Held] = {}
         self._masters: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
+        self._reading: Event | None = None  # behind the last refresh, while that may still be queued
 
     # ---- being there
 
@@ -191,6 +192,15 @@ class DeviceStore:
                 moved += self._optimizer.take(name, held.stepped)
                 held.state_shown = held.state_ahead = False
         self._ledger.book_in(Kind.RESIDENT, moved)
+        if moved:
+            self._reading = self._device.record(Stream.COMPUTE)
+
+    def finish_reads(self) -> None:
+        """Waits until nothing queued reads host memory any more: afterwards it may be written."""
+        self._residency.finish_reads()
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
         """Those of `names` that are here, to compute with."""

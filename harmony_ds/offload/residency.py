@@ -49,6 +49,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
+        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,11 +76,17 @@ class Residency:
                 for name, start, place in piece.parameters:
                     views[name] = target[start : start + place.numel].view(place.shape)
                 offset += piece.memory.numel()
-        arrived = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading = self._device.record(Stream.SWAP_IN)
         leaves = {
             name: nn.Parameter(views[name], requires_grad=self._store.parameters[name].requires_grad) for name in views
         }
         return DeviceCopy(buffer, leaves, arrived)
+
+    def finish_reads(self) -> None:
+        """Waits until no swap-in reads host memory any more: afterwards it may be written."""
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     def accumulate(self, copy: DeviceCopy) -> None:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""

@@ -11,6 +11,7 @@ Buffers live on the device while a model is lent, and what changed comes back af
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -196,19 +197,35 @@ class LayerSlots:
 
     def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
         self._owners = tuple(owners)
+        self._recurrent = [module for module, _ in self._owners if isinstance(module, nn.RNNBase)]
 
     @contextmanager
     def filled(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
         """While open, the layer's modules hold `copies` (by canonical name)."""
         before = [module.__dict__["_parameters"] for module, _ in self._owners]
+        lists = [(module._flat_weights, module._flat_weight_refs) for module in self._recurrent]
         try:
             for (module, names), shown in zip(self._owners, before, strict=True):
                 filled = {key: copies.get(name, shown[key]) for key, name in names.items()}
                 module.__dict__["_parameters"] = filled if len(filled) == len(shown) else {**shown, **filled}
+            for module in self._recurrent:
+                _list_weights(module)
             yield
         finally:
             for (module, _), shown in zip(self._owners, before, strict=True):
                 module.__dict__["_parameters"] = shown
+            for module, (weights, references) in zip(self._recurrent, lists, strict=True):
+                module._flat_weights, module._flat_weight_refs = weights, references
+
+
+def _list_weights(module: nn.RNNBase) -> None:
+    """Recurrent modules compute with a list of their own, which would also keep copies that have been evicted.
+
+    Made by the module itself, it would come with memory of its own too: cuDNN's, into which the parameters are moved.
+    """
+    weights = [module._parameters.get(name) for name in module._flat_weights_names]
+    module._flat_weights = weights
+    module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 class DeviceBuffers:
