@@ -82,7 +82,7 @@ class Assembly:
         if self.parts.updater is not None:
             self.parts.updater.stop()
         self.runner.executor.abandon()
-        self.parts.device_store.drop()
+        self.parts.device_store.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
         self.interception.remove()

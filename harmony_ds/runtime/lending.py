@@ -154,10 +154,11 @@ class Lending:
         try:
             for module, names in self._owners:
                 module.__dict__["_parameters"] = self._shown(module, names, resident)
-            self._buffers.lend()
-            yield
-            if keep_buffers:
-                self._buffers.take_back()
+            with self._device.inherited():  # the model's code may ask for the current device
+                self._buffers.lend()
+                yield
+                if keep_buffers:
+                    self._buffers.take_back()
         finally:
             self._buffers.restore()
             for module, _ in self._owners:
@@ -256,8 +257,7 @@ class DeviceBuffers:
             return known[2]
         if known is None:
             self._device.charge(_nbytes(host), "a buffer of the model")
-        copy = torch.empty_like(host, device=self._device.torch_device)
-        copy.copy_(host)
+        copy = self._device.upload(host)
         self._ledger.book_in(Kind.DATA, _nbytes(host))
         self._copies[id(host)] = (host, host._version, copy)
         self._versions[id(copy)] = copy._version

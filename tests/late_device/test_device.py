@@ -64,7 +64,9 @@ def test_what_was_not_waited_for_is_not_there() -> None:
         back = swap_out(device, torch.ones(3))
         assert back.isnan().all()
         assert reported(device, "a copy on SWAP_OUT reads (3,) of aten.ones.default on COMPUTE, which COMPUTE")
-        assert reported(device, "on the host reads a page-locked buffer of 12 bytes, which SWAP_OUT may not have written")
+        assert reported(
+            device, "on the host reads a page-locked buffer of 12 bytes, which SWAP_OUT may not have written"
+        )
 
 
 def test_the_source_of_a_copy_to_the_host_must_outlive_it() -> None:

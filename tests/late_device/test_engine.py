@@ -134,7 +134,9 @@ def test_after_a_failure_in_mid_step_everything_is_given_back(
 def test_an_engine_that_cannot_go_on_gives_everything_back_too(clip: float | None) -> None:
     """Without clipping, late layers have been updated when an early one fails."""
     trap = Trap(1)
-    with late_engine(trapped_llama(trap, "backward"), config_of(3, clip, {"pack_layers": 1, "stash": "host"})) as engine:
+    with late_engine(
+        trapped_llama(trap, "backward"), config_of(3, clip, {"pack_layers": 1, "stash": "host"})
+    ) as engine:
         train_groups(engine, GROUPS[:1])
         trap.arm()
         with pytest.raises(Mishap):
