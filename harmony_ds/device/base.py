@@ -93,7 +93,7 @@ class Device(ABC):
 
     @abstractmethod
     def inherited(self) -> AbstractContextManager[object]:
-        """A context, for any thread, in which this is the current device and this thread's compute stream the current one."""
+        """A context for any thread: this is the current device, and this thread's compute stream the current one."""
 
     @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class Device(ABC):
         """Takes a charge back."""
 
     def reserve_bytes(self, threads: int) -> int:
-        """Of the budget, what no plan may fill: libraries' workspaces while `threads` threads run the model's code, and what
+        """Of the budget, what no plan may fill: what libraries take while `threads` threads run the model's code, and what
         the allocator cannot hand out.
         """
         return 0

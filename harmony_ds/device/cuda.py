@@ -127,8 +127,8 @@ class CudaDevice(Device):
     def reserve_bytes(self, threads: int) -> int:
         """Workspaces, and the segments of the caching allocator that are partly used.
 
-        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: `threads`, the engine's, autograd's.
-                     32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
+        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: `threads`, the engine's and
+                     autograd's. 32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
                      aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
         segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB) (torch,
                      c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)

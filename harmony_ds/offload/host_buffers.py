@@ -112,6 +112,6 @@ class HostBuffers:
 
 
 def size_class(nbytes: int) -> int:
-    """`nbytes`, rounded up by less than an eighth: tensors of transformers, small multiples of powers of two, fit exactly."""
+    """`nbytes`, rounded up by less than an eighth. Small multiples of powers of two, as most activations are, stay."""
     step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
     return -(-nbytes // step) * step

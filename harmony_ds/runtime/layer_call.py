@@ -125,7 +125,7 @@ class LayerCalls:
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
             lent = _memory_of(copies.values())
             if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
-                outputs = map_tensors(lambda t: _Apart.apply(t) if _memory(t) in lent else t, outputs)
+                outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
             return outputs
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
@@ -399,6 +399,11 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def _taken_apart(tensor: Tensor) -> Tensor:
+    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
 
 
 def _apart(tensor: Tensor) -> Tensor:
