@@ -8,6 +8,7 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError
+from harmony_ds.device import CpuDevice
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -66,6 +67,29 @@ def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() ->
         assert "device_memory_gib" in str(caught.value)
         assert engine.usable
     assert_same(model, before, bitwise=True)
+
+
+class Reserving(CpuDevice):
+    """A device whose libraries take memory: 1000 bytes, and 10 for each thread."""
+
+    def reserve_bytes(self, threads: int) -> int:
+        return 1000 + 10 * threads
+
+
+def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS)
+        peak = engine.plan.peak_bytes
+    for room, fits in ((1040, True), (1039, False)):
+        device = Reserving(peak + room)
+        with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1}), device=device) as engine:
+            if fits:
+                train_groups(engine, GROUPS)
+                assert engine.memory_report().beside_bytes == 1040
+                continue
+            said = rf"budget is {peak - 1:,} \(of {peak + room:,}, 1,040 are set aside .*1 too many"
+            with pytest.raises(DoesNotFitError, match=said):
+                train_groups(engine, GROUPS)
 
 
 def test_optimizers_that_cannot_be_meant() -> None:
