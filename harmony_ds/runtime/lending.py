@@ -141,6 +141,11 @@ class Lending:
         """Device bytes of the model's buffers while it is lent."""
         return self._buffers.nbytes
 
+    @property
+    def copied_buffer_bytes(self) -> int:
+        """Those that are there now."""
+        return self._buffers.copied_bytes
+
     @contextmanager
     def lent(self, resident: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
         """While open, no module shows host tensors: phantoms, and `resident` device tensors by canonical name.
@@ -242,6 +247,10 @@ class DeviceBuffers:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # id(host) -> (host, its version, device copy)
         buffers = {id(b): b for m in owners for b in m._buffers.values() if b is not None}
         self.nbytes = sum(_nbytes(b) for b in buffers.values())
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(_nbytes(copy) for _, _, copy in self._copies.values())
 
     def lend(self) -> None:
         for module in self._owners:

@@ -221,7 +221,7 @@ class Runner:
 
     def _others_bytes(self) -> int:
         """Beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
-        ours = self._parts.lending.buffer_bytes + self._parts.device_store.nbytes
+        ours = self._parts.lending.copied_buffer_bytes + self._parts.device_store.nbytes
         return max(0, self._parts.device.allocated_bytes() - ours)
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
