@@ -47,12 +47,11 @@ def late_engine(
 ) -> Iterator[HarmonyEngine]:
     """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
     device = LateDevice(seed)
-    with device.watched():
-        with engine_for(model, make, config, device=device) as engine:
-            updater = engine._assembly.parts.updater
-            assert updater is not None
-            updater.timed = lambda: device.watched(None)
-            yield engine
+    with device.watched(), engine_for(model, make, config, device=device) as engine:
+        updater = engine._assembly.parts.updater
+        assert updater is not None
+        updater.timed = lambda: device.watched(None)
+        yield engine
     gc.collect()
     device.assert_in_order()
 
