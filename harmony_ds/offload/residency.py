@@ -52,6 +52,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
+        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,11 +84,17 @@ class Residency:
                 for name, start, place in piece.parameters:
                     views[name] = target[start : start + place.numel].view(place.shape)
                 offset += piece.memory.numel()
-        arrived = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading = self._device.record(Stream.SWAP_IN)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = {name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()}
         return DeviceCopy(buffer, leaves, arrived)
+
+    def finish_reads(self) -> None:
+        """Waits until no swap-in reads host memory any more: afterwards it may be written."""
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     def written(self, copy: DeviceCopy) -> list[str]:
         """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""

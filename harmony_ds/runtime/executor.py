@@ -173,7 +173,8 @@ class Executor:
         if self._resident is not None:
             self._parts.residency.evict(self._resident)
         self._copies.clear()
-        self._leaving.clear()
+        while self._leaving:
+            self._free(next(iter(self._leaving)))
         self._resident = None
         self._parts.stash.abandon()
         self.norm = None

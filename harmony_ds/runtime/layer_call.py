@@ -32,7 +32,7 @@ from harmony_ds.runtime.intercept import Autocast, Request
 from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
 from harmony_ds.runtime.pieces import Assembled, Cut, PieceSinks, Rows
 from harmony_ds.runtime.random_streams import State
-from harmony_ds.runtime.trees import Shape, Written, changed, flatten, unflatten
+from harmony_ds.runtime.trees import Shape, Written, changed, flatten, map_tensors, tensors_in, unflatten
 
 
 class _DeadEnd:
@@ -173,7 +173,11 @@ class LayerCalls:
         if request.grad:
             request = without_cache(request)
         with self._slots[request.layer].filled(copies), _caller_state(request):
-            return request.context.run(request.forward, *request.args, **request.kwargs)
+            outputs = request.context.run(request.forward, *request.args, **request.kwargs)
+            lent = _memory_of(copies.values())
+            if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
+                outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
+            return outputs
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
@@ -219,7 +223,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors)
+        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()))
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
@@ -419,8 +423,12 @@ class LayerCalls:
         write_all(self._watched(call.request.layer), left)
         return result
 
-    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor]) -> Any:
-        """The outputs for the model: inputs that came back are the model's own, the rest is cut."""
+    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None]) -> Any:
+        """The outputs for the model: inputs that came back are the model's own, the rest is cut.
+
+        Args:
+            lent: memory of the parameters, which will be evicted: outputs that lie in it are copied.
+        """
         source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
         leaves = list(outcome.leaves)
         cut_places: list[int] = []
@@ -435,10 +443,10 @@ class LayerCalls:
                 slot = Slot(call.number, leaf)
                 slots.append(slot)
                 cut_places.append(place)
-            else:
-                leaves[place] = leaf.detach()
+            if id(leaf) not in source_of:
+                leaves[place] = _apart(leaf.detach()) if _memory(leaf) in lent else leaf.detach()
             call.slots.append(slot)
-        for place, tensor in zip(cut_places, cut([leaves[p].detach() for p in cut_places], slots), strict=True):
+        for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
         return self._hand_over(call, outcome, leaves)
 
@@ -471,6 +479,39 @@ class InputChangedError(ModelError):
 def _caller_state(request: Request) -> Iterator[None]:
     with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast), passed_through():
         yield
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor in memory of its own, as it was laid out: the kernels that read it are chosen by its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _apart(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _taken_apart(tensor: Tensor) -> Tensor:
+    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
+    memory = tensor.as_strided((extent,), (1,)).clone()
+    return torch.empty_like(memory).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Which memory a tensor lies in; None for what has none (a phantom)."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
+    return {memory for tensor in tensors if (memory := _memory(tensor)) is not None}
 
 
 def differ(a: State, b: State) -> bool:

@@ -67,6 +67,17 @@ def resident_in(engine: HarmonyEngine) -> int:
     return len(engine.plan.policy.resident)
 
 
+def test_resident_packs_are_not_taken_for_somebody_elses_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """From the second step on they are there before it begins."""
+    with engine_for(LLAMA.build(0.0), sgd, config_with(3)) as engine:
+        train_groups(engine, GROUPS[:2])
+        peak = engine.memory_report().device_peak_bytes
+        assert "more than planned" not in caplog.text
+        engine._runner._plan = replace(engine.plan, peak_bytes=peak - 1)
+        train_groups(engine, GROUPS[2:3])
+    assert f"this step took {peak:,} bytes of device memory, 1 more than planned" in caplog.text
+
+
 # ---- the same bits
 
 
