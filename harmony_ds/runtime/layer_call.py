@@ -152,7 +152,8 @@ class LayerCalls:
         """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
         known = self._attributes.get(layer, ())
         new = [place for place in places if place not in known]
-        self._attributes[layer] = (*known, *new)
+        if new:
+            self._attributes[layer] = (*known, *new)
         return bool(new)
 
     def _watched(self, layer: int) -> Places:
