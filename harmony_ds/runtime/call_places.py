@@ -1,7 +1,7 @@
 """Where a model keeps what its forward pass reads, found by one walk, and whether anything there has changed.
 
-- values: attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold, and
-  torch's switches. They can be put in place again.
+- values: attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold, what
+  their code reads beside (globals, closures, attributes of classes), and torch's switches. They can be put in place again.
 - checked: modules, hooks, buffers, and what forward itself changes. They can only be compared.
 - versions of buffers and other tensors, which change with every step. They can only be compared.
 
@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.offload.host_store import ungated
+from harmony_ds.runtime.call_code import read_by
 from harmony_ds.runtime.switches import Switches, switch_values
 
 Key = tuple[int, Any]
@@ -100,6 +101,7 @@ class Found:
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = field(default_factory=list)
+    code: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = field(default_factory=list)  # what code reads elsewhere
     containers: list[Any] = field(default_factory=list)  # by what iterating over them gives
     inside: list[dict[str, Any]] = field(default_factory=list)  # modules and buffers
     left: list[Place] = field(default_factory=list)  # scalars that forward changes
@@ -128,7 +130,7 @@ class Found:
         return [tensor._version for tensor, _ in self.tensors]
 
     def _references(self) -> list[Any]:
-        attributes = [read(held) for read, held in self.attributes]
+        attributes = [read(held) for read, held in (*self.attributes, *self.code)]
         return list(chain(*attributes, *self.containers, *map(dict.values, self.inside)))
 
     def _equals(self) -> list[Any]:
@@ -150,12 +152,15 @@ class Walk:
         self._found = Found()
         self._seen: set[int] = set()
         self._training: list[bool] = []
+        self._classes: dict[type, None] = {}
 
     def run(self) -> Found:
         found = self._found
         for name, value in _SWITCHES.items():
             self._value((id(_SWITCHES), name), Place(_SWITCHES, name, name), value)
         self._modules(type(self._model).__name__, self._model)
+        for cls in self._classes:
+            self._code(cls)
         with ungated():
             found.modes = bytes([*self._training, *(parameter.requires_grad for parameter in found.parameters)])
         return found.settle()
@@ -168,6 +173,7 @@ class Walk:
     def _module(self, name: str, module: nn.Module) -> None:
         self._seen.add(id(module))
         self._training.append(module.training)
+        self._classes[type(module)] = None
         found, held = self._found, module.__dict__
         for key, what in _HOOKS.items():
             self._checked(held, key, tuple(held[key]), f"{what} of {name} was registered or removed")
@@ -199,6 +205,15 @@ class Walk:
             self._found.attributes.append((itemgetter(keys[0], *keys), held))
         else:
             self._found.containers.append(held)
+
+    def _code(self, cls: type) -> None:
+        for held, key, name in read_by(cls):
+            value = held.get(key, self)
+            if value is not self and (id(held), key) not in self._found.values:
+                place = Place(held, key, name)
+                if self._value((id(held), key), place, value):
+                    self._found.code.append((itemgetter(key, key), held))
+                    self._inside(name, value, 0)
 
     def _value(self, key: Key, place: Place, value: Any) -> bool:
         """Notes a value; False if forward changes it, so that it is nobody's own."""

@@ -293,7 +293,16 @@ class StepGroup:
             )
 
         def forward() -> Any:
-            return call(*self.on_device(args), **self.on_device(kwargs))
+            given, named = self.on_device((args, kwargs))
+            tensors = tensors_in((given, named))
+            versions = [tensor._version for tensor in tensors]
+            outputs = call(*given, **named)
+            if [tensor._version for tensor in tensors] != versions:
+                raise BatchError(
+                    f"the forward of {type(self._module).__name__} writes into a tensor that it was given. It runs later "
+                    "than it was called, on a copy, so that its caller does not see that: clone the tensor in forward."
+                )
+            return outputs
 
         return MicroBatch(
             index=index,
@@ -312,8 +321,15 @@ class StepGroup:
         return Autocast.current(self._device.torch_device.type)
 
     def on_device(self, tree: Any) -> Any:
-        """`tree` with its tensors copied to the device."""
-        return map_tensors(self._to_device, tree)
+        """`tree` with its tensors copied to the device. What is one tensor stays one."""
+        copies: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self._to_device(tensor)
+            return copies[id(tensor)]
+
+        return map_tensors(once, tree)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.device.type != "cpu":

@@ -111,12 +111,17 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a run of a layer left: its output leaves, and how to give them back."""
+    """What a run of a layer left: its output leaves, and how to give them back.
+
+    Attributes:
+        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+    """
 
     inputs: list[Tensor]
     leaves: list[Any]
     shape: Shape
     written: list[Written]
+    altered: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +162,8 @@ class LayerCalls:
         """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
         known = self._attributes.get(layer, ())
         new = [place for place in places if place not in known]
-        self._attributes[layer] = (*known, *new)
+        if new:
+            self._attributes[layer] = (*known, *new)
         return bool(new)
 
     def _watched(self, layer: int) -> Places:
@@ -190,7 +196,7 @@ class LayerCalls:
             return self.attached(request, copies)
         call = RecordedCall(without, 0, arguments, [], [None] * len(tensors), [], cut)
         outcome = self._run_pieces(call, tensors, copies, State)
-        return self._hand_over(call, outcome, outcome.leaves)
+        return self._hand_over(call, outcome, outcome.leaves, tensors)
 
     # ---- cut: forward now, backward later
 
@@ -345,7 +351,7 @@ class LayerCalls:
                 call.states.append(state())
             outcome = self._run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
             whole.add(piece, outcome.inputs, outcome.leaves)
-            first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written)
+            first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
         assert first is not None
         if layer not in self.rows.drawing and differ(call.states[0], state()):
@@ -387,6 +393,7 @@ class LayerCalls:
         for place, tensor in zip(ends, cut([tensors[p] for p in ends], [sinks[p] for p in ends]), strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
+        nodes = [tensor.grad_fn for tensor in inputs]
         buffered, places = self._buffered[request.layer], self._watched(request.layer)
         before = _versions(buffered)
         with (
@@ -400,8 +407,11 @@ class LayerCalls:
             self._look_at_buffers(request.layer, before)
         written = list(changed(made))
         same = {id(one.value): one.branch.original for one in made}
-        leaves, shape = flatten((result, collected, [children for _, children in written], left), same)
-        return Outcome(inputs, leaves, shape, [into for into, _ in written])
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        # Views: the tensors themselves may be among the results, as what the caller gave.
+        views = [inputs[p].view_as(inputs[p]) for p in altered]
+        leaves, shape = flatten((result, collected, [children for _, children in written], left, views), same)
+        return Outcome(inputs, leaves, shape, [into for into, _ in written], altered)
 
     def _look_at_buffers(self, layer: int, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers of its layer."""
@@ -416,9 +426,11 @@ class LayerCalls:
         if seen or any(map(changes_buffers_unseen, self._buffered[layer])):
             self._changes_buffers.add(layer)
 
-    def _hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any]) -> Any:
+    def _hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
         """The result; what was written elsewhere goes where the layer put it."""
-        result, collected, values, left = unflatten(leaves, outcome.shape)
+        result, collected, values, left, views = unflatten(leaves, outcome.shape)
+        for place, view in zip(outcome.altered, views, strict=True):
+            sources[place].copy_(view)  # its memory holds that already: now its graph does, too
         give_back(call.request, collected, outcome.written, values)
         write_all(self._watched(call.request.layer), left)
         return result
@@ -448,7 +460,7 @@ class LayerCalls:
             call.slots.append(slot)
         for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
-        return self._hand_over(call, outcome, leaves)
+        return self._hand_over(call, outcome, leaves, sources)
 
     def copied_buffers(self, layer: int) -> Buffers:
         """What the buffers of a layer hold, for `buffers_apart`."""

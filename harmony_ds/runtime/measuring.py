@@ -7,7 +7,8 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Measuring:
             rows = (2, 3) if sample.rows > 2 else (1, 2)
             self._probed_calls = self._observe(replace(sample, forward=sample.few(rows[1]))).calls
             probe = RowProbe(self._parts, self._layers, self.resident)
-            with undone(self._parts.lending.modules):
+            with self._undone():
                 self._found = probe.run(sample.few(rows[0]), sample.few(rows[1]), rows, sample.seed)
             for layer, reason in self._found.refused.items():
                 if not reason:
@@ -132,7 +133,7 @@ class Measuring:
 
     def _observe(self, sample: Sample) -> CostTable:
         rehearse = shapes_of(sample.inputs) not in self._rehearsed and self._parts.device.has_values
-        with undone(self._parts.lending.modules):
+        with self._undone():
             observed = observe(self._parts, self._layers, sample, self.resident, rehearse)
         self.resident = observed.resident
         self.sequential = self.sequential or observed.sequential
@@ -142,11 +143,17 @@ class Measuring:
     def _time(self, table: CostTable, sample: Sample) -> CostTable:
         parts = self._parts
         timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-        with undone(parts.lending.modules):
+        with self._undone():
             timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.resident)
         if self.machine is None:
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
         return timed
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What forward passes do to attributes and generators while the context is open is undone in the end."""
+        with undone(self._parts.lending.modules), self._parts.random.others_kept():
+            yield
 
     # ---- the file
 

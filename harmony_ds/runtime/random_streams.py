@@ -2,10 +2,11 @@
 
 Random numbers depend on seed, step and micro-batch, and on nothing else: each micro-batch draws from a stream of its
 own, whichever order the plan runs layers in. To get the same numbers in plain PyTorch, call
-`torch.manual_seed(micro_batch_seed(seed, step, index))` before the micro-batch's forward pass. A model that was seen to
-draw from Python's or NumPy's global generator as well gets a stream of theirs for each micro-batch:
-`random.seed(seed)` and `numpy.random.seed(seed % 2**32)` with the same seed. What the user's generators stood at is
-given back after every step.
+`torch.manual_seed(micro_batch_seed(seed, step, index))` before the micro-batch's forward pass.
+
+Python's and NumPy's global generators are the program's: nobody seeds them, and forward passes draw from them one after
+another, as in plain PyTorch. A model that was seen to draw from them has them replayed where a layer is recomputed, and
+put back to where its forward passes left them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +43,7 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
 class _Generator:
     """A global generator outside torch. States compare as equal if they are."""
 
-    seed: Callable[[int], None]
+    name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
 
@@ -64,8 +66,12 @@ def _numpy() -> Any:
     return numpy.random
 
 
-_PYTHON = _Generator(random.seed, random.getstate, random.setstate)
-_NUMPY = _Generator(lambda seed: _numpy().seed(seed % 2**32), _read_numpy, _write_numpy)
+_PYTHON = _Generator("Python", random.getstate, random.setstate)
+_NUMPY = _Generator("NumPy", _read_numpy, _write_numpy)
+
+
+def _available() -> tuple[_Generator, ...]:
+    return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
 
 
 class RandomStreams:
@@ -78,27 +84,25 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._others: tuple[_Generator, ...] = ()  # that belong to the streams beside the device's
-        self._drawn: tuple[_Generator, ...] = ()  # that the model was seen to draw from
-        self._states: dict[object, tuple[State, Snapshot]] = {}
+        self._others: tuple[_Generator, ...] = ()  # outside torch, that the model was seen to draw from
+        self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
+        self._states: dict[object, tuple[tuple[Tensor, ...], Snapshot]] = {}
         self._current: object | None = None
         self._newest: object | None = None
-        self._ambient: tuple[State, tuple[_Generator, ...]] | None = None
+        self._ambient: tuple[Tensor, ...] | None = None
         self.apart: Places = ()
 
     def open(self) -> None:
         """Remembers the user's generators."""
-        self._ambient = self.snapshot(), self._others
+        self._ambient = self._device.random_state()
 
     def close(self) -> None:
-        """Gives the user's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
+        """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
         self._leave()
         if self._newest in self._states:
             self._states[self._newest][1].restore()
         if self._ambient is not None:
-            state, self._others = self._ambient
-            self.rewind(state)
-            self._others = self._drawn
+            self._device.set_random_state(self._ambient)
         self._ambient = None
         self._newest = None
         self._states.clear()
@@ -107,8 +111,6 @@ class RandomStreams:
         """A fresh stream, current from now on."""
         self._leave()
         self._device.seed(seed)
-        for generator in self._others:
-            generator.seed(seed)
         self._current = self._newest = stream
 
     def switch(self, stream: object) -> None:
@@ -117,35 +119,63 @@ class RandomStreams:
             return
         self._leave()
         state, attributes = self._states[stream]
-        self.rewind(state)
+        self._device.set_random_state(state)
         attributes.restore()
         self._current = stream
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), tuple(generator.read() for generator in self._others))
+        return State(self._device.random_state(), self._read_others())
 
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""
         self._leave()
+        self._left = self._read_others()
         self.rewind(state)
 
     def rewind(self, state: State) -> None:
         """Goes back to `state` in whatever stream is current."""
         self._device.set_random_state(state.device)
-        for generator, other in zip(self._others, state.others, strict=True):
-            generator.write(other)
+        self._write_others(state.others)
 
-    def watch_others(self) -> None:
-        """Python's and NumPy's generators belong to the streams that are opened next."""
-        self._others = (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+    @contextmanager
+    def watching_others(self) -> Iterator[list[str]]:
+        """While open, all generators are replayed that can be. The list names those that were drawn from in the end, which
+        are replayed from then on; they are where they were.
+        """
+        known = self._others
+        self._others = _available()
+        before = self._read_others()
+        drawn: list[str] = []
+        try:
+            yield drawn
+        finally:
+            moved = [g for g, state in zip(self._others, before, strict=True) if g.read() != state]
+            self._write_others(before)
+            self._others = tuple(dict.fromkeys((*known, *moved)))
+            drawn += [generator.name for generator in self._others]
 
-    def keep_drawn(self, before: State) -> None:
-        """Those that have moved on since `before` belong to all streams that are opened from now on."""
-        drawn = [g for g, state in zip(self._others, before.others, strict=True) if g.read() != state]
-        self._drawn = tuple(dict.fromkeys((*self._drawn, *drawn)))
+    @contextmanager
+    def others_kept(self) -> Iterator[None]:
+        """Whatever is drawn from generators outside torch while the context is open is undone in the end."""
+        before = [(generator, generator.read()) for generator in _available()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.write(state)
 
     def _leave(self) -> None:
         if self._current is not None:
-            self._states[self._current] = self.snapshot(), Snapshot(self.apart)
+            self._states[self._current] = self._device.random_state(), Snapshot(self.apart)
         self._current = None
+        if self._left is not None:
+            self._write_others(self._left)
+            self._left = None
+
+    def _read_others(self) -> tuple[Any, ...]:
+        return tuple(generator.read() for generator in self._others)
+
+    def _write_others(self, states: tuple[Any, ...]) -> None:
+        for generator, state in zip(self._others, states, strict=True):
+            generator.write(state)

@@ -62,39 +62,45 @@ class Rehearsal:
         parts.lending.touched.clear()
         copy = parts.residency.swap_in(self._resident)
         copy.wait(parts.device)
-        parts.random.watch_others()
         parts.random.open()
         try:
-            with undone(self._all), parts.lending.lent(copy.leaves, keep_buffers=False):
-                before = self._pass(forward, seed)
-                parts.random.keep_drawn(before)
-                found = _Prints(self._all, self._touched)
-                for layer, modules in self._modules.items():
-                    if layer != _BETWEEN:
-                        own = set(modules)
-                        parts.layer_calls.watch(layer, [place for place in self._touched if place.module in own])
-                self._first = False
-                self._pass(forward, seed)
+            with (
+                parts.random.watching_others() as drawn,
+                undone(self._all),
+                parts.lending.lent(copy.leaves, keep_buffers=False),
+            ):
+                reason = self._run_twice(forward, seed)
                 self._check_written("the code between the layers", copy)
-                return self._compare(found)
         finally:
             parts.random.close()
             parts.residency.evict(copy)
+        if drawn:
+            return f"the model draws from {drawn[0]}'s global random numbers, which go on from one forward pass to the next"
+        return reason
 
-    def _pass(self, forward: Callable[[], Any], seed: int) -> Any:
-        """One forward pass; what it touches is in `_touched`. Returns where its generators began."""
+    def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
+        self._pass(forward, seed)
+        found = _Prints(self._all, self._touched)
+        for layer, modules in self._modules.items():
+            if layer != _BETWEEN:
+                own = set(modules)
+                self._parts.layer_calls.watch(layer, [place for place in self._touched if place.module in own])
+        self._first = False
+        self._pass(forward, seed)
+        return self._compare(found)
+
+    def _pass(self, forward: Callable[[], Any], seed: int) -> None:
+        """One forward pass; what it touches is in `_touched`."""
         self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
         self._touched = set()
         self._calls.clear()
         self._glue = Glue()
         self._parts.random.start(self, seed)
-        before = self._parts.random.snapshot()
         with handled_by(self), torch.enable_grad(), assignments() as assigned:
             forward()
         self._touched |= assigned
         for snapshot in self._start.values():
             self._touched |= snapshot.changed()
-        return before
 
     # ---- one call of a layer
 

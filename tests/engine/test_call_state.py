@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harmony_ds import CallChangedError
+from harmony_ds import BatchError, CallChangedError
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
@@ -110,7 +110,7 @@ def drive(
     assert_same(model, plain, bitwise)
 
 
-def each(before: Before) -> None:
+def each(before: Before, build: Callable[[], nn.Module] = Model) -> None:
     """The ordinary loop, with `before(model, number)` ahead of each call."""
 
     def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
@@ -123,7 +123,7 @@ def each(before: Before) -> None:
             losses.append(loss)
         return losses
 
-    drive(train)
+    drive(train, build)
 
 
 # ---- inputs
@@ -183,10 +183,23 @@ def test_one_tensor_in_two_places_stays_one() -> None:
         seen = engine._group._queue
         x = inputs(0)
         loss = engine(x, x)
+        given, other = engine._group.on_device((x, x))
+        assert given is other and given is not x
         (left, right), _ = seen[0].micro_batch.inputs
         assert left is right and left is not x
         engine.backward(loss)
         engine.step()
+
+
+def test_a_forward_that_writes_into_what_it_is_given_is_refused() -> None:
+    class Writing(Model):
+        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+            return super().forward(x.mul_(2.0), extra)
+
+    with engine_for(build_seeded(Writing), sgd, config_of(1)) as engine:
+        with pytest.raises(BatchError, match="forward of Writing writes into a tensor"):
+            engine.train_batch(iter([inputs(0)]))
+        assert engine.global_steps == 0
 
 
 # ---- modes, attributes, surroundings
@@ -228,6 +241,56 @@ def set_probability(model: Any, number: int) -> None:
 )
 def test_what_the_loop_sets_between_calls(before: Before) -> None:
     each(before)
+
+
+SCALE = 1.0
+TABLE = {"gain": [1.0]}
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Reading(Model):
+    """Reads a global, by a function, an attribute of its class, and a variable around it."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+        return scaled(super().forward(x, extra)) * TABLE["gain"][0] * self.factor
+
+
+def set_global(model: Any, number: int) -> None:
+    global SCALE  # noqa: PLW0603 - what scripts do
+    SCALE = 1.0 + number
+
+
+def set_global_item(model: Any, number: int) -> None:
+    TABLE["gain"][0] = 1.0 + number
+
+
+def set_class_attribute(model: Any, number: int) -> None:
+    Reading.factor = 1.0 + number
+
+
+@pytest.mark.parametrize("before", [set_global, set_global_item, set_class_attribute])
+def test_what_the_models_code_reads_elsewhere(before: Before) -> None:
+    each(before, Reading)
+    before(None, 0)
+
+
+def test_a_variable_around_the_class() -> None:
+    factor = 1.0
+
+    class Around(Model):
+        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+            return super().forward(x, extra) * factor
+
+    def before(model: nn.Module, number: int) -> None:
+        nonlocal factor
+        factor = 1.0 + number
+
+    each(before, Around)
 
 
 def test_what_is_set_after_the_last_call_is_not_seen_and_stays() -> None:

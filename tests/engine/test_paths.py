@@ -443,3 +443,29 @@ def test_checkpoints_elsewhere_are_recomputed_as_ever(reentrant: bool) -> None:
     x = torch.ones(2, requires_grad=True)
     checkpoint(function, x, use_reentrant=reentrant).sum().backward()
     assert len(runs) == 2
+
+
+# ---- inputs that are changed in place
+
+
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_inputs_that_layers_change_in_place(returned: bool, first: bool) -> None:
+    class InPlace(Block):
+        def forward(self, x: Tensor) -> Any:
+            x += torch.tanh(self.linear(x * 1.0))
+            return x if returned else None
+
+    class InPlaceNet(Net):
+        def __init__(self) -> None:
+            super().__init__(InPlace)
+            self.entry = nn.Linear(WIDTH, WIDTH)
+
+        def run(self, x: Tensor) -> Tensor:
+            x = x.clone() if first else self.entry(x)
+            for block in self.blocks:
+                made = block(x)
+                assert made is (x if returned else None)
+            return x * 2
+
+    assert_equals_plain(InPlaceNet)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import micro_batch_seed
 from harmony_ds.errors import RecomputeError
-from tests.engine.drive import SEED, adamw
+from tests.engine.drive import adamw, loop, seed_of
 from tests.engine.test_paths import GROUPS, WIDTH, Block, Net, assert_equals_plain, assert_refused, built, training
-from tests.oracle import assert_same
+from tests.oracle import assert_same, train_plainly
 
 
 class SpectralBlock(Block):
@@ -122,36 +122,26 @@ class PythonRandomBlock(Block):
         return super().forward(x * random.uniform(0.5, 1.5) + np.random.rand())
 
 
-def test_pythons_and_numpys_random_numbers_depend_on_the_micro_batch_alone() -> None:
+def seeded_losses(step: Callable[[], list[Any]]) -> tuple[list[Any], float, float]:
+    """What `step` gives from seeded generators outside torch, and what they draw next."""
     random.seed(1)
     np.random.seed(1)
-    expected_ambient = [(random.getstate(), np.random.get_state()[1].tolist())]
-    weights = []
-    for pack in (1, 100):
-        with training(lambda: Net(PythonRandomBlock), pack_layers=pack) as (model, engine):
-            losses = [engine.train_batch(iter(group)).item() for group in GROUPS]
-        weights.append(model)
-    expected_ambient.append((random.getstate(), np.random.get_state()[1].tolist()))
-    assert expected_ambient[0] == expected_ambient[1]
+    return step(), random.random(), float(np.random.rand())
+
+
+def test_pythons_and_numpys_random_numbers_are_drawn_once_in_the_order_of_the_calls() -> None:
     plain = built(lambda: Net(PythonRandomBlock))
     optimizer = adamw(plain.parameters())
-    means = []
-    for step, group in enumerate(GROUPS):
-        values = []
-        for position, batch in enumerate(group):
-            seed = micro_batch_seed(SEED, step, position)
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            loss = plain(**batch)["loss"]
-            (loss / len(group)).backward()
-            values.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        means.append(torch.stack(values).mean().item())
-    for model in weights:
-        assert_same(model, plain, bitwise=True)
-    assert losses == means
+    expected = seeded_losses(
+        lambda: train_plainly(plain, GROUPS, optimizer, clip=None, seed_of=seed_of)  # nobody seeds those two
+    )
+    with training(lambda: Net(PythonRandomBlock)) as (model, engine):
+        # Looking at each loss runs the forward passes one after another.
+        with pytest.warns(RuntimeWarning, match="looked at before"):
+            actual = seeded_losses(lambda: loop(engine, GROUPS, look=lambda i: True))
+        assert "Python's global random numbers" in engine._runner.measuring.sequential
+    assert_same(model, plain, bitwise=True)
+    assert actual == expected
 
 
 CALLS = [0]
@@ -227,7 +217,7 @@ def test_what_goes_on_between_the_layers_is_a_reason_to_run_one_after_another(wh
         assert engine._runner.measuring.sequential == f"{name} goes on from one forward pass to the next"
 
 
-@pytest.mark.parametrize("block", [Block, SpectralBlock, CountingBlock, PythonRandomBlock])
+@pytest.mark.parametrize("block", [Block, SpectralBlock, CountingBlock])
 def test_what_goes_on_within_a_layer_is_none(block: Callable[[int], nn.Module]) -> None:
     with training(lambda: Net(block)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
