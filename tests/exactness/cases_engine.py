@@ -394,15 +394,15 @@ def flops_counted(side: Side) -> Found:
 
 @case(*PAIRS)
 def gradients_off_by_default(side: Side) -> Found:
-    """torch.set_grad_enabled(False) for the whole program, enable_grad() around forward and loss."""
-    torch.set_grad_enabled(False)
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        with torch.enable_grad():
-            loss = engine(x, labels=y)
-            engine.backward(loss)
-        engine.step()
+    """The whole program runs under torch.no_grad(), forward and backward under torch.enable_grad()."""
+    with torch.no_grad():
+        model = Net()
+        engine = side.initialize(model, adamw(model))
+        for x, y in batches(2 * side.accumulation):
+            with torch.enable_grad():
+                loss = engine(x, labels=y)
+                engine.backward(loss)
+            engine.step()
     return weights(model)
 
 
@@ -415,13 +415,13 @@ def default_dtype(side: Side) -> Found:
             return super().forward((x + torch.ones(WIDTH)).float())
 
     model = Net(Constant)
+    micro_batches = batches(2 * side.accumulation)
     torch.set_default_dtype(torch.float64)
-    train(side.initialize(model, sgd(model)), batches_in_float(2 * side.accumulation))
+    try:
+        train(side.initialize(model, sgd(model)), micro_batches)
+    finally:
+        torch.set_default_dtype(torch.float32)
     return weights(model)
-
-
-def batches_in_float(count: int) -> list[tuple[Tensor, Tensor]]:
-    return [(x.float(), y) for x, y in batches(count)]
 
 
 @case(*PAIRS)
@@ -436,11 +436,14 @@ def default_device(side: Side) -> Found:
 @case(*PAIRS)
 def global_forward_hook(side: Side) -> Found:
     """torch.nn.modules.module.register_module_forward_hook halves the outputs of every Linear."""
-    nn.modules.module.register_module_forward_hook(
+    model = Net()
+    handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, output: output * 0.5 if isinstance(module, nn.Linear) else None
     )
-    model = Net()
-    train(side.initialize(model, sgd(model)), batches(2 * side.accumulation))
+    try:
+        train(side.initialize(model, sgd(model)), batches(2 * side.accumulation))
+    finally:
+        handle.remove()
     return weights(model)
 
 
