@@ -236,6 +236,8 @@ class Executor:
                 self._parts.random.snapshot,
             )
             if call is not None:
+                if not pack.needs_backward:  # it returned its input when it was measured
+                    raise OffPlanError
                 micro_batch.calls.append((position, call))
             if position == len(work.order) - 1 and work.parks(task):
                 micro_batch.parked.append(outputs)
