@@ -260,6 +260,8 @@ class Executor:
                 lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
             micro_batch.finish()
         self._propagate_loss(micro_batch)
+        if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
+            raise OffPlanError  # it returned its input when it was measured
         if in_pieces:
             self._backward(work, task)
             return
