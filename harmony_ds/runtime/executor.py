@@ -147,6 +147,9 @@ class Executor:
                         parts.device.discharge(nbytes)
                     if self.on_progress is not None:
                         self.on_progress(done + 1, total, str(task))
+        except BaseException:
+            parts.random.undo()
+            raise
         finally:
             parts.random.close()
             for index in work.policy.resident:
@@ -295,6 +298,7 @@ class Executor:
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
+            call.propagated()
         self._settle(micro_batch)
         self._accumulate(task.pack)
 

@@ -185,7 +185,8 @@ class Rehearsal:
         """Tells apart what every forward pass writes anew, and what goes on from one to the next."""
         second = _Prints(self._all, self._touched)
         apart = [place for place in self._touched if second.attributes[place].same(first.attributes.get(place))]
-        self._parts.random.apart = tuple({*self._parts.random.apart, *apart})
+        random = self._parts.random
+        random.apart, random.touched = tuple({*random.apart, *apart}), tuple({*random.touched, *self._touched})
         carried = [place for place in self._touched if place not in apart and not self._is_in_order(place, second)]
         names = {module: name for name, module in self._all[0].named_modules()}
         for module, key in [*((p.module, p.key) for p in carried), *self._carried_buffers(first, second)]:
