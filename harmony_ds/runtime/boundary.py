@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+<<<<<<< HEAD
 from harmony_ds.errors import UnsupportedError
+=======
+from harmony_ds.errors import ModelError
+>>>>>>> hand/layers
 
 
 class Sink(Protocol):
@@ -35,14 +39,16 @@ class Slot:
     Attributes:
         call: the number of the call in its micro-batch.
         shape: of the output, and so of its gradient.
+        propagated: whether the call has been propagated through, so that a gradient would come too late.
     """
 
-    __slots__ = ("call", "dtype", "gradient", "shape")
+    __slots__ = ("call", "dtype", "gradient", "propagated", "shape")
 
     def __init__(self, call: int, output: Tensor) -> None:
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
+        self.propagated = False
         self.gradient: Tensor | None = None
 
     @property
@@ -50,6 +56,12 @@ class Slot:
         return self.shape.numel() * self.dtype.itemsize
 
     def add(self, gradient: Tensor) -> None:
+        if self.propagated:
+            raise ModelError(
+                f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
+                "through, and would be lost: another micro-batch was computed from it, or its step is over. Detach what "
+                "goes from one micro-batch to another (state = state.detach())."
+            )
         # Out of place: autograd may hand the same tensor to several consumers.
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 

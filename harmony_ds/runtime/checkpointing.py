@@ -16,6 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from harmony_ds.errors import UsageError
+
 
 class _Engine(threading.local):
     runs = False
@@ -34,6 +36,16 @@ def passed_through() -> Iterator[None]:
         yield
     finally:
         _engine.runs = before
+
+
+def refuse_around_engine() -> None:
+    """Raises UsageError where a checkpoint of the caller's own is open: its recomputation would call the engine again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
+        raise UsageError(
+            "the engine was called within a checkpoint of torch.utils, which would call it again during the backward pass. "
+            "Call the engine itself: it recomputes layers anyway. Checkpoints inside the model may stay."
+        )
 
 
 def _without_reentry(

@@ -158,6 +158,9 @@ class Executor:
                         parts.device.discharge(nbytes)
                     if self.on_progress is not None:
                         self.on_progress(done + 1, total, str(task))
+        except BaseException:
+            parts.random.undo()
+            raise
         finally:
             parts.random.close()
             for index in work.policy.resident:
@@ -279,6 +282,8 @@ class Executor:
                 self._parts.random.snapshot,
             )
             if call is not None:
+                if not pack.needs_backward:  # it returned its input when it was measured
+                    raise OffPlanError
                 micro_batch.calls.append((position, call))
             if position == len(work.order) - 1 and work.parks(task):
                 micro_batch.parked.append(outputs)
@@ -301,6 +306,8 @@ class Executor:
                 lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
             micro_batch.finish()
         self._propagate_loss(micro_batch)
+        if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
+            raise OffPlanError  # it returned its input when it was measured
         if in_pieces:
             self._backward(work, task)
             return
@@ -334,6 +341,7 @@ class Executor:
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
+            call.propagated()
         self._settle(micro_batch)
         self._accumulate(task.pack)
 

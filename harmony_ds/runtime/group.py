@@ -16,7 +16,11 @@ from harmony_ds.errors import BatchError, ModelError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
+<<<<<<< HEAD
 from harmony_ds.runtime.inputs import take_over
+=======
+from harmony_ds.runtime.checkpointing import refuse_around_engine
+>>>>>>> hand/layers
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
@@ -273,6 +277,7 @@ class StepGroup:
             call: what is called with `args` and `kwargs` instead of the model; it calls the model itself.
             aside: makes the context that measuring runs in.
         """
+        refuse_around_engine()
         call = call or self._module
         micro_batch = self._micro_batch(len(self._queue), args, kwargs, True, call)
         ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)

@@ -100,6 +100,12 @@ class RecordedCall:
     def entries(self) -> list[StashEntry]:
         return [t for t in self.tensors if isinstance(t, StashEntry)]
 
+    def propagated(self) -> None:
+        """From now on, a gradient of an output is an error."""
+        for slot in self.slots:
+            if slot is not None:
+                slot.propagated = True
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:

@@ -80,6 +80,7 @@ class RandomStreams:
 
     Attributes:
         apart: attributes that forward passes write anew, each for itself.
+        touched: all that they write to, what goes on from one to the next included.
     """
 
     def __init__(self, device: Device) -> None:
@@ -90,11 +91,14 @@ class RandomStreams:
         self._current: object | None = None
         self._newest: object | None = None
         self._ambient: tuple[Tensor, ...] | None = None
+        self._before: tuple[tuple[Any, ...], Snapshot] | None = None
         self.apart: Places = ()
+        self.touched: Places = ()
 
     def open(self) -> None:
         """Remembers the user's generators."""
         self._ambient = self._device.random_state()
+        self._before = self._read_others(), Snapshot(self.touched, copies=True)
 
     def close(self) -> None:
         """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
@@ -103,9 +107,17 @@ class RandomStreams:
             self._states[self._newest][1].restore()
         if self._ambient is not None:
             self._device.set_random_state(self._ambient)
-        self._ambient = None
+        self._ambient = self._before = None
         self._newest = None
         self._states.clear()
+
+    def undo(self) -> None:
+        """Before `close`, after a failure: forward passes have drawn and changed nothing, and may be run again."""
+        assert self._before is not None
+        self._current = self._newest = self._left = None
+        others, attributes = self._before
+        self._write_others(others)
+        attributes.restore()
 
     def start(self, stream: object, seed: int) -> None:
         """A fresh stream, current from now on."""

@@ -44,6 +44,7 @@ class Rehearsal:
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
+        self._own: dict[int, set[Place]] = {}
         self._start: dict[int, Snapshot] = {}
         self._touched: set[Place] = set()
         self._calls: list[int] = []
@@ -81,10 +82,10 @@ class Rehearsal:
     def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
         self._pass(forward, seed)
         found = _Prints(self._all, self._touched)
-        for layer, modules in self._modules.items():
+        self._own = {layer: set(places_of(modules)) for layer, modules in self._modules.items()}
+        for layer in self._modules:
             if layer != _BETWEEN:
-                own = set(modules)
-                self._parts.layer_calls.watch(layer, [place for place in self._touched if place.module in own])
+                self._parts.layer_calls.watch(layer, [place for place in self._touched if self._owns(layer, place)])
         self._first = False
         self._pass(forward, seed)
         return self._compare(found)
@@ -184,28 +185,31 @@ class Rehearsal:
         """Tells apart what every forward pass writes anew, and what goes on from one to the next."""
         second = _Prints(self._all, self._touched)
         apart = [place for place in self._touched if second.attributes[place].same(first.attributes.get(place))]
-        self._parts.random.apart = tuple({*self._parts.random.apart, *apart})
+        random = self._parts.random
+        random.apart, random.touched = tuple({*random.apart, *apart}), tuple({*random.touched, *self._touched})
         carried = [place for place in self._touched if place not in apart and not self._is_in_order(place, second)]
         names = {module: name for name, module in self._all[0].named_modules()}
-        for module, key in [*carried, *self._carried_buffers(first, second)]:
-            name = ".".join(filter(None, (names.get(module, type(module).__name__), key)))
+        for module, key in [*((p.module, p.key) for p in carried), *self._carried_buffers(first, second)]:
+            name = f"the variable {key}" if module is None else ".".join(filter(None, (names.get(module), key)))
             return f"{name} goes on from one forward pass to the next"
         return None
 
     def _is_in_order(self, place: Place, prints: _Prints) -> bool:
         """Whether a value is one layer's own, which comes to each micro-batch in turn."""
-        return self._is_called_once(place.module) and all(
-            isinstance(v, _ATOMS) for v in prints.attributes[place].leaves
-        )
+        owners = [layer for layer in self._modules if self._owns(layer, place)]
+        return self._is_one_call(owners) and all(isinstance(v, _ATOMS) for v in prints.attributes[place].leaves)
 
-    def _is_called_once(self, module: nn.Module) -> bool:
-        owners = [layer for layer, modules in self._modules.items() if module in modules and layer != _BETWEEN]
+    def _owns(self, layer: int, place: Place) -> bool:
+        return place in self._own[layer] or place.module in self._modules[layer]
+
+    def _is_one_call(self, owners: Sequence[int]) -> bool:
         return len(owners) == 1 and self._calls.count(owners[0]) == 1
 
     def _carried_buffers(self, first: _Prints, second: _Prints) -> Iterable[tuple[nn.Module, str]]:
         for (module, key), value in second.buffers.items():
             before = first.buffers.get((module, key))
-            if (before is None or not _equal(before, value)) and not self._is_called_once(module):
+            owners = [layer for layer, modules in self._modules.items() if module in modules]
+            if (before is None or not _equal(before, value)) and not self._is_one_call(owners):
                 yield module, key
 
 

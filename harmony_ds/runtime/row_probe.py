@@ -92,7 +92,7 @@ class RowProbe:
                     self._seen = 0
                     self._glue = Glue()
                     parts.random.start(self, seed)
-                    with handled_by(self), torch.enable_grad():
+                    with handled_by(self), torch.enable_grad(), parts.random.others_kept():
                         forward()
         finally:
             parts.random.close()

@@ -96,7 +96,7 @@ class Timing:
                 self._structures.clear()
                 self._propagated.clear()
                 self._glue = Glue()
-                with self._lending.lent(copy.leaves, keep_buffers=False):
+                with self._lending.lent(copy.leaves, keep_buffers=False), self._random.others_kept():
                     self._random.start(self, seed)
                     self._one_pass(forward, objective)
         finally:

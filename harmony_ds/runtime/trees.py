@@ -214,6 +214,12 @@ class Written:
         self.branch.kind.fill(self.branch.original, self.known, children)
 
 
+def may_change(value: Any) -> bool:
+    """Whether `value` is a number or the like, which may be exchanged, or data that can be changed in place."""
+    kind = _kind_of(type(value))
+    return isinstance(value, (bool, int, float, str, type(None))) if kind is None else kind.mutable
+
+
 def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
     """All leaves of `tree`, tensors inside objects included.
 

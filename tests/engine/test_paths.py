@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harmony_ds import HarmonyEngine, ModelError
+from harmony_ds import HarmonyEngine, ModelError, UsageError
 from tests.engine.drive import adamw, config_of, engine_for, seed_of, sgd, weights_of
 from tests.oracle import assert_same, train_plainly
 
@@ -469,3 +469,29 @@ def test_inputs_that_layers_change_in_place(returned: bool, first: bool) -> None
             return x * 2
 
     assert_equals_plain(InPlaceNet)
+
+
+def test_a_checkpoint_around_the_engine_is_refused() -> None:
+    with training(Net) as (model, engine):
+        before = weights_of(model)
+        batch = GROUPS[0][0]
+        with pytest.raises(UsageError, match="called within a checkpoint of"):
+            checkpoint(lambda x: engine(x=x, y=batch["y"]), batch["x"].clone().requires_grad_(), use_reentrant=False)
+        assert_same(model, before, bitwise=True)
+        engine.train_batch(iter(GROUPS[0]))
+
+
+def test_layers_that_are_skipped_by_chance_from_within() -> None:
+    class Dropped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if torch.rand(()) < 0.5 else super().forward(x + torch.randn_like(x))
+
+    class DroppedNet(Net):
+        def __init__(self) -> None:
+            super().__init__(Dropped)
+            self.entry = nn.Linear(WIDTH, WIDTH)
+
+        def run(self, x: Tensor) -> Tensor:
+            return super().run(self.entry(x))
+
+    assert_equals_plain(DroppedNet)

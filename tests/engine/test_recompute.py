@@ -144,17 +144,75 @@ def test_pythons_and_numpys_random_numbers_are_drawn_once_in_the_order_of_the_ca
     assert actual == expected
 
 
-CALLS = [0]
+COUNT = 0
+SEEN: list[float] = []
 
 
 class GlobalCounterBlock(Block):
+    """Counts in global variables, which all blocks share."""
+
     def forward(self, x: Tensor) -> Tensor:
-        CALLS[0] += 1
-        return super().forward(x * (1 + 0.1 * CALLS[0]))
+        global COUNT  # noqa: PLW0603
+        COUNT += 1
+        SEEN.append(float(COUNT))
+        return super().forward(x * (1 + 0.1 * COUNT))
+
+
+def test_global_variables_go_on_from_call_to_call() -> None:
+    global COUNT  # noqa: PLW0603
+    plain = built(lambda: Net(GlobalCounterBlock))
+    expected = train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    COUNT = 0
+    counted = SEEN.copy()
+    SEEN.clear()
+    with training(lambda: Net(GlobalCounterBlock)) as (model, engine):
+        with pytest.warns(RuntimeWarning, match="looked at before"):
+            actual = loop(engine, GROUPS, look=lambda i: True)
+        assert "goes on from one forward pass to the next" in engine._runner.measuring.sequential
+    assert_same(model, plain, bitwise=True)
+    assert actual == expected
+    assert counted == SEEN
+
+
+def test_a_hook_within_a_layer_notes_each_call_once() -> None:
+    seen: list[float] = []
+    with training(Net) as (model, engine):
+        model.blocks[1].linear.register_forward_hook(lambda m, args, out: seen.append(out.detach().norm().item()))
+        for group in GROUPS:
+            engine.train_batch(iter(group))
+    plain = built(Net)
+    expected: list[float] = []
+    plain.blocks[1].linear.register_forward_hook(lambda m, args, out: expected.append(out.detach().norm().item()))
+    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    assert seen == expected
+
+
+def _hidden_count(counts: list[int]) -> int:
+    counts[0] += 1
+    return counts[0]
+
+
+class Hiding:
+    """Looks like a tool, and counts."""
+
+    def __new__(cls) -> Hiding:
+        return super().__new__(cls)
+
+    def __init__(self) -> None:
+        self.counts = [0]
+
+
+class HiddenCounterBlock(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.hiding = Hiding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * _hidden_count(self.hiding.counts))
 
 
 def test_state_that_nobody_can_see_is_refused_by_the_layers_name() -> None:
-    assert_refused(lambda: Net(GlobalCounterBlock), r"layer blocks\.0 was run twice", RecomputeError)
+    assert_refused(lambda: Net(HiddenCounterBlock), r"layer blocks\.0 was run twice", RecomputeError)
 
 
 class ClampingBlock(Block):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harmony_ds.errors import ModelError
 from harmony_ds.runtime.boundary import Glue, GlueSink, Slot, cut, sinks_of
 
 
@@ -164,3 +165,12 @@ def test_whether_a_loss_runs_through_glue(made_from_glue: bool, touched: bool) -
 
     assert glue.touches((made if made_from_glue else y * 2).sum()) == touched
     assert not glue.touches(torch.ones(1))
+
+
+def test_a_gradient_that_comes_too_late_is_an_error() -> None:
+    x = torch.ones(2)
+    slots = slots_for(x)
+    (y,) = cut([x.detach()], slots)
+    slots[0].propagated = True
+    with pytest.raises(ModelError, match="another micro-batch was computed from it"):
+        y.sum().backward()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import threading
+from collections import UserDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from harmony_ds.runtime.trees import flatten, map_tensors, tensors_in, unflatten
+from harmony_ds.runtime.trees import Made, changed, flatten, map_tensors, tensors_in, unflatten
 
 
 @dataclass
@@ -103,6 +106,76 @@ def test_fields_that_are_computed_are_not_asked_of_the_constructor() -> None:
     leaves, shape = flatten(Checked(A))
     assert unflatten([None], shape).value is None
     assert leaves == [A]
+
+
+class Plain:
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+def test_objects_of_any_class_are_opened() -> None:
+    original = Plain(a=A, rest=SimpleNamespace(b=[B]), words=UserDict(c=C))
+    doubled = map_tensors(lambda t: t * 2, original)
+
+    assert [t.numel() for t in tensors_in(original)] == [1, 2, 3]
+    assert type(doubled) is Plain
+    assert doubled.rest.b[0].tolist() == [2.0, 2.0]
+    assert doubled.words["c"].tolist() == [2.0] * 3
+    assert original.rest.b[0] is B
+
+
+def test_modules_types_functions_and_settings_are_leaves() -> None:
+    class NetConfig:
+        def __init__(self) -> None:
+            self.hidden = A
+
+    tree = [torch.nn.Linear(1, 1), Plain, len, NetConfig(), threading.Lock(), torch.Size([1])]
+    assert flatten(tree)[0] == tree
+
+
+def test_aliases_stay_aliases_and_cycles_end() -> None:
+    shared = [A]
+    tree = Plain(left=shared, right={"same": shared})
+    tree.itself = tree
+    leaves, shape = flatten(tree)
+    back = unflatten(leaves, shape)
+
+    assert leaves == [A]
+    assert back.itself is back
+    assert back.left is back.right["same"]
+    assert back.left is not shared
+
+
+def test_what_is_written_into_fresh_containers_is_given_back_to_the_originals() -> None:
+    original = Plain(notes=[A], words={"a": 1}, seen={2}, still=[B])
+    leaves, shape = flatten((original, A))
+    made: list[Made] = []
+    fresh, _ = unflatten(leaves, shape, made)
+    fresh.notes.append(B)
+    fresh.words["b"] = fresh.notes
+    fresh.seen.add(3)
+    fresh.more = C
+
+    written = list(changed(made))
+    assert original.notes == [A]
+    values, values_shape = flatten(
+        [children for _, children in written], {id(m.value): m.branch.original for m in made}
+    )
+    for (into, _), children in zip(written, unflatten(values, values_shape), strict=True):
+        into.give_back(children)
+    assert original.notes == [A, B]
+    assert original.words["b"] is original.notes
+    assert original.seen == {2, 3}
+    assert original.more is C
+    assert len(written) == 4
+
+
+def test_a_container_that_comes_back_as_it_is_is_not_opened() -> None:
+    inner, other = [A], [B]
+    leaves, shape = flatten([inner, C], {id(inner): other})
+
+    assert leaves == [C]
+    assert unflatten(leaves, shape)[0] is other
 
 
 def test_too_few_leaves_are_an_error() -> None:
