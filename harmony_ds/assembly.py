@@ -67,6 +67,7 @@ class Assembly:
         """Makes every weight, master and optimizer state on the host true."""
         self.wait_for_updates()
         self.parts.device_store.show()
+        self.parts.device_store.finish_reads()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -89,7 +90,7 @@ class Assembly:
         if updater is not None:
             updater.stop()
         self.runner.executor.abandon()
-        self.parts.device_store.drop()
+        self.parts.device_store.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
         self.interception.remove()
@@ -220,7 +221,7 @@ def saved_plan(path: str | None) -> Plan | None:
 
 
 class Looks:
-    """Makes true what somebody is about to look at."""
+    """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
 
     def __init__(self, updater: Updater | None, device_store: DeviceStore) -> None:
         self._updater = updater
@@ -231,6 +232,7 @@ class Looks:
         if self._updater is not None:
             self._updater.wait_all()
         self._device_store.show_weights(names)
+        self._device_store.finish_reads()
 
     def at_state(self, name: str | None) -> None:
         """The optimizer's state of `name` (None: of all), through the optimizer."""
@@ -240,6 +242,7 @@ class Looks:
             self._device_store.show()
         else:
             self._device_store.show_state(name)
+        self._device_store.finish_reads()
 
 
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:

@@ -10,7 +10,8 @@
     ├── UnsupportedError (NotImplementedError)  what DeepSpeed's engine can do and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that broke a promise while running
     │   ├── ParameterOutsideLayerError      a parameter used where no layer call has it on the device
-    │   └── CallChangedError                the model was changed between a call and its forward pass, which runs later
+    │   ├── CallChangedError                the model was changed between a call and its forward pass, which runs later
+    │   └── RecomputeError                  a layer that does something else when it is run again
     ├── OptimizerError                      an optimizer that cannot be stepped layer by layer
     │   ├── NoOptimizerError (AssertionError)  backward or step without an optimizer
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
@@ -73,6 +74,10 @@ class ParameterOutsideLayerError(ModelError):
 
 class CallChangedError(ModelError):
     """The model was changed while micro-batches that were called before wait for their forward pass."""
+
+
+class RecomputeError(ModelError):
+    """A layer that is run again on what it was given gives something else, by state that cannot be seen from outside."""
 
 
 class OptimizerError(HarmonyError):

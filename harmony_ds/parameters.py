@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
@@ -32,13 +32,11 @@ _DESCRIPTIONS = frozenset(
     "_has_compatible_shallow_copy_type register_hook is_same_size".split()
 )
 """What says nothing about a parameter's values."""
-_ALIASES = frozenset("data numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
-"""What hands out memory that can be written without a trace."""
+_ALIASES = frozenset("data detach numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
+"""What hands out memory that can be written behind the parameter's back."""
 _REFUSED = {
     "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
     "read .grad between backward() and step()",
-    "set_": "its memory is a slab of the engine's: write into it with copy_()",
-    "resize_": "its memory is a slab of the engine's, which cannot grow",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
 
@@ -101,7 +99,7 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return links[0].replace(args[1])
     writes = _writes(name, descriptor, kwargs)
     for link in links:
-        link.before(writes or name in _ALIASES)
+        link.before(writes, name in _ALIASES)
     if name in ("requires_grad", "requires_grad_"):
         links[0].check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     with ungated():
@@ -149,6 +147,10 @@ class Owner:
 
     def run_queued(self, why: str) -> None:
         """Runs what is queued and propagated from, since `why` is about to happen."""
+
+    def has_queued(self) -> bool:
+        """Whether micro-batches are queued that have not run to their end."""
+        return False
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name`, itself, not scaled: what is written into it is used."""
@@ -232,6 +234,7 @@ class ParameterLink:
         self._master = master
         self._optimizer = optimizer
         self._owner = owner or Owner()
+        self._handed_out: Tensor | None = None  # its values when somebody got at its memory while micro-batches wait
         self._touched = False  # somebody may have written into the parameter, and not into its master
 
     @property
@@ -248,12 +251,14 @@ class ParameterLink:
 
     # ---- what the user does to the parameter itself
 
-    def before(self, writes: bool) -> None:
-        """The parameter's values are about to be used; `writes`: or changed."""
+    def before(self, writes: bool, aliases: bool = False) -> None:
+        """The parameter's values are about to be read, changed (`writes`) or handed out (`aliases`)."""
         if writes:
             self._owner.run_queued(f"{self.name} is about to be changed")
         self._owner.look(self.name)
         self._touched = True
+        if aliases and self._handed_out is None and self.weight is not None and self._owner.has_queued():
+            self._handed_out = self.weight.clone()
 
     def replace(self, value: Tensor) -> None:
         """`parameter.data = value`: its values, in the parameter's own memory.
@@ -292,8 +297,8 @@ class ParameterLink:
     def read_grad(self) -> Tensor | None:
         """`parameter.grad`: what has gathered since the last step; writing into it changes what is used."""
         self._owner.look(self.name)  # a pending update has its gradient there
+        total = self._owner.gradient(self.name)  # whose backward pass takes what is here
         own = self._own_grad()
-        total = self._owner.gradient(self.name)
         if total is None:
             return own
         if own is not None:
@@ -323,6 +328,7 @@ class ParameterLink:
 
         Raises:
             ModelError: it has been given other memory.
+            CallChangedError: it was changed unseen while micro-batches wait.
         """
         if self.weight is None or self._parameter is None:
             return
@@ -331,6 +337,14 @@ class ParameterLink:
                 raise ModelError(
                     f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a "
                     "library that assigns storages): copy values into it instead, or initialize again."
+                )
+        if self._handed_out is not None:
+            before, self._handed_out = self._handed_out, None
+            if self._owner.has_queued() and not torch.equal(before, self.weight):
+                raise CallChangedError(
+                    f"{self.name} was changed through .data, .detach() or the like while micro-batches wait that were "
+                    "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
+                    "them run first, or change it behind engine.step()."
                 )
         if self._touched:
             self._touched = False

@@ -73,6 +73,8 @@ class MemoryReport:
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
+        beside_bytes: of the budget, what is no part of a plan: libraries' workspaces, what the allocator cannot hand
+            out, tensors that were on the device before.
     """
 
     device_peak_bytes: int
@@ -80,6 +82,7 @@ class MemoryReport:
     budget_bytes: int | None
     host_bytes: dict[str, int]
     counted: str
+    beside_bytes: int = 0
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"

@@ -148,14 +148,14 @@ def test_flops_are_those_of_the_closed_formula() -> None:
 )
 def test_a_model_of_any_size_takes_seconds_and_no_memory(name: str, parameters: int, calls: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began = time.process_time()
     model, inputs = llama(name, 1, 2048)
     found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE)
 
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     assert sum(spec.numel for spec in found.graph.parameters) == parameters
     assert len(found.graph.calls) == calls
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 512 * 1024
 

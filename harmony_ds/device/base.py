@@ -93,11 +93,14 @@ class Device(ABC):
 
     @abstractmethod
     def inherited(self) -> AbstractContextManager[object]:
-        """A context for another thread, in which it computes on this thread's compute stream."""
+        """A context for any thread: this is the current device, and this thread's compute stream the current one."""
 
     @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
-        """A copy of the host tensor on the device, ordered before what the compute stream does next."""
+        """A copy of the host tensor as it is now, on the device before what the compute stream does next.
+
+        The caller may write into the tensor, or drop it, at once.
+        """
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -119,7 +122,10 @@ class Device(ABC):
 
     @abstractmethod
     def host_free(self, buffer: Tensor) -> None:
-        """Undoes what `host_empty` did to the memory beyond allocating it."""
+        """Undoes what `host_empty` did to the memory beyond allocating it, once every copy issued so far is done.
+
+        To be called before the buffer is dropped.
+        """
 
     @abstractmethod
     def charge(self, nbytes: int, what: str) -> None:
@@ -132,6 +138,12 @@ class Device(ABC):
     @abstractmethod
     def discharge(self, nbytes: int) -> None:
         """Takes a charge back."""
+
+    def reserve_bytes(self, threads: int) -> int:
+        """Of the budget, what no plan may fill: what libraries take while `threads` threads run the model's code, and what
+        the allocator cannot hand out.
+        """
+        return 0
 
     @abstractmethod
     def allocated_bytes(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
 
 
 class CudaDevice(Device):
-    """One CUDA device under a hard budget (None: nine tenths of what is free now)."""
+    """One CUDA device under a hard budget (None: nine tenths of what this process has of it and could get now)."""
 
     copies_overlap = True
 
@@ -28,7 +28,9 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        self.budget_bytes = budget_bytes if budget_bytes is not None else int(0.9 * free_bytes)
+        self.budget_bytes = budget_bytes
+        if budget_bytes is None:
+            self.budget_bytes = int(0.9 * (free_bytes + torch.cuda.memory_reserved(index)))
         if budget_bytes is not None:
             # The caching allocator refuses to reserve more than this share, whoever asks.
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), index)
@@ -76,8 +78,10 @@ class CudaDevice(Device):
         return torch.cuda.stream(self._stream(Stream.COMPUTE))
 
     def upload(self, tensor: Tensor) -> Tensor:
-        # From pageable memory the host would wait for the copy.
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+        # Staged in memory of torch's own, which is page-locked (from pageable memory the host would wait for the copy) and
+        # goes back to its pool behind the copy: neither page-locked memory of the caller's nor a slab is read later.
+        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return staged.to(self.torch_device, non_blocking=True)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
@@ -90,10 +94,12 @@ class CudaDevice(Device):
         if not self.pins_host or numel == 0:
             return buffer
         nbytes = numel * dtype.itemsize
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        with torch.cuda.device(self.torch_device):  # registering is for the current device, and makes it one
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
         if int(status) == 0:
             self._registered[buffer.data_ptr()] = nbytes
         else:
+            self._clear_last_error()
             # Not for want of `ulimit -l`: the driver does not ask that limit (see offload/host_limits.py).
             warnings.warn(
                 f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}), beside "
@@ -104,10 +110,32 @@ class CudaDevice(Device):
             )
         return buffer
 
+    def _clear_last_error(self) -> None:
+        """CUDA keeps the error of a call that failed, until it is asked for it: by the check behind the next launch.
+
+        torch binds no cudaGetLastError, and which of several loaded runtimes it uses cannot be told: so this launches.
+        """
+        with suppress(RuntimeError):
+            torch.zeros((), device=self.torch_device).add_(1)
+
     def host_free(self, buffer: Tensor) -> None:
         if buffer.data_ptr() in self._registered:
+            torch.cuda.synchronize(self.torch_device)
             del self._registered[buffer.data_ptr()]
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def reserve_bytes(self, threads: int) -> int:
+        """Workspaces, and the segments of the caching allocator that are partly used.
+
+        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: `threads`, the engine's and
+                     autograd's. 32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
+                     aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
+        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB) (torch,
+                     c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)
+        """
+        hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
+        workspace = 32 * 2**20 if hopper else 8320 * 2**10
+        return (threads + 2) * workspace + len(Stream) * (2 + 20) * 2**20
 
     def charge(self, nbytes: int, what: str) -> None:
         return None

@@ -614,6 +614,7 @@ class HarmonyEngine(Checkpoints):
             budget_bytes=device.budget_bytes,
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.name == "cpu" else "allocator",
+            beside_bytes=self._runner.beside_bytes,
         )
 
     def destroy(self) -> None:

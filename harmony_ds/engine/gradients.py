@@ -41,6 +41,11 @@ class EngineOwner(Owner):
         if engine is not None:
             engine._run_queued(why)
 
+    def has_queued(self) -> bool:
+        """Whether micro-batches are queued that have not run to their end."""
+        engine = self._engine()
+        return engine is not None and not engine._running and engine._group.is_open
+
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name`, itself, not scaled: what has gathered since the last step."""
         engine = self._engine()

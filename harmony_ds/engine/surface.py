@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -271,6 +271,17 @@ class Surface(Settings, nn.Module):
         return dict(self._reports.times.last)
 
     # ---- not there
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Refused: an engine is threads and memory.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "an engine cannot be copied or pickled. Its model can, at any time: copy.deepcopy(engine.module), "
+            "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
+        )
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Refused: layers are called with device copies of their parameters, which a compiled model would not see.

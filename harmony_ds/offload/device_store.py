@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.device.base import Device, Stream
+from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
@@ -111,12 +111,21 @@ class DeviceStore:
         self._held: dict[str, _Held] = {}
         self._masters: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
+        self._norm_buffers: list[Tensor] = []  # every one
+        self._norm_spares: list[Tensor] = []
+        self._reading: Event | None = None  # behind the last refresh, while that may still be queued
 
     # ---- being there
 
     def holds(self, packs: Sequence[Names]) -> bool:
         """Whether exactly these packs are here."""
         return tuple(packs) == self._names
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of what is here: weights, masters and optimizer state."""
+        buffers = (*(copy.buffer for copy in self._packs), *self._masters)
+        return sum(b.numel() * b.element_size() for b in buffers) + sum(h.state_bytes for h in self._held.values())
 
     def hold(self, packs: Sequence[Names]) -> list[DeviceCopy]:
         """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
@@ -194,6 +203,15 @@ class DeviceStore:
                 moved += self._optimizer.take(name, held.stepped)
                 held.state_shown = held.state_ahead = False
         self._ledger.book_in(Kind.RESIDENT, moved)
+        if moved:
+            self._reading = self._device.record(Stream.COMPUTE)
+
+    def finish_reads(self) -> None:
+        """Waits until nothing queued reads host memory any more: afterwards it may be written."""
+        self._residency.finish_reads()
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
         """Those of `names` that are here, to compute with."""
@@ -219,6 +237,14 @@ class DeviceStore:
         self._packs.clear()
         self._masters.clear()
         self._held.clear()
+
+    def destroy(self) -> None:
+        """As `drop`, and gives page-locked memory back."""
+        self.drop()
+        for buffer in self._norm_buffers:
+            self._device.host_free(buffer)
+        self._norm_buffers.clear()
+        self._norm_spares.clear()
 
     # ---- looks from the host
 
@@ -316,7 +342,8 @@ class DeviceStore:
         device, names = self._device, tuple(self._norms)
         if not names:
             return dict
-        host = device.host_empty(len(names), torch.float32)
+        buffer = self._norm_buffer(len(names))
+        host = buffer[: len(names)]
         host.copy_(torch.stack(list(self._norms.values())), non_blocking=True)
         self._ledger.book_out(Kind.RESIDENT, host.numel() * host.element_size())
         arrived = device.record(Stream.COMPUTE)
@@ -325,10 +352,21 @@ class DeviceStore:
         def read() -> Mapping[str, Tensor]:
             arrived.synchronize()
             norms = dict(zip(names, host.clone().unbind(), strict=True))
-            device.host_free(host)
+            self._norm_spares.append(buffer)
             return norms
 
         return read
+
+    def _norm_buffer(self, count: int) -> Tensor:
+        """Page-locked, for `count` norms or more. One serves every step, but where the thread that reads it lags behind."""
+        while self._norm_spares:
+            spare = self._norm_spares.pop()
+            if spare.numel() >= count:
+                return spare
+            self._norm_buffers = [known for known in self._norm_buffers if known is not spare]
+            self._device.host_free(spare)
+        self._norm_buffers.append(self._device.host_empty(max(count, len(self._held)), torch.float32))
+        return self._norm_buffers[-1]
 
     @torch.no_grad()
     def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:

@@ -42,10 +42,15 @@ class HostGradients:
         self._ledger = ledger
         self._dtype = dtype
         self._limit = limit
+        self._slabs: list[Tensor] = []
         self._spare: list[Tensor] = []
         self._out = 0
         self._freed = threading.Condition()
-        self.host_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all slabs, handed out or not."""
+        return sum(slab.numel() * slab.element_size() for slab in list(self._slabs))
 
     def swap_out(self, gradients: dict[str, Tensor], beyond_limit: bool) -> Delivery:
         """Issues the copies of a pack's gradients to the host, behind what the compute stream does to them.
@@ -78,16 +83,18 @@ class HostGradients:
         with self._freed:
             if self._limit is not None and not beyond_limit:
                 self._freed.wait_for(lambda: self._out < (self._limit or 0) + self.held)
-            self._out += 1
             fitting = [slab for slab in self._spare if slab.numel() >= numel]
             if fitting:
                 best = min(fitting, key=Tensor.numel)
                 self._spare = [slab for slab in self._spare if slab is not best]
+                self._out += 1
                 return best
             if self._spare and self._limit is not None:
                 self._forget(self._spare.pop())  # too small for this pack: a larger one takes its place
         slab = self._device.host_empty(numel, self._dtype)
-        self.host_bytes += slab.numel() * slab.element_size()
+        with self._freed:
+            self._slabs.append(slab)
+            self._out += 1
         return slab
 
     def release(self, delivery: Delivery) -> None:
@@ -100,11 +107,12 @@ class HostGradients:
             self._freed.notify_all()
 
     def _forget(self, slab: Tensor) -> None:
+        self._slabs = [known for known in self._slabs if known is not slab]
         self._device.host_free(slab)
-        self.host_bytes -= slab.numel() * slab.element_size()
 
     def destroy(self) -> None:
-        """Gives the slabs back."""
+        """Gives every slab back, also those of deliveries that nobody will use."""
         with self._freed:
-            while self._spare:
-                self._forget(self._spare.pop())
+            self._spare.clear()
+            while self._slabs:
+                self._forget(self._slabs[-1])

@@ -2,15 +2,12 @@
 
 What enters is the name of an optimizer, what leaves is an instance of DeepSpeed's own class whose compiled update does
 not hold the global interpreter lock, and depends on its arguments alone (csrc/gil_free.cpp). Both are compiled once per
-machine, on first use, into torch's extension cache.
+machine, on first use (compiled.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import shutil
-import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +17,9 @@ import torch
 from torch.utils import cpp_extension
 
 from harmony_ds.errors import CompilerMissingError
+from harmony_ds.offload import compiled
 
-_logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).parent / "csrc" / "gil_free.cpp"
-_STALE_SECONDS = 1800.0  # a build takes minutes, on a busy machine too
 
 _OPS = {
     # DeepSpeed's class: (its module, the attribute that holds its compiled op, the update function in it, our macro)
@@ -45,9 +41,9 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
         CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
     _check_compiler(name)
-    _remove_stale_lock("cpu_" + _OPS[name][1].rpartition("_")[2])
     cls = getattr(import_module(_OPS[name][0]), name)
-    optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
+    with compiled.instead_of_torch():
+        optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer
 
 
@@ -61,20 +57,9 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     _, attribute, update, macro = _OPS[name]
     op = getattr(optimizer, attribute)
     _check_compiler(name)
-    # A name of its own per installation: two of them would rebuild each other's for ever.
-    origin = hashlib.sha256(f"{_SOURCE} {op.__file__} {torch.__version__}".encode()).hexdigest()[:10]
-    extension = f"harmony_gil_free_{update}_{origin}"
-    _remove_stale_lock(extension)
-    compiled = _or_explain(
-        name,
-        lambda: cpp_extension.load(
-            name=extension,
-            sources=[str(_SOURCE)],
-            extra_cflags=[f"-D{macro}", "-O1"],
-            extra_ldflags=[op.__file__],
-        ),
-    )
-    return attribute, GilFreeOp(op, update, getattr(compiled, update))
+    flags = {"extra_cflags": [f"-D{macro}", "-O1"], "extra_ldflags": [op.__file__]}
+    extension = _or_explain(name, lambda: compiled.load(f"harmony_gil_free_{update}", [str(_SOURCE)], **flags))
+    return attribute, GilFreeOp(op, update, getattr(extension, update))
 
 
 class GilFreeOp:
@@ -96,26 +81,25 @@ def _check_compiler(name: str) -> None:
         raise CompilerMissingError(_remedy(name, "ninja was not found (pip install ninja)"))
 
 
-def _remove_stale_lock(extension: str) -> None:
-    """A build that was killed leaves its lock behind, and torch would wait for it for ever."""
-    lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
-    if lock.exists() and time.time() - lock.stat().st_mtime > _STALE_SECONDS:
-        _logger.warning("removing %s, left behind by a build that did not finish", lock)
-        lock.unlink(missing_ok=True)
-
-
 def _or_explain(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (RuntimeError, OSError, ImportError) as error:
         cause = error.__cause__ or error
-        first = next((line for line in str(cause).splitlines() if "error:" in line), str(cause).partition("\n")[0])
+        if isinstance(cause, OSError) and cause.errno is not None:  # none: the library cannot be loaded
+            what = f"its folder cannot be written ({cause})"
+            raise CompilerMissingError(_remedy(name, what, _ANOTHER_FOLDER)) from None
+        said = f"{cause}\n{error}".splitlines()
+        first = next((line for line in said if "error:" in line), said[0])
         raise CompilerMissingError(_remedy(name, f"compiling it failed ({first.strip()})")) from None
 
 
-def _remedy(name: str, what: str) -> str:
+_COMPILER = "Install a C++ compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) and try again"
+_ANOTHER_FOLDER = "Let the environment variable TORCH_EXTENSIONS_DIR name one that can"
+
+
+def _remedy(name: str, what: str, cure: str = _COMPILER) -> str:
     return (
-        f"{name} is compiled on first use, and {what}. Install a C++ compiler (Debian, Ubuntu: apt-get install g++; "
-        'Fedora: dnf install gcc-c++) and try again, or set "torch_adam": true in the ds_config\'s optimizer params '
-        "to use torch's fused AdamW, which needs no compiler."
+        f'{name} is compiled on first use, and {what}. {cure}, or set "torch_adam": true in the ds_config\'s optimizer '
+        "params to use torch's fused AdamW, which needs no compiler."
     )

@@ -52,6 +52,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
+        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,11 +84,26 @@ class Residency:
                 for name, start, place in piece.parameters:
                     views[name] = target[start : start + place.numel].view(place.shape)
                 offset += piece.memory.numel()
-        arrived = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading = self._device.record(Stream.SWAP_IN)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = {name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()}
         return DeviceCopy(buffer, leaves, arrived)
+
+    def finish_reads(self) -> None:
+        """Waits until no swap-in reads host memory any more: afterwards it may be written."""
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
+
+    def written(self, copy: DeviceCopy) -> list[str]:
+        """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""
+        return [
+            name
+            for piece in self._store.pieces(copy.leaves)
+            for name, start, place in piece.parameters
+            if not _same_bits(copy.leaves[name].detach(), piece.memory[start : start + place.numel])
+        ]
 
     def accumulate(self, copy: DeviceCopy) -> None:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
@@ -115,13 +131,14 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def hook(self, copy: DeviceCopy) -> None:
-        """Lets the hooks of the user's parameters (`register_hook`) see the gradients of their device copies."""
-        for name in copy.leaves:
+    def follow(self, copy: DeviceCopy) -> None:
+        """Does with device copies what the user did with their parameters: `register_hook`, `requires_grad_`."""
+        for name, leaf in copy.leaves.items():
             with ungated():
                 hooks = self._store.parameters[name]._backward_hooks
+                leaf.requires_grad_(self._store.parameters[name].requires_grad)
             if hooks and name not in copy.hooked:
-                copy.leaves[name].register_hook(partial(_through, hooks))
+                leaf.register_hook(partial(_through, hooks))
                 copy.hooked.add(name)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
@@ -153,3 +170,7 @@ def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: T
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
+
+
+def _same_bits(on_device: Tensor, on_host: Tensor) -> bool:
+    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(torch.uint8))

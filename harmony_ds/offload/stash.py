@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.errors import ModelError
+from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
 
 _ENTRY = "_harmony_stash_entry"
@@ -21,11 +22,12 @@ _ENTRY = "_harmony_stash_entry"
 class StashEntry:
     """One stashed tensor. Either `device_tensor` or `host_tensor` is set, or both while it moves."""
 
-    __slots__ = ("arrived", "device_tensor", "host_tensor", "users", "version", "what")
+    __slots__ = ("__weakref__", "arrived", "buffer", "device_tensor", "host_tensor", "users", "version", "what")
 
     def __init__(self, tensor: Tensor, what: str) -> None:
         self.device_tensor: Tensor | None = tensor
         self.host_tensor: Tensor | None = None
+        self.buffer: HostBuffer | None = None  # that the host tensor lies in
         self.arrived: Event | None = None
         self.users = 0
         self.version = tensor._version
@@ -38,14 +40,18 @@ class StashEntry:
 
 
 class Stash:
-    """Puts, moves and releases entries. Host buffers are kept for the next step: page-locking them is slow."""
+    """Puts, moves and releases entries."""
 
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._device = device
         self._ledger = ledger
-        self._spare: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = {}
+        self._buffers = HostBuffers(device)
         self._leaving: list[tuple[Event, Tensor]] = []
-        self.host_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the buffers, in use or kept for the next step."""
+        return self._buffers.nbytes
 
     def put(self, tensor: Tensor, what: str) -> StashEntry:
         """The entry of `tensor` (made at its first use); `what` names it in errors."""
@@ -67,24 +73,17 @@ class Stash:
                 continue
             self._check(entry, tensor)
             if entry.host_tensor is None:
-                entry.host_tensor = self._copy_out(tensor)
+                entry.buffer = self._buffers.take(entry, tensor.numel() * tensor.element_size())
+                entry.host_tensor = self._copy_out(tensor, entry.buffer)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._leaving.append((entry.arrived, tensor))
             entry.device_tensor = None
 
-    def _copy_out(self, tensor: Tensor) -> Tensor:
-        device = self._device
-        spare = self._spare.get((tensor.numel(), tensor.dtype))
-        if spare:
-            flat, read = spare.pop()
-            device.wait(Stream.SWAP_OUT, read)
-        else:
-            flat = device.host_empty(tensor.numel(), tensor.dtype)
-            self.host_bytes += tensor.numel() * tensor.element_size()
+    def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
         # Kernels round differently for other strides: they are part of what is stashed.
         strides = torch.empty_like(tensor, device="meta").stride()
-        host = flat.as_strided(tensor.shape, strides)
-        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+        host = buffer.tensor(tensor.shape, strides, tensor.dtype)
+        with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
             host.copy_(tensor, non_blocking=True)
         self._ledger.book_out(Kind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return host
@@ -136,23 +135,18 @@ class Stash:
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None
-            if host is not None:
-                spare = self._spare.setdefault((host.numel(), host.dtype), [])
-                flat = host.as_strided((host.numel(),), (1,))
-                spare.append((flat, self._device.record(Stream.SWAP_IN)))
-            entry.host_tensor = None
+            if entry.buffer is not None:
+                self._buffers.give_back(entry.buffer, self._device.record(Stream.SWAP_IN))
+            entry.host_tensor = entry.buffer = None
 
     def abandon(self) -> None:
-        """After a failed step: forgets everything that was on its way."""
+        """After a failed step: what is dropped from now on, on its way or not, is dropped behind its last use."""
         self._let_go()
+        self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
 
     def destroy(self) -> None:
         """Gives the host buffers back."""
-        for buffers in self._spare.values():
-            for buffer, _ in buffers:
-                self._device.host_free(buffer)
-        self._spare.clear()
-        self.host_bytes = 0
+        self._buffers.destroy()
 
     def _check(self, entry: StashEntry, tensor: Tensor) -> None:
         if tensor._version != entry.version:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from harmony_ds.errors import UnsupportedError
+
 
 class Sink(Protocol):
     """Takes gradients of one tensor."""
@@ -65,6 +67,11 @@ class _BoundaryNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "backward with create_graph=True runs through a model that an engine trains: its layers are propagated "
+                "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
+            )
         for sink, gradient in zip(ctx.harmony_sinks, gradients, strict=True):
             if gradient is not None:
                 sink.add(gradient)

@@ -38,8 +38,8 @@ from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 
 RESIDENT = -1
 """The pack number under which the resident set is updated."""
-UNCALLED = -2
-"""And what no pack has."""
+UNCALLED = 2**30
+"""And what no pack has: nobody waits for it to be swapped in, so it comes last."""
 
 Progress = Callable[[int, int, str], None]
 _POLICY = Policy()
@@ -173,7 +173,8 @@ class Executor:
         if self._resident is not None:
             self._parts.residency.evict(self._resident)
         self._copies.clear()
-        self._leaving.clear()
+        while self._leaving:
+            self._free(next(iter(self._leaving)))
         self._resident = None
         self._parts.stash.abandon()
         self.norm = None
@@ -205,7 +206,7 @@ class Executor:
                 self._parts.updater.wait(RESIDENT)
             with self.recorder.resident_set():
                 self._resident = self._parts.residency.swap_in(self.resident_names)
-            self._parts.residency.hook(self._resident)
+            self._parts.residency.follow(self._resident)
         if self._resident is not None:
             self._resident.wait(self._parts.device)
 
@@ -236,7 +237,7 @@ class Executor:
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
         for index in resident:
-            self._parts.residency.hook(self._copies[index])
+            self._parts.residency.follow(self._copies[index])
 
     def _swap_in(self, work: Work, task: Task) -> None:
         pack = work.packs[task.pack]
@@ -245,7 +246,7 @@ class Executor:
                 self._parts.updater.wait(owner)
         self.recorder.waited()
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
-        self._parts.residency.hook(copy)
+        self._parts.residency.follow(copy)
 
     def _evict(self, work: Work, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))
@@ -419,9 +420,12 @@ class Executor:
         assert self._parts.updater is not None and self._clipping is not None
         self.release_resident(wanted=True)
         store, updater = self._parts.device_store, self._parts.updater
-        for index in work.policy.resident:
-            self.receive_on_device(work.packs[index].owned)
-            store.measure(work.packs[index].owned)
+        for pack in work.packs:
+            if pack.index in work.policy.resident:
+                self.receive_on_device(pack.owned)
+                store.measure(pack.owned)
+            elif self.receive_own(pack.owned):  # behind the backward pass of the step's last part
+                updater.measure(pack.owned)
         uncalled = self._uncalled(work)
         if self.receive_own(uncalled):
             updater.measure(uncalled)

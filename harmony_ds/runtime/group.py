@@ -347,9 +347,11 @@ class StepGroup:
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
         def few(rows: int) -> Callable[[], Any]:
-            few_args, few_kwargs = few_rows((args, kwargs), rows)
+            few_args, few_kwargs = few_rows(own, rows)
             return lambda: ticket.call(*self.on_device(few_args), **self.on_device(few_kwargs))
 
+        # Made-up gradients must not reach what the caller propagates through.
+        own = map_tensors(_on_its_own, (args, kwargs))
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with (
@@ -359,7 +361,14 @@ class StepGroup:
             self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
-            sample = Sample((args, kwargs), micro_batch.forward, few, objective, micro_batch.seed, micro_batch.modes)
+            sample = Sample(
+                (args, kwargs),
+                lambda: ticket.call(*self.on_device(own[0]), **self.on_device(own[1])),
+                few,
+                objective,
+                micro_batch.seed,
+                micro_batch.modes,
+            )
             self._runner.measure(sample, forwarded)
 
     # ---- running
@@ -451,6 +460,11 @@ class StepGroup:
         return any(ticket.wanted for ticket in self._queue)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch is queued whose backward pass has not run."""
+        return any(not ticket.propagated for ticket in self._queue)
+
+    @property
     def waits(self) -> bool:
         """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
         return any(not t.wanted and not t.propagated for t in self._queue)
@@ -508,6 +522,14 @@ class StepGroup:
         for ticket in self._queue:
             ticket.close()
         self._queue.clear()
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """`tensor` apart from its graph; what was made by an operation may still be changed in place."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return leaf if tensor.is_leaf else leaf.clone()
 
 
 def _other_layers_each_time() -> ModelError:

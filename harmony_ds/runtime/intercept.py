@@ -10,13 +10,14 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.runtime.checkpointing import passed_through
 from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 
@@ -88,7 +89,8 @@ def handled_by(handler: Handler | None) -> Iterator[None]:
     """Layer calls of this thread go to `handler` while the context is open."""
     before, _active.handler = _active.handler, handler
     try:
-        yield
+        with passed_through() if handler is not None else nullcontext():
+            yield
     finally:
         _active.handler = before
 

@@ -6,7 +6,7 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,37 +15,59 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.runtime.arguments import (
     Arguments,
     collecting,
     forget_collected,
     give_back,
-    is_plain,
     take_tensors,
     without_cache,
-    writes_of,
 )
+from harmony_ds.runtime.attributes import Place, Places, held, write_all
 from harmony_ds.runtime.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.runtime.checkpointing import passed_through
 from harmony_ds.runtime.intercept import Autocast, Request
 from harmony_ds.runtime.lending import Lending, changes_buffers_unseen
 from harmony_ds.runtime.pieces import Assembled, Cut, PieceSinks, Rows
 from harmony_ds.runtime.random_streams import State
-from harmony_ds.runtime.trees import Shape, flatten, unflatten
+from harmony_ds.runtime.trees import Shape, Written, changed, flatten, map_tensors, tensors_in, unflatten
 
 
-class _Nowhere:
-    """Takes the gradients of a graph that nobody propagates through."""
+class _DeadEnd:
+    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
 
     def add(self, gradient: Tensor) -> None:
-        return None
+        raise ModelError(
+            f"a gradient reaches layer {self._layer} by a tensor that left it neither as a result nor in an argument or "
+            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
+            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
+        )
 
     def take(self) -> Tensor | None:
         return None
 
+    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
+        return {name: self._guard(copy) for name, copy in copies.items()}
 
-_NOWHERE = _Nowhere()
+    def _guard(self, copy: Tensor) -> Tensor:
+        known: Tensor | None = getattr(copy, _GUARD, None)
+        if known is not None:
+            return known
+        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
+        if copy.requires_grad:
+            alias.register_hook(self.add)
+        setattr(copy, _GUARD, alias)
+        return alias
+
+
+_GUARD = "_harmony_guard"
+Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +82,7 @@ class RecordedCall:
         sinks: per tensor argument: where its gradient goes, or None.
         states: random state before the call, or before each of its pieces if it draws random numbers.
         cut: how the call is cut into pieces; None: not at all.
+        buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
         slots: per tensor output: the sum of its gradients, or None where none flows.
     """
 
@@ -70,6 +93,7 @@ class RecordedCall:
     sinks: list[Sink | None]
     states: list[State]
     cut: Cut | None = None
+    buffers: Buffers | None = None
     slots: list[Slot | None] = field(default_factory=list)
 
     @property
@@ -87,11 +111,17 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a run of a layer left: its output leaves, and how to give them back."""
+    """What a run of a layer left: its output leaves, and how to give them back.
+
+    Attributes:
+        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+    """
 
     inputs: list[Tensor]
     leaves: list[Any]
     shape: Shape
+    written: list[Written]
+    altered: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,21 +134,43 @@ class Trial:
 
 
 class LayerCalls:
-    """Runs the layer calls of one model."""
+    """Runs the layer calls of one model.
+
+    Attributes:
+        rows: how calls are cut into pieces.
+        replayed: layers that depend on buffers which they change: a recomputation begins with what they were.
+    """
 
     def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
         self._layers = layers
         self._slots = [lending.slots(layer.module) for layer in layers]
+        self._dead_ends = [_DeadEnd(layer.name) for layer in layers]
         self._stash = stash
         self.rows = Rows()
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
+        self.replayed: set[int] = set()
+        self._attributes: dict[int, Places] = {}
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
     @property
     def changing_buffers(self) -> frozenset[int]:
         """Layers that have been seen to change buffers."""
         return frozenset(self._changes_buffers)
+
+    def watch(self, layer: int, places: Iterable[Place]) -> bool:
+        """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
+        known = self._attributes.get(layer, ())
+        new = [place for place in places if place not in known]
+        if new:
+            self._attributes[layer] = (*known, *new)
+        return bool(new)
+
+    def _watched(self, layer: int) -> Places:
+        return self._attributes.get(layer, ())
+
+    def _take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
+        return take_tensors(request, [place.read() for place in self._watched(request.layer)])
 
     # ---- attached: part of the caller's own graph, or of none
 
@@ -127,22 +179,24 @@ class LayerCalls:
         if request.grad:
             request = without_cache(request)
         with self._slots[request.layer].filled(copies), _caller_state(request):
-            return request.context.run(request.forward, *request.args, **request.kwargs)
+            outputs = request.context.run(request.forward, *request.args, **request.kwargs)
+            lent = _memory_of(copies.values())
+            if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
+                outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
+            return outputs
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
         if not self.rows.cuts:
             return self.attached(request, copies)
         without = without_cache(request)
-        arguments, tensors = take_tensors(without)
+        arguments, tensors = self._take(without)
         cut = self.rows.cut(request.layer, tensors)
         if cut is None or not self._may_cut(request.layer, arguments):
             return self.attached(request, copies)
         call = RecordedCall(without, 0, arguments, [], [None] * len(tensors), [], cut)
-        outcome = self._run_pieces(call, tensors, copies, lambda: ())
-        result, collected, writes = unflatten(outcome.leaves, outcome.shape)
-        give_back(call.request, call.arguments, collected, writes)
-        return result
+        outcome = self._run_pieces(call, tensors, copies, State)
+        return self._hand_over(call, outcome, outcome.leaves, tensors)
 
     # ---- cut: forward now, backward later
 
@@ -157,7 +211,7 @@ class LayerCalls:
         if not request.grad:
             return self.unrecorded(request, copies), None
         request = without_cache(request)
-        arguments, tensors = take_tensors(request)
+        arguments, tensors = self._take(request)
         call = RecordedCall(
             request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
             number=number,
@@ -166,6 +220,7 @@ class LayerCalls:
             sinks=[glue.sink(t) if t.requires_grad else None for t in tensors],
             states=[],
             cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
+            buffers=self.copied_buffers(request.layer) if request.layer in self.replayed else None,
         )
         given = tensors
         if request.layer in self._changes_inputs:
@@ -174,9 +229,11 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors)
+        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()))
         forget_collected(request)
-        arguments.empty_mappings()
+        arguments.shape.forget_originals()
+        if request.layer in self.replayed and call.buffers is None:
+            raise InputChangedError(f"layer {name} changes a buffer, which was not seen when the model was measured.")
         if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
             self._changes_inputs.add(request.layer)
             raise InputChangedError(
@@ -209,7 +266,10 @@ class LayerCalls:
         tensors = [self._tensor(call, kept) for kept in call.tensors]
         if call.request.layer in self._changes_inputs:
             tensors = [t.clone() for t in tensors]
-        with self._buffers_kept(call.request.layer):
+        layer, buffers = call.request.layer, call.buffers
+        if buffers is None and layer in self._changes_buffers:
+            buffers = self.copied_buffers(layer)  # nobody reads them; statistics must not be gathered twice
+        with buffers_apart(buffers or []):
             if call.cut is None:
                 replay(call.states[0])
                 self._propagate(call, tensors, gradients, copies, call.sinks)
@@ -236,12 +296,7 @@ class LayerCalls:
     ) -> None:
         outcome = self._run(call, tensors, copies, sinks)
         outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
-        if len(outputs) != len(gradients):
-            raise ModelError(
-                f"layer {self._layers[call.request.layer].name} returned {len(gradients)} tensors in forward and "
-                f"{len(outputs)} when it was recomputed: its outputs must depend on its inputs and on torch's "
-                "random numbers alone."
-            )
+        self._check(call, outputs)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -250,44 +305,61 @@ class LayerCalls:
         del outcome, outputs
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
+    def _check(self, call: RecordedCall, outputs: list[Tensor]) -> None:
+        """Whether a recomputation gave what the forward pass gave, as far as that is seen at once."""
+        whole = call.cut is None
+        given = [s and (s.dtype, s.shape if whole else None) for s in call.slots]
+        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(call.slots, outputs, strict=False)]
+        if len(outputs) != len(given) or found != given:
+            raise RecomputeError(
+                f"layer {self._layers[call.request.layer].name} returned {len(given)} tensors in forward, {given}, and "
+                f"{len(outputs)} when it was recomputed, {found}: its outputs must depend on its arguments, on the "
+                "attributes and buffers of its modules and on random numbers alone."
+            )
+
     def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
-        """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass."""
-        arguments, tensors = take_tensors(without_cache(request))
-        sinks: list[Sink | None] = [_NOWHERE if t.requires_grad else None for t in tensors]
+        """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
+        and nothing is handed back.
+        """
+        request = without_cache(request)
+        arguments, tensors = self._take(request)
+        sinks: list[Sink | None] = [self._dead_ends[request.layer] if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
-        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, lambda: ())
+        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, State)
         outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
         return Trial(tensors, outputs, self._may_cut(request.layer, arguments))
 
     def _may_cut(self, layer: int, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
-        changes = layer in self._changes_inputs or layer in self._changes_buffers
-        return not changes and not arguments.mappings and all(map(is_plain, arguments.leaves))
+        changes = layer in self._changes_inputs or layer in self._changes_buffers or layer in self._attributes
+        return not changes and arguments.may_be_cut
 
     def _run_pieces(
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
     ) -> Outcome:
         """The call over detached `tensors`, forward, piece by piece if it is cut."""
-        sinks = [_NOWHERE if sink else None for sink in call.sinks]
+        dead_end = self._dead_ends[call.request.layer]
+        sinks = [dead_end if sink else None for sink in call.sinks]
+        copies = dead_end.guarded(copies)
         call.states.append(state())
         if call.cut is None:
             return self._run(call, tensors, copies, sinks)
         layer, whole = call.request.layer, Assembled(call.cut, tensors)
-        shape = None
+        first: Outcome | None = None
         for piece in call.cut.pieces(call.cut.forward):
             if piece.first and layer in self.rows.drawing:
                 call.states.append(state())
             outcome = self._run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
-            shape = shape or outcome.shape
             whole.add(piece, outcome.inputs, outcome.leaves)
+            first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
-        assert shape is not None
+        assert first is not None
         if layer not in self.rows.drawing and differ(call.states[0], state()):
             self.rows.drawing.add(layer)
             raise InputChangedError(
                 f"layer {self._layers[layer].name} draws random numbers, which was not seen when the model was measured."
             )
-        return Outcome(tensors, whole.leaves, shape)
+        return first
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
         # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
@@ -320,25 +392,55 @@ class LayerCalls:
         inputs = list(tensors)
         for place, tensor in zip(ends, cut([tensors[p] for p in ends], [sinks[p] for p in ends]), strict=True):
             inputs[place] = tensor
-        args, kwargs, mappings = call.arguments.filled(inputs)
-        buffered = self._buffered[request.layer]
-        versions = _buffer_versions(buffered)
-        with self._slots[request.layer].filled(copies), _caller_state(request), collecting(request) as collected:
+        args, kwargs, attributes, made = call.arguments.filled(inputs)
+        nodes = [tensor.grad_fn for tensor in inputs]
+        buffered, places = self._buffered[request.layer], self._watched(request.layer)
+        before = _versions(buffered)
+        with (
+            self._slots[request.layer].filled(copies),
+            _caller_state(request),
+            held(places, attributes) as left,
+            collecting(request) as collected,
+        ):
             result = request.context.run(request.forward, *args, **kwargs)
-        if buffered and request.layer not in self._changes_buffers and self._have_changed(buffered, versions):
-            self._changes_buffers.add(request.layer)
-        writes = [
-            writes_of(before, after) for (_, before), after in zip(call.arguments.mappings, mappings, strict=True)
-        ]
-        leaves, shape = flatten((result, collected, writes))
-        return Outcome(inputs, leaves, shape)
+        if buffered:
+            self._look_at_buffers(request.layer, before)
+        written = list(changed(made))
+        same = {id(one.value): one.branch.original for one in made}
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        # Views: the tensors themselves may be among the results, as what the caller gave.
+        views = [inputs[p].view_as(inputs[p]) for p in altered]
+        leaves, shape = flatten((result, collected, [children for _, children in written], left, views), same)
+        return Outcome(inputs, leaves, shape, [into for into, _ in written], altered)
 
-    @staticmethod
-    def _have_changed(modules: list[nn.Module], versions: list[int]) -> bool:
-        return any(map(changes_buffers_unseen, modules)) or versions != _buffer_versions(modules)
+    def _look_at_buffers(self, layer: int, before: list[tuple[Tensor, int]]) -> None:
+        """Notes whether a call has changed buffers of its layer."""
+        if layer in self._changes_buffers and layer in self.replayed:
+            return
+        after = _versions(self._buffered[layer])
+        seen = len(after) != len(before) or any(
+            a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
+        )
+        if seen:
+            self.replayed.add(layer)
+        if seen or any(map(changes_buffers_unseen, self._buffered[layer])):
+            self._changes_buffers.add(layer)
 
-    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor]) -> Any:
-        """The outputs for the model: inputs that came back are the model's own, the rest is cut."""
+    def _hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
+        """The result; what was written elsewhere goes where the layer put it."""
+        result, collected, values, left, views = unflatten(leaves, outcome.shape)
+        for place, view in zip(outcome.altered, views, strict=True):
+            sources[place].copy_(view)  # its memory holds that already: now its graph does, too
+        give_back(call.request, collected, outcome.written, values)
+        write_all(self._watched(call.request.layer), left)
+        return result
+
+    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None]) -> Any:
+        """The outputs for the model: inputs that came back are the model's own, the rest is cut.
+
+        Args:
+            lent: memory of the parameters, which will be evicted: outputs that lie in it are copied.
+        """
         source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
         leaves = list(outcome.leaves)
         cut_places: list[int] = []
@@ -353,27 +455,32 @@ class LayerCalls:
                 slot = Slot(call.number, leaf)
                 slots.append(slot)
                 cut_places.append(place)
-            else:
-                leaves[place] = leaf.detach()
+            if id(leaf) not in source_of:
+                leaves[place] = _apart(leaf.detach()) if _memory(leaf) in lent else leaf.detach()
             call.slots.append(slot)
-        for place, tensor in zip(cut_places, cut([leaves[p].detach() for p in cut_places], slots), strict=True):
+        for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
-        result, collected, writes = unflatten(leaves, outcome.shape)
-        give_back(call.request, call.arguments, collected, writes)
-        return result
+        return self._hand_over(call, outcome, leaves, sources)
 
-    @contextmanager
-    def _buffers_kept(self, layer: int) -> Iterator[None]:
-        """A recomputation must not update running statistics a second time."""
-        if layer not in self._changes_buffers:
-            yield
-            return
-        buffers = list(self._layers[layer].module.buffers())
-        before = [b.clone() for b in buffers]
+    def copied_buffers(self, layer: int) -> Buffers:
+        """What the buffers of a layer hold, for `buffers_apart`."""
+        return [
+            (module, {key: None if b is None else b.clone() for key, b in module._buffers.items()})
+            for module in self._buffered[layer]
+        ]
+
+
+@contextmanager
+def buffers_apart(own: Buffers) -> Iterator[None]:
+    """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
+    newest = [(module, module._buffers) for module, _ in own]
+    try:
+        for module, buffers in own:
+            module.__dict__["_buffers"] = buffers
         yield
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+    finally:
+        for module, buffers in newest:
+            module.__dict__["_buffers"] = buffers
 
 
 class InputChangedError(ModelError):
@@ -382,14 +489,50 @@ class InputChangedError(ModelError):
 
 @contextmanager
 def _caller_state(request: Request) -> Iterator[None]:
-    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast):
+    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast), passed_through():
         yield
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor in memory of its own, as it was laid out: the kernels that read it are chosen by its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _apart(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _taken_apart(tensor: Tensor) -> Tensor:
+    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
+    memory = tensor.as_strided((extent,), (1,)).clone()
+    return torch.empty_like(memory).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Which memory a tensor lies in; None for what has none (a phantom)."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
+    return {memory for tensor in tensors if (memory := _memory(tensor)) is not None}
 
 
 def differ(a: State, b: State) -> bool:
     """Whether random numbers were drawn between two states."""
-    return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return a.others != b.others or any(not torch.equal(x, y) for x, y in zip(a.device, b.device, strict=True))
 
 
-def _buffer_versions(modules: list[nn.Module]) -> list[int]:
-    return [b._version for m in modules for b in m._buffers.values() if b is not None]
+def _versions(modules: list[nn.Module]) -> list[tuple[Tensor, int]]:
+    """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
+    return [
+        (b, b._version) for m in modules if not changes_buffers_unseen(m) for b in m._buffers.values() if b is not None
+    ]

@@ -12,6 +12,7 @@ Buffers live on the device while a model is lent, and what changed comes back af
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -122,8 +123,9 @@ class Lending:
     def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
         self._ledger = ledger
+        self.modules = tuple(model.modules())
         self._owners: list[tuple[nn.Module, dict[str, str]]] = []
-        for module in model.modules():
+        for module in self.modules:
             held = module.__dict__["_parameters"]
             names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
             if names:
@@ -143,6 +145,11 @@ class Lending:
         """Device bytes of the model's buffers while it is lent."""
         return self._buffers.nbytes
 
+    @property
+    def copied_buffer_bytes(self) -> int:
+        """Those that are there now."""
+        return self._buffers.copied_bytes
+
     @contextmanager
     def lent(self, resident: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
         """While open, no module shows host tensors: phantoms, and `resident` device tensors by canonical name.
@@ -156,10 +163,11 @@ class Lending:
         try:
             for module, names in self._owners:
                 module.__dict__["_parameters"] = self._shown(module, names, resident)
-            self._buffers.lend()
-            yield
-            if keep_buffers:
-                self._buffers.take_back()
+            with self._device.inherited():  # the model's code may ask for the current device
+                self._buffers.lend()
+                yield
+                if keep_buffers:
+                    self._buffers.take_back()
         finally:
             self._buffers.restore()
             for module, _ in self._owners:
@@ -200,21 +208,37 @@ class LayerSlots:
 
     def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
         self._owners = tuple(owners)
+        self._recurrent = [module for module, _ in self._owners if isinstance(module, nn.RNNBase)]
 
     @contextmanager
     def filled(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
         """While open, the layer's modules hold `copies` (by canonical name)."""
         before = [module.__dict__["_parameters"] for module, _ in self._owners]
+        lists = [(module._flat_weights, module._flat_weight_refs) for module in self._recurrent]
         try:
             for (module, names), shown in zip(self._owners, before, strict=True):
                 filled = {key: copies.get(name, shown[key]) for key, name in names.items()}
                 module.__dict__["_parameters"] = FixedParameters(
                     filled if len(filled) == len(shown) else {**shown, **filled}
                 )
+            for module in self._recurrent:
+                _list_weights(module)
             yield
         finally:
             for (module, _), shown in zip(self._owners, before, strict=True):
                 module.__dict__["_parameters"] = shown
+            for module, (weights, references) in zip(self._recurrent, lists, strict=True):
+                module._flat_weights, module._flat_weight_refs = weights, references
+
+
+def _list_weights(module: nn.RNNBase) -> None:
+    """Recurrent modules compute with a list of their own, which would also keep copies that have been evicted.
+
+    Made by the module itself, it would come with memory of its own too: cuDNN's, into which the parameters are moved.
+    """
+    weights = [module._parameters.get(name) for name in module._flat_weights_names]
+    module._flat_weights = weights
+    module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 class DeviceBuffers:
@@ -231,6 +255,10 @@ class DeviceBuffers:
         buffers = {id(b): b for m in owners for b in m._buffers.values() if b is not None}
         self.nbytes = sum(_nbytes(b) for b in buffers.values())
 
+    @property
+    def copied_bytes(self) -> int:
+        return sum(_nbytes(copy) for _, _, copy in self._copies.values())
+
     def lend(self) -> None:
         for module in self._owners:
             host = module.__dict__["_buffers"]
@@ -245,8 +273,7 @@ class DeviceBuffers:
             return known[2]
         if known is None:
             self._device.charge(_nbytes(host), "a buffer of the model")
-        copy = torch.empty_like(host, device=self._device.torch_device)
-        copy.copy_(host)
+        copy = self._device.upload(host)
         self._ledger.book_in(Kind.DATA, _nbytes(host))
         self._copies[id(host)] = (host, host._version, copy)
         self._versions[id(copy)] = copy._version

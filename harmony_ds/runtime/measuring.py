@@ -7,7 +7,8 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.runtime.attributes import undone
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.observe import observe
 from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
@@ -52,6 +54,9 @@ class Measuring:
         self._dtypes = f"{parts.residency.dtype}, gradients of {gradient_bytes} bytes"
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
+        self._rehearsed: set[Shapes] = set()  # of the inputs with which it is known what forward passes change
+        self.sequential: str | None = None
+        """Why forward passes must run one after another, in the order of their calls; None: they need not."""
         self.resident = graph.resident
         self.machine: Machine | None = None
         self.abandon: Callable[[], None] = lambda: None
@@ -118,7 +123,8 @@ class Measuring:
             rows = (2, 3) if sample.rows > 2 else (1, 2)
             self._probed_calls = self._observe(replace(sample, forward=sample.few(rows[1]))).calls
             probe = RowProbe(self._parts, self._layers, self.resident)
-            self._found = probe.run(sample.few(rows[0]), sample.few(rows[1]), rows, sample.seed)
+            with self._undone():
+                self._found = probe.run(sample.few(rows[0]), sample.few(rows[1]), rows, sample.seed)
             for layer, reason in self._found.refused.items():
                 if not reason:
                     continue
@@ -126,18 +132,28 @@ class Measuring:
         return self._found
 
     def _observe(self, sample: Sample) -> CostTable:
-        table, self.resident = observe(
-            self._parts, self._layers, sample.forward, sample.objective, sample.seed, self.resident
-        )
-        return table
+        rehearse = shapes_of(sample.inputs) not in self._rehearsed and self._parts.device.has_values
+        with self._undone():
+            observed = observe(self._parts, self._layers, sample, self.resident, rehearse)
+        self.resident = observed.resident
+        self.sequential = self.sequential or observed.sequential
+        self._rehearsed.add(shapes_of(sample.inputs))
+        return observed.costs
 
     def _time(self, table: CostTable, sample: Sample) -> CostTable:
         parts = self._parts
         timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
-        timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.resident)
+        with self._undone():
+            timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.resident)
         if self.machine is None:
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
         return timed
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What forward passes do to attributes and generators while the context is open is undone in the end."""
+        with undone(self._parts.lending.modules), self._parts.random.others_kept():
+            yield
 
     # ---- the file
 

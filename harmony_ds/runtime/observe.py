@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ParameterOutsideLayerError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measure import Measurement
-from harmony_ds.runtime.micro_batch import Objective
+from harmony_ds.runtime.rehearsal import Rehearsal
+from harmony_ds.runtime.sample import Sample
 
 _ATTEMPTS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was found out about a model.
+
+    Attributes:
+        costs: bytes, without times.
+        resident: the resident set.
+        sequential: why forward passes must run one after another; None: they need not.
+    """
+
+    costs: CostTable
+    resident: tuple[str, ...]
+    sequential: str | None = None
+
+
 def observe(
-    parts: Parts,
-    layers: tuple[Layer, ...],
-    forward: Callable[[], Any],
-    objective: Objective,
-    seed: int,
-    resident: tuple[str, ...],
-) -> tuple[CostTable, tuple[str, ...]]:
-    """Bytes of `forward` and of propagating `objective` of its outputs, and the resident set.
+    parts: Parts, layers: tuple[Layer, ...], sample: Sample, resident: tuple[str, ...], rehearse: bool
+) -> Observed:
+    """Bytes of the forward pass of `sample` and of propagating its objective.
 
     Parameters that turn out to be used between layers join the resident set, and the model is measured again; so it is
     when a layer turns out to change its input.
 
+    Args:
+        rehearse: whether to find out first what the forward pass changes.
+
     Raises:
+        RecomputeError: a layer gives something else when it is run again.
         BaseException: whatever the model or the objective raised.
     """
     for _ in range(_ATTEMPTS):
         try:
+            sequential = Rehearsal(parts, layers, resident).run(sample.forward, sample.seed) if rehearse else None
             measurement = Measurement(
                 parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
             )
-            return measurement.run(forward, objective, seed, resident), resident
-        except ParameterOutsideLayerError:
+            costs = measurement.run(sample.forward, sample.objective, sample.seed, resident)
+            return Observed(costs, resident, sequential)
+        except InputChangedError:
+            pass  # it is remembered; the next run keeps a copy
+        except Exception:
             found = parts.lending.touched - set(resident)
             if not found:
                 raise
             resident = (*resident, *sorted(found))
-        except InputChangedError:
-            pass  # it is remembered; the next run keeps a copy
     raise AssertionError("the model shows something new each time it is measured")

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from harmony_ds.errors import UnsupportedError
+
 _LAZY = frozenset(
     "add sub rsub mul div true_divide neg abs exp log sqrt float double half bfloat16 to type cpu cuda clone mean sum "
     "reshape squeeze __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ "
@@ -121,6 +123,12 @@ class PendingLoss(torch.Tensor):
                 return _make(None, torch.clone, (first,), {}, False, first.dtype, first.device)
             if name in _IN_PLACE:
                 func, name = _IN_PLACE[name], "add"
+        if func is torch.autograd.grad:
+            raise UnsupportedError(
+                "torch.autograd.grad of a loss that an engine computes: its backward pass runs layer by layer, outside "
+                "autograd's graph, and gathers the gradients of all parameters. Call engine.backward(loss) and read .grad, "
+                "of parameters or of inputs that require a gradient."
+            )
         if name in _LAZY and not any(p.resolved for p in _pending_in((args, kwargs))) and _all_scalar(args):
             return _lazily(func, args, kwargs)
         known_args, known_kwargs = _replace((args, kwargs), lambda p: p.value())

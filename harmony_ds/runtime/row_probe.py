@@ -136,7 +136,7 @@ class RowProbe:
         reason = None
         dims = self._dims(layer, trial)
         if not trial.may_be_cut:
-            reason = "it changes an input, a buffer or a mapping that it is given"
+            reason = "it changes an input, a buffer, an attribute or an object that it is given"
         elif dims is None:
             reason = "where its tensors hold the rows cannot be told from their shapes"
         elif found.dims.get(layer, dims) != dims:

@@ -87,6 +87,7 @@ class Runner:
         self._sizes = WHOLE
         self._said_alone: str | None = None
         self._outgrown = False  # a step took more than planned
+        self._before_bytes: int | None = None  # on the device when the first plan was made
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.executor = Executor(parts, graph.resident)
         self.measuring = Measuring(parts, self._layers, graph, settings.profile, settings.element.gradient)
@@ -176,6 +177,8 @@ class Runner:
             self._parts.updater.wait_all()
         self._keep_gradients()
         self._parts.device_store.drop()
+        if self._before_bytes is None:
+            self._before_bytes = self._others_bytes()
         settings = self._settings
         if settings.sizes is not None:
             tables: Iterator[tuple[Sizes, CostTable]] = iter(
@@ -247,9 +250,11 @@ class Runner:
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
         """What is asked of the search for a plan."""
         settings = self._settings
+        budget, beside = self._parts.device.budget_bytes, self.beside_bytes
         return Request(
             micro_batches=group_size,
-            budget_bytes=self._parts.device.budget_bytes,
+            budget_bytes=None if budget is None else max(0, budget - beside),
+            beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             pack_layers=settings.pack_layers,
             stash=settings.stash,
@@ -257,6 +262,16 @@ class Runner:
             residency=settings.residency,
             resident_set=self._resident_set(graph),
         )
+
+    @property
+    def beside_bytes(self) -> int:
+        """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
+        return self._parts.device.reserve_bytes(self._settings.group_size) + (self._before_bytes or 0)
+
+    def _others_bytes(self) -> int:
+        """Beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
+        ours = self._parts.lending.copied_buffer_bytes + self._parts.device_store.nbytes
+        return max(0, self._parts.device.allocated_bytes() - ours)
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
         element = self._settings.element
@@ -379,13 +394,13 @@ class Runner:
         assert self._plan is not None
         with self._recovering(micro_batches):
             device = self._parts.device
-            # Beside the buffers: tensors of the program's own, and losses that were looked at.
-            others = max(0, device.allocated_bytes() - self._parts.lending.buffer_bytes)
+            others = self._others_bytes()
             device.reset_peak()
             with self.executor.recorder.step(self._plan, work.tasks):
                 self.executor.run(work, hyper, clipping)
                 self.executor.finish_step(work)
-            self._check_peak(device.peak_bytes() - others)
+            # Workspaces are made when a thread first needs one, in some step.
+            self._check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.

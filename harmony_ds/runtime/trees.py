@@ -1,58 +1,282 @@
-"""Nested arguments and results to flat lists of leaves and back: torch's pytrees, and dataclasses they do not know."""
+"""Nested arguments and results to flat lists of leaves and back: containers, torch's pytrees, and plain objects.
+
+What can be changed in place (lists, dictionaries, sets, objects with attributes) is opened once however often it is met,
+so that aliases stay aliases and cycles end. `unflatten` makes fresh ones and says which, so that what somebody writes
+into them can be found (`changed`) and done to the originals (`Written.give_back`).
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import collections
+import copyreg
+import enum
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
 
 
-@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How values of one kind are opened, and made again."""
+
+    mutable = False
+
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        """What is to be known beside the children, and those."""
+        raise NotImplementedError
+
+    def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
+        """One that cannot be changed in place."""
+        raise NotImplementedError
+
+    def empty(self, cls: Any, known: Any) -> Any:
+        """A fresh one that can, to be filled."""
+        return cls.__new__(cls)
+
+    def fill(self, target: Any, known: Any, children: list[Any]) -> None:
+        """Puts `children` into `target`, and nothing else."""
+        raise NotImplementedError
+
+
+class _Tuple(_Kind):
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        return None, list(value)
+
+    def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
+        make: Callable[[list[Any]], Any] = getattr(cls, "_make", cls)
+        return make(children)
+
+
+class _Registered(_Kind):
+    """torch's pytrees have a function for either way."""
+
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        children, known = SUPPORTED_NODES[type(value)].flatten_fn(value)
+        return known, list(children)
+
+    def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
+        return SUPPORTED_NODES[cls].unflatten_fn(children, known)
+
+
+class _List(_Kind):
+    """And sets, and deques (`known` is a deque's greatest length)."""
+
+    mutable = True
+
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        return getattr(value, "maxlen", None), list(value)
+
+    def empty(self, cls: Any, known: Any) -> Any:
+        return collections.deque(maxlen=known) if cls is collections.deque else cls.__new__(cls)
+
+    def fill(self, target: Any, known: Any, children: list[Any]) -> None:
+        target.clear()
+        (target.update if isinstance(target, set) else target.extend)(children)
+
+
+class _Dict(_Kind):
+    mutable = True
+
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        return (list(value), getattr(value, "default_factory", None)), list(value.values())
+
+    def empty(self, cls: Any, known: Any) -> Any:
+        made = cls.__new__(cls)
+        if isinstance(made, collections.defaultdict):
+            made.default_factory = known[1]
+        return made
+
+    def fill(self, target: Any, known: Any, children: list[Any]) -> None:
+        target.clear()
+        for key, child in zip(known[0], children, strict=True):
+            target[key] = child
+
+
+class _Object(_Kind):
+    """Attributes, in the object's dictionary or in slots."""
+
+    mutable = True
+
+    def open(self, value: Any) -> tuple[Any, list[Any]]:
+        held = getattr(value, "__dict__", {})
+        slots = [name for name in copyreg._slotnames(type(value)) if hasattr(value, name)]  # type: ignore[attr-defined]
+        return (list(held), slots), [*held.values(), *(getattr(value, name) for name in slots)]
+
+    def fill(self, target: Any, known: Any, children: list[Any]) -> None:
+        names, slots = known
+        if hasattr(target, "__dict__"):
+            target.__dict__.clear()
+            target.__dict__.update(zip(names, children, strict=False))
+        for name, child in zip(slots, children[len(names) :], strict=True):
+            object.__setattr__(target, name, child)
+
+
+_TUPLE, _REGISTERED, _LIST, _DICT, _OBJECT = _Tuple(), _Registered(), _List(), _Dict(), _Object()
+_LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
+_OPENED_MODULES = ("types", "collections", "argparse")
+"""Of the standard library: other objects of its (loggers, locks, paths) are tools, not data."""
+
+_kinds: dict[type, _Kind | None] = {}
+"""By type, as far as it was asked for; None: its values are leaves."""
+
+
+def _kind_of(cls: type) -> _Kind | None:
+    if cls not in _kinds:
+        _kinds[cls] = _find_kind(cls)
+    return _kinds[cls]
+
+
+def _find_kind(cls: type) -> _Kind | None:
+    if issubclass(cls, _LEAF_TYPES):
+        return None
+    if cls not in (list, dict, tuple, collections.OrderedDict, collections.defaultdict, collections.deque) and (
+        cls in SUPPORTED_NODES
+    ):
+        return _REGISTERED
+    for base, kind in ((tuple, _TUPLE), (frozenset, _TUPLE), (dict, _DICT)):
+        if issubclass(cls, base):
+            return kind
+    if issubclass(cls, (list, set, collections.deque)):
+        return _LIST
+    return _OBJECT if _is_data(cls) else None
+
+
+def _is_data(cls: type) -> bool:
+    """Whether objects of `cls` are made of attributes alone, and are no settings: those are read, not written."""
+    new: Any = cls.__new__
+    made_plainly = new in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(cls, "__del__")
+    module = cls.__module__.partition(".")[0]
+    tool = module in sys.stdlib_module_names and module not in _OPENED_MODULES
+    settings = cls.__name__.endswith("Config")
+    return made_plainly and not tool and not settings and bool(cls.__dictoffset__ or copyreg._slotnames(cls))  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A value that was opened.
+
+    Attributes:
+        original: the value; None once it has been forgotten.
+        children: per child None (a leaf) or what it was opened as; `Same` for one that is not opened.
+    """
+
+    kind: _Kind
+    cls: type
+    known: Any
+    original: Any
+    children: list[Branch | Same | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """Stands for a container that is to come back as it is."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """How to put leaves together again. `nested` has an entry per pytree leaf: None, or a dataclass that was opened."""
+    """How to put leaves together again; `mutable` are the branches that can be changed in place."""
 
-    spec: TreeSpec
-    nested: tuple[tuple[Any, int, Shape] | None, ...]
+    root: Branch | Same | None
+    mutable: list[Branch]
 
-
-def flatten(tree: Any) -> tuple[list[Any], Shape]:
-    """All leaves of `tree`, tensors inside unregistered dataclasses included."""
-    leaves, spec = tree_flatten(tree)
-    flat: list[Any] = []
-    nested: list[tuple[Any, int, Shape] | None] = []
-    for leaf in leaves:
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            inner, shape = flatten([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-            flat += inner
-            nested.append((leaf, len(inner), shape))
-        else:
-            flat.append(leaf)
-            nested.append(None)
-    return flat, Shape(spec, tuple(nested))
+    def forget_originals(self) -> None:
+        """Lets go of what was opened: others will change it, and it would keep what they put there."""
+        for branch in self.mutable:
+            branch.original = None
 
 
-def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
-    """The tree of `shape` over other leaves. Dataclasses are copied, their fields replaced."""
-    values: list[Any] = []
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """A fresh container that `unflatten` made of `branch`, and what it put there."""
+
+    branch: Branch
+    value: Any
+    known: Any
+    children: list[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What a container holds that was changed: `children` is a tree to be flattened."""
+
+    branch: Branch
+    known: Any
+
+    def give_back(self, children: list[Any]) -> None:
+        """Does to the original what was done to the fresh one."""
+        self.branch.kind.fill(self.branch.original, self.known, children)
+
+
+def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
+    """All leaves of `tree`, tensors inside objects included.
+
+    Args:
+        same: by id, containers that are not opened, and what comes back in their place.
+    """
+    leaves: list[Any] = []
+    mutable: list[Branch] = []
+    known: dict[int, Branch] = {}
+
+    def visit(value: Any) -> Branch | Same | None:
+        kind = _kind_of(type(value))
+        if kind is None:
+            leaves.append(value)
+            return None
+        if same is not None and id(value) in same:
+            return Same(same[id(value)])
+        if id(value) in known:
+            return known[id(value)]
+        about, children = kind.open(value)
+        branch = Branch(kind, type(value), about, value)
+        if kind.mutable:
+            known[id(value)] = branch
+            mutable.append(branch)
+        branch.children = [visit(child) for child in children]
+        return branch
+
+    return leaves, Shape(visit(tree), mutable)
+
+
+def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Made] | None = None) -> Any:
+    """The tree of `shape` over other leaves, in fresh containers, which are added to `made`."""
+    built: dict[int, Any] = {}
     place = 0
-    for opened in shape.nested:
-        if opened is None:
-            values.append(leaves[place])
+
+    def build(branch: Branch | Same | None) -> Any:
+        nonlocal place
+        if branch is None:
             place += 1
-            continue
-        original, count, inner = opened
-        clone = copy.copy(original)
-        fields = unflatten(leaves[place : place + count], inner)
-        for field, value in zip(dataclasses.fields(original), fields, strict=True):
-            object.__setattr__(clone, field.name, value)
-        values.append(clone)
-        place += count
-    return tree_unflatten(values, shape.spec)
+            return leaves[place - 1]
+        if isinstance(branch, Same):
+            return branch.value
+        if id(branch) in built:
+            return built[id(branch)]
+        if not branch.kind.mutable:
+            return branch.kind.make(branch.cls, branch.known, [build(child) for child in branch.children])
+        value = built[id(branch)] = branch.kind.empty(branch.cls, branch.known)
+        children = [build(child) for child in branch.children]
+        branch.kind.fill(value, branch.known, children)
+        if made is not None:
+            made.append(Made(branch, value, *branch.kind.open(value)))
+        return value
+
+    return build(shape.root)
+
+
+def changed(made: Sequence[Made]) -> Iterator[tuple[Written, list[Any]]]:
+    """Which of the fresh containers do not hold what `unflatten` put there, and what they hold."""
+    for one in made:
+        known, children = one.branch.kind.open(one.value)
+        same = known == one.known and len(children) == len(one.children)
+        if not same or any(a is not b for a, b in zip(children, one.children, strict=True)):
+            yield Written(one.branch, known), children
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -17,7 +17,8 @@ class Request:
 
     Attributes:
         micro_batches: the size of the group.
-        budget_bytes: device memory (None: unlimited).
+        budget_bytes: device memory for the plan (None: unlimited).
+        beside_bytes: what was taken off for what is no part of a plan.
         resident_bytes: what stays on the device besides packs.
         pack_layers: calls in a pack (None: as the search finds best).
         stash: "auto", "device" or "host".
@@ -34,6 +35,17 @@ class Request:
     policy: Policy
     residency: str | int = "off"
     resident_set: ResidentSet = field(default_factory=ResidentSet)
+    beside_bytes: int = 0
+
+    @property
+    def budget(self) -> str:
+        """The budget in an error."""
+        if not self.beside_bytes or self.budget_bytes is None:
+            return f"{self.budget_bytes:,}"
+        return (
+            f"{self.budget_bytes:,} (of {self.budget_bytes + self.beside_bytes:,}, {self.beside_bytes:,} are set aside for "
+            "libraries' workspaces, for the allocator, and for tensors that were on the device already)"
+        )
 
     @property
     def is_manual(self) -> bool:
@@ -69,7 +81,7 @@ def explain(plan: Plan, request: Request) -> str:
     rest = plan.peak_bytes - plan.resident_bytes - min(2, len(plan.packs)) * weights - gradients
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
-        f"{request.budget_bytes:,}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
+        f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "

@@ -61,7 +61,7 @@ def adopt(
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(
             f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "
-            f"{request.budget_bytes:,}: {adopted.peak_bytes - request.budget_bytes:,} too many. Raise "
+            f"{request.budget}: {adopted.peak_bytes - request.budget_bytes:,} too many. Raise "
             "harmony.device_memory_gib, or plan again."
         )
     return Choice(adopted, simulate(adopted, costs, machine), "as saved")

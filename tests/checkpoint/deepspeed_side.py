@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds import init_distributed
+from harmony_ds.offload import compiled
+
 MICRO_BATCHES = 2
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SCALE = {"fp16": {"initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
@@ -97,7 +100,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     settings = config(
         job["stage"], job.get("precision", "fp32"), job.get("universal", False), job.get("optimizer", "torch")
     )
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    with compiled.instead_of_torch():  # other runs may be compiling the same
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
     found: dict[str, Any] = {}
     if "load" in job:
         folder, client_state = engine.load_checkpoint(job["load"])
@@ -122,7 +126,8 @@ def scaler_of(engine: Any) -> list[float]:
 
 
 def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ["LOCAL_RANK"] = "0"  # DeepSpeed's engine wants it, however it was initialized
+    init_distributed()
     torch.set_num_threads(1)
     for job in json.loads(sys.argv[1]):
         if "universal_of" in job:

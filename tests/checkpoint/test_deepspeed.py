@@ -31,7 +31,7 @@ def in_deepspeed(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What DeepSpeed's engine says to `jobs`."""
     command = [sys.executable, str(ROOT / "tests/checkpoint/deepspeed_side.py"), json.dumps(jobs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line[3:]) for line in run.stdout.splitlines() if line.startswith("JOB")]
 
@@ -78,7 +78,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(folder, expected | {name: expected[of] for name, of in UNIVERSAL.items()})
 
 
-@pytest.mark.timeout(600)  # DeepSpeed compiles what it communicates with at its first use on a machine
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3 offload", *UNIVERSAL])
 def test_harmony_goes_on_from_deepspeed(name: str, saved: Case) -> None:
     with engine_of(optimizer=RUNS.get(name, {}).get("optimizer", "torch")) as engine:
@@ -91,7 +90,6 @@ def test_harmony_goes_on_from_deepspeed(name: str, saved: Case) -> None:
     assert losses == pytest.approx(saved.expected[name]["then"], rel=1e-6)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_masters_and_the_loss_scale_come_over_exactly(precision: str, saved: Case) -> None:
     name = f"zero2 {precision}"
@@ -115,7 +113,6 @@ def scaler_of(engine: HarmonyEngine) -> list[float]:
     return [float(state[name]) for name in ("scale", "step", "last_overflow", "hysteresis")]
 
 
-@pytest.mark.timeout(600)
 def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
     """DeepSpeed trains steps 0 to 2, harmony_ds 3, and DeepSpeed 4 and 5."""
     scalers = {}
@@ -146,7 +143,6 @@ def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
         assert found["losses"] == pytest.approx(expected, rel=0.02 if "precision" in job else 1e-6)
 
 
-@pytest.mark.timeout(600)
 def test_what_is_written_for_deepspeed_is_read_back_and_by_zero_to_fp32(saved: Case, tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -217,7 +213,6 @@ def test_pickles_are_never_executed(tmp_path: Path) -> None:
         load_pickle(tmp_path / "c.pt")
 
 
-@pytest.mark.timeout(600)
 def test_torn_and_foreign_checkpoints_of_deepspeed_are_refused(saved: Case, tmp_path: Path) -> None:
     tag = tmp_path / "global_step3"
     shutil.copytree(saved.folder / "zero2" / "global_step3", tag)

@@ -73,7 +73,6 @@ def straight(setup: Setup) -> tuple[dict[str, Any], list]:
         return state_of(engine), return_losses
 
 
-@pytest.mark.timeout(600)  # DeepSpeed compiles each of its optimizers at its first use on a machine
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     setup = SETUPS[name]

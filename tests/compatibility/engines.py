@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.offload import compiled
+
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}}
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
@@ -92,9 +94,10 @@ class Api:
         model = net() if model is None else model
         if "optimizer" not in arguments and "model_parameters" not in arguments:
             arguments["model_parameters"] = list(model.parameters())
-        result: tuple[Any, ...] = self.initialize(
-            model=model, config=config() if ds_config is None else ds_config, **arguments
-        )
+        with compiled.instead_of_torch():  # other runs may be compiling the same
+            result: tuple[Any, ...] = self.initialize(
+                model=model, config=config() if ds_config is None else ds_config, **arguments
+            )
         return result
 
     @contextmanager

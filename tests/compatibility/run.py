@@ -67,7 +67,7 @@ def ask_both(folder: Path) -> dict[str, dict[str, Any]]:
         for engine in ENGINES
     }
     for engine, process in running.items():
-        said, _ = process.communicate(timeout=280)
+        said, _ = process.communicate()
         if process.returncode:
             raise RuntimeError(f"{engine} ended with {process.returncode}:\n{said[-4000:]}")
     return {engine: json.loads((folder / f"{engine}.json").read_text()) for engine in ENGINES}

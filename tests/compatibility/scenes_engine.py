@@ -212,7 +212,7 @@ def gradients(api: Api, script: Script) -> None:
         script.row("safe_update_full_grad_vectorized", lambda: api.utils.safe_get_full_grad(weight))
         engine.step()
         script.row("grad norm after gradients were set", lambda: float(engine.get_global_grad_norm()))
-        script.row("weights after gradients were set", lambda: weight.detach().float())
+        script.row("weights after gradients were set", lambda: model.first.weight.detach().float())
         engine.backward(engine(*third))
         script.row("safe_get_full_grad in the middle of a group", lambda: api.utils.safe_get_full_grad(weight))
         engine.step()

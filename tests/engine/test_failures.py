@@ -120,6 +120,15 @@ FAILURES: dict[str, Callable[[int], Trap]] = {
 }
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which it does not install where a shell's background jobs ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("way", ["train_batch", "loop"])
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize(

@@ -144,15 +144,15 @@ def test_a_failure_while_looking_leaves_the_engine_usable() -> None:
     model = LLAMA.build(0.0)
     with engine_for(model, sgd, config_of(1, 0.5, {"pack_layers": 1})) as engine:
         train_groups(engine, [GROUPS[0][:1]])
+        mishaps = ["a mishap"]
 
-        def fail(_: Any, __: Any) -> None:
-            raise RuntimeError("a mishap")
+        def fail(*_: Any) -> None:
+            if mishaps:
+                raise RuntimeError(mishaps.pop())
 
-        handle = model.model.layers[1].register_forward_hook(lambda *_: fail(_, _))
-        loss = engine(**GROUPS[0][1]).loss
-        engine.backward(loss)
+        model.model.layers[1].register_forward_hook(fail)
+        engine.backward(engine(**GROUPS[0][1]).loss)
         with pytest.raises(RuntimeError, match="a mishap"):
             safe_get_full_grad(model.model.norm.weight)
-        handle.remove()
         assert engine.usable
         assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0

@@ -204,7 +204,6 @@ def as_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.99), weight_decay=0.1, eps=1e-5)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("extra", "relative"), [({}, 1e-5), ({"torch_adam": True}, 1e-6)], ids=["DeepSpeed", "torch"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_adamw_by_name_is_near_torchs_after_ten_steps(extra: Any, relative: float, clip: float | None) -> None:
@@ -218,7 +217,6 @@ def test_adamw_by_name_is_near_torchs_after_ten_steps(extra: Any, relative: floa
     assert_same(model, plain, bitwise=False, relative=relative)
 
 
-@pytest.mark.timeout(600)  # DeepSpeed compiles each of its optimizers at its first use on a machine
 @pytest.mark.parametrize(
     ("type_", "params", "reference"),
     [
@@ -238,7 +236,6 @@ def test_other_optimizers_by_name(type_: str, params: dict[str, Any], reference:
     assert_same(model, plain, bitwise=False, relative=1e-5)
 
 
-@pytest.mark.timeout(600)
 def test_lion_by_name_steps_by_the_sign() -> None:
     model = LLAMA.build(0.0)
     before = copy.deepcopy(model)

@@ -8,6 +8,7 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError
+from harmony_ds.device import CpuDevice
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -66,6 +67,29 @@ def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() ->
         assert "device_memory_gib" in str(caught.value)
         assert engine.usable
     assert_same(model, before, bitwise=True)
+
+
+class Reserving(CpuDevice):
+    """A device whose libraries take memory: 1000 bytes, and 10 for each thread."""
+
+    def reserve_bytes(self, threads: int) -> int:
+        return 1000 + 10 * threads
+
+
+def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS)
+        peak = engine.plan.peak_bytes
+    config = config_of(4, None, {"pack_layers": 1})
+    with engine_for(LLAMA.build(0.0), sgd, config, device=Reserving(peak + 1040)) as engine:
+        train_groups(engine, GROUPS)
+        assert engine.plan.peak_bytes == peak
+        assert engine.memory_report().beside_bytes == 1040
+    with (
+        engine_for(LLAMA.build(0.0), sgd, config, device=Reserving(150_000)) as engine,
+        pytest.raises(DoesNotFitError, match=r"budget is 148,960 \(of 150,000, 1,040 are set aside for libraries'"),
+    ):
+        train_groups(engine, GROUPS)
 
 
 def test_optimizers_that_cannot_be_meant() -> None:

@@ -67,6 +67,17 @@ def resident_in(engine: HarmonyEngine) -> int:
     return len(engine.plan.policy.resident)
 
 
+def test_resident_packs_are_not_taken_for_somebody_elses_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """From the second step on they are there before it begins."""
+    with engine_for(LLAMA.build(0.0), sgd, config_with(3)) as engine:
+        train_groups(engine, GROUPS[:2])
+        peak = engine.memory_report().device_peak_bytes
+        assert "more than planned" not in caplog.text
+        engine._runner._plan = replace(engine.plan, peak_bytes=peak - 1)
+        train_groups(engine, GROUPS[2:3])
+    assert f"this step took {peak:,} bytes of device memory, 1 more than planned" in caplog.text
+
+
 # ---- the same bits
 
 
@@ -180,7 +191,6 @@ def test_fp16_goes_on_exactly_after_an_overflow(residency: int) -> None:
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
     ("type_", "params"),
@@ -265,8 +275,7 @@ def test_the_device_is_free_when_the_engine_is_destroyed() -> None:
         train_groups(engine, GROUPS[:2])
         device = engine._assembly.device
         assert device.allocated_bytes() > 0
-    buffers = sum(b.numel() * b.element_size() for b in engine.module.buffers())
-    assert device.allocated_bytes() == buffers
+    assert device.allocated_bytes() == 0
 
 
 def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None:

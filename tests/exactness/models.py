@@ -74,6 +74,16 @@ def train(engine: Any, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(losses)
 
 
+def by_both_ways(engine: Any, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The first half by the familiar loop, where each forward runs at once; the second by train_batch, in groups."""
+    half = len(micro_batches) // 2
+    losses = train(engine, micro_batches[:half])
+    rest = iter([(x,) for x, _ in micro_batches[half:]])
+    steps = half // engine.gradient_accumulation_steps()
+    more = [engine.train_batch(rest, loss_fn=lambda logits: logits.pow(2).mean()) for _ in range(steps)]
+    return torch.cat([losses, torch.stack(more)])
+
+
 def weights(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Parameters and buffers."""
     return {prefix + name: t for name, t in [*model.named_parameters(), *model.named_buffers()]}

@@ -132,9 +132,10 @@ class PlainEngine:
         self._micro_batch = 0  # of this step
         self._boundary: bool | None = None
         self._norm: float | None = None
+        self._inside = 0  # calls of step(): those of the optimizer's class may call those of its base
         if optimizer is not None:
-            optimizer.register_step_pre_hook(self._clip)
-            optimizer.register_step_post_hook(self._stepped)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
         self.remember()
 
     def __getattr__(self, name: str) -> Any:
@@ -235,14 +236,24 @@ class PlainEngine:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
 
-    def _clip(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
+        self._inside += 1
+        if self._inside == 1:
+            self._clip()
+
+    def _after_step(self, *_: Any) -> None:
+        self._inside -= 1
+        if self._inside == 0:
+            self._stepped()
+
+    def _clip(self) -> None:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.module.parameters() if id(p) in trained and p.grad is not None]
         self._norm = nn.utils.get_total_norm([p.grad for p in parameters if not p.grad.is_sparse]).item()
         if self._clipping:
             nn.utils.clip_grad_norm_(parameters, self._clipping)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         self.global_steps += 1
         self._micro_batch = 0
         self.remember()
@@ -269,14 +280,14 @@ class PlainBf16Engine(PlainEngine):
                 master.grad = gradient.float() if master.grad is None else master.grad + gradient
         return result
 
-    def _clip(self, *_: Any) -> None:
+    def _clip(self) -> None:
         for parameter, master in self._masters.items():
             written = parameter.detach() != master.detach().bfloat16()
             master.data = torch.where(written, parameter.detach().float(), master.detach())
         if self._clipping:
             nn.utils.clip_grad_norm_([m for m in self._masters.values() if m.grad is not None], self._clipping)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         for parameter, master in self._masters.items():
             parameter.data.copy_(master.detach())
         super()._stepped()

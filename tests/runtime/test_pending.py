@@ -33,6 +33,9 @@ class FakeTicket:
             self.known = self.weight * self.slope
         return self.known if attached else self.known.detach()
 
+    def check_not_propagated(self) -> None:
+        return None
+
     def backward(self, loss: PendingLoss) -> None:
         self.noted.append(loss)
 

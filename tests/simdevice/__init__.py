@@ -14,15 +14,12 @@ Loading is for the life of the process and is seen by all of torch: from then on
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -43,9 +40,6 @@ __all__ = [
 DEVICE = "simdev"
 
 _SOURCE = Path(__file__).with_name("simdevice.cpp")
-# A build takes about a minute on a slow machine; a lock this old is left over from a
-# build that was killed, and torch would wait for it for ever.
-_STALE_LOCK_SECONDS = 900.0
 
 _loaded: list[ModuleType] = []  # empty until load() has built and registered the device
 
@@ -144,35 +138,14 @@ def _ninja_directory() -> str | None:
 
 
 def _build() -> ModuleType:
-    from torch.utils import cpp_extension
-
-    # The name tells builds apart: another torch or another source is another build.
-    version = re.sub(r"\W", "_", str(torch.__version__))
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    name = f"simdev_{version}_{digest}"
-    build_directory = Path(cpp_extension._get_build_directory(name, False))
-    _remove_stale_lock(build_directory / "lock")
+    from harmony_ds.offload import compiled
 
     ninja_directory = _ninja_directory()
     assert ninja_directory is not None
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([path, ninja_directory])
     try:
-        module: ModuleType = cpp_extension.load(
-            name=name,
-            sources=[str(_SOURCE)],
-            # The kernels are the CPU's, so there is nothing here worth optimizing further.
-            extra_cflags=["-O1", "-g0"],
-            build_directory=str(build_directory),
-        )
+        # The kernels are the CPU's, so there is nothing here worth optimizing further.
+        return compiled.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
     finally:
         os.environ["PATH"] = path
-    return module
-
-
-def _remove_stale_lock(lock: Path) -> None:
-    try:
-        if time.time() - lock.stat().st_mtime > _STALE_LOCK_SECONDS:
-            lock.unlink()
-    except FileNotFoundError:
-        pass

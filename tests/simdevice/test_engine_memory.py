@@ -104,6 +104,22 @@ def test_measured_peak_is_never_above_the_plan(pack_layers: int, stash: str) -> 
     assert report.planned_peak_bytes <= 1.25 * report.device_peak_bytes
 
 
+def test_tensors_that_are_on_the_device_already_are_taken_off_the_budget() -> None:
+    engine, device = engine_under(None, group=2, pack_layers=1)
+    engine.train_batch(batches())
+    peak = engine.plan.peak_bytes
+    engine.destroy()
+    theirs = 4 * 2**14
+    engine, device = engine_under(peak + theirs, group=2, pack_layers=1)
+    held = torch.zeros(2**14, device=device.torch_device)
+    engine.train_batch(batches())
+    report = engine.memory_report()
+    assert report.beside_bytes == theirs
+    assert report.device_peak_bytes <= report.planned_peak_bytes + report.beside_bytes <= peak + theirs
+    engine.destroy()
+    del held
+
+
 def test_activations_of_one_micro_batch_only_are_alive() -> None:
     """Four times the micro-batches cost boundary tensors (one per micro-batch), not activations."""
     peaks = {}

@@ -132,7 +132,6 @@ def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: int) -> N
     assert after[1] - before[1] - 3 == sum(report.device_to_host.values())
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("type_", "params"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from harmony_ds.bench.engines._accumulation import checkpoint, on_device
 from harmony_ds.bench.task import Batch, Task
 from harmony_ds.distributed import init_distributed
+from harmony_ds.offload import compiled
 from harmony_ds.runtime.micro_batch import loss_of
 
 Traffic = Mapping[str, Any]
@@ -32,7 +33,8 @@ class ZeroOffload:
         self._checkpointing = checkpoint(task.subject.model)
         self._config = {**task.config(), "zero_optimization": zero}
         self._config.pop("harmony", None)
-        self._engine, *_ = deepspeed.initialize(model=task.subject.model, config=self._config)
+        with compiled.instead_of_torch():
+            self._engine, *_ = deepspeed.initialize(model=task.subject.model, config=self._config)
         self._traffic = traffic
 
     def step(self, batches: list[Batch]) -> Tensor:

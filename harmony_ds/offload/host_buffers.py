@@ -1,0 +1,117 @@
+"""Page-locked host memory that serves one tensor after another: page-locking is too slow for a step.
+
+Buffers come in size classes, and no more is kept than was asked for at one time: lengths that vary share what there is.
+Every buffer is known here until it is given back to the device, also that of a user which was dropped without a word, as
+in a step that failed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import Device, Event, Stream
+
+
+@dataclass(slots=True, eq=False)
+class HostBuffer:
+    """Bytes on the host.
+
+    Attributes:
+        asked: the size class that its user wanted; the memory may be of a larger one.
+        user: who has it, dead or alive; None while it is spare.
+        read: behind the last copy out of it; None: not known.
+    """
+
+    memory: Tensor
+    asked: int = 0
+    user: weakref.ref[object] | None = None
+    read: Event | None = None
+
+    def tensor(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in it; without overlaps, so that as many elements are as `shape` says."""
+        nbytes = shape.numel() * dtype.itemsize
+        return self.memory[:nbytes].view(dtype).as_strided(shape, strides)
+
+
+class HostBuffers:
+    """Hands out buffers that the swap-out stream fills and the swap-in stream reads."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._all: set[HostBuffer] = set()
+        self._spare: dict[int, list[HostBuffer]] = {}  # by size class
+        self._dropped: deque[HostBuffer] = deque()  # filled by the garbage collector, on any thread
+        self._asked_bytes = 0
+        self._most_bytes = 0  # asked for at one time, so far
+        self.nbytes = 0
+
+    def take(self, user: object, nbytes: int) -> HostBuffer:
+        """A buffer of `nbytes` or more for `user`, until `give_back` or until `user` is gone; for the swap-out stream."""
+        self._collect()
+        size = size_class(nbytes)
+        self._asked_bytes += size
+        self._most_bytes = max(self._most_bytes, self._asked_bytes)
+        buffer = self._spare_of(size) or self._make(size)
+        buffer.asked = size
+        buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
+        return buffer
+
+    def _spare_of(self, size: int) -> HostBuffer | None:
+        may_grow = self.nbytes + size <= self._most_bytes
+        fitting = [size] if may_grow else sorted(known for known in self._spare if known >= size)
+        spares = next((self._spare[known] for known in fitting if self._spare.get(known)), None)
+        if spares is None:
+            return None
+        buffer = spares.pop()
+        # A buffer whose user was dropped may still be read by copies that were queued.
+        self._device.wait(Stream.SWAP_OUT, buffer.read or self._device.record(Stream.SWAP_IN))
+        return buffer
+
+    def _make(self, size: int) -> HostBuffer:
+        small = [buffer for _, spares in sorted(self._spare.items()) for buffer in spares]
+        while small and self.nbytes + size > self._most_bytes:
+            buffer = small.pop(0)
+            self._spare[buffer.memory.numel()].remove(buffer)
+            self._free(buffer)
+        buffer = HostBuffer(self._device.host_empty(size, torch.uint8))
+        self._all.add(buffer)
+        self.nbytes += size
+        return buffer
+
+    def give_back(self, buffer: HostBuffer, read: Event) -> None:
+        """Its user is done with it; `read` is behind every copy out of it."""
+        self._asked_bytes -= buffer.asked
+        buffer.user, buffer.read = None, read
+        self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
+
+    def _collect(self) -> None:
+        while self._dropped:
+            buffer = self._dropped.popleft()
+            self._asked_bytes -= buffer.asked
+            buffer.user = buffer.read = None
+            self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
+
+    def _free(self, buffer: HostBuffer) -> None:
+        self._all.remove(buffer)
+        self.nbytes -= buffer.memory.numel()
+        self._device.host_free(buffer.memory)
+
+    def destroy(self) -> None:
+        """Gives every buffer to the device, in use or not."""
+        for buffer in list(self._all):
+            buffer.user = None
+            self._free(buffer)
+        self._spare.clear()
+        self._dropped.clear()
+        self._asked_bytes = 0
+
+
+def size_class(nbytes: int) -> int:
+    """`nbytes`, rounded up by less than an eighth. Small multiples of powers of two, as most activations are, stay."""
+    step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
+    return -(-nbytes // step) * step

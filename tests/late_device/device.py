@@ -1,0 +1,340 @@
+"""A CPU device whose copies are as late as its events allow, and which says what its events do not order.
+
+    swap streams     their copies wait in a queue until somebody waits for an event behind them, or (with a seed) until
+                     some random moment before; what nobody waits for is never done
+    compute          kernels run at once, since torch runs them so; what is late is what the host sees of them: their
+                     copies into page-locked memory, and the passing of their events
+    device memory    NaN until it is written; not there any more for a queued copy once it was dropped; what a stream
+                     gave back may be handed out to it by its next allocation (as CUDA's caching allocator would), so
+                     every other stream's use must be ordered before that
+    host memory      page-locked buffers must be given back before they are dropped, and be left alone while a queued
+                     copy reads or writes them
+
+What is not ordered by events is reported even where it does no harm in this run (see `order`), and does harm wherever
+lateness can: a copy out of freed memory brings NaN, one out of memory that was overwritten brings what is there then.
+
+Not simulated: kernels that run late (that a swap stream overtakes one is reported, not done); copies of pageable memory
+(CUDA stages those before the call returns, so they are done at once); how much memory fragmentation takes. All threads
+of the host count as one. Only torch operations of threads that `watched` or the engine's lanes cover are seen.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmony_ds.device import CpuDevice, Event, Stream
+from tests.late_device.order import Block, Clock, Order
+
+_COPY = torch.ops.aten.copy_.default
+_READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_HOST = None
+
+
+class LateDevice(CpuDevice):
+    """Use it under `watched`; then `assert_in_order`."""
+
+    copies_overlap = True
+    pins_host = True
+
+    def __init__(self, seed: int | None = None, budget_bytes: int | None = None) -> None:
+        """`seed`: copies are done at random moments (None: as late as possible)."""
+        super().__init__(budget_bytes)
+        self.name = "late"
+        self.order = Order()
+        self.registered: dict[int, int] = {}  # address to bytes
+        self._chance = None if seed is None else random.Random(seed)
+        self._queues: dict[Stream, list[Callable[[], None] | None]] = {stream: [] for stream in Stream}
+        self._done = dict.fromkeys(Stream, 0)
+        self._blocks: dict[int, Block] = {}  # by storage
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._queued_writes: dict[int, int] = {}  # by storage: copies into it that are not done yet
+        self._lock = threading.RLock()
+        self._here = _Here()
+
+    def assert_in_order(self) -> None:
+        """Nothing was reported, and (call it once the engine is destroyed) no memory is page-locked any more."""
+        assert not self.order.reports, "\n".join(dict.fromkeys(self.order.reports))
+        assert not self.registered, f"{len(self.registered)} buffers are still page-locked"
+
+    # ---- threads
+
+    @contextmanager
+    def watched(self, who: Stream | None = Stream.COMPUTE) -> Iterator[None]:
+        """While open, this thread's torch operations are those of `who` (None: the host's own)."""
+        before, self._here.who = self._here.who, who
+        if self._here.watched:
+            try:
+                yield
+            finally:
+                self._here.who = before
+            return
+        self._here.watched = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._here.watched, self._here.who = False, before
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        context = self.watched(stream)
+        return context if self.watch is None else self.watch(stream, context)
+
+    def inherited(self) -> AbstractContextManager[object]:
+        return self.watched()
+
+    # ---- events
+
+    def record(self, stream: Stream) -> Event:
+        with self._lock:
+            return _LateEvent(self, stream, len(self._queues[stream]), self.order.snapshot(stream))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, _LateEvent)
+        with self._lock:
+            self.order.join(stream, event.clock)
+            if stream is Stream.COMPUTE:
+                self.pass_to(event.stream, event.position)
+            else:
+                self._queues[stream].append(lambda: self.pass_to(event.stream, event.position))
+
+    def pass_to(self, stream: Stream, position: int) -> None:
+        """Does everything that was queued on `stream` before `position`."""
+        with self._lock, self._here.unwatched():
+            while self._done[stream] < position:
+                place = self._done[stream]
+                self._done[stream] += 1
+                work, self._queues[stream][place] = self._queues[stream][place], None
+                assert work is not None
+                work()
+
+    def _maybe_pass(self) -> None:
+        if self._chance is not None and self._chance.random() < 0.125:
+            stream = self._chance.choice(list(Stream))
+            ahead = len(self._queues[stream]) - self._done[stream]
+            self.pass_to(stream, self._done[stream] + min(ahead, self._chance.randrange(4)))
+
+    def synchronize(self) -> None:
+        """The host waits for every stream."""
+        for stream in Stream:
+            self.record(stream).synchronize()
+
+    # ---- memory
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()  # staged: done when the call returns
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._here.unwatched():
+            buffer = torch.empty(numel, dtype=dtype)
+            if not numel:
+                return buffer
+            _poison(buffer)
+        with self._lock:
+            self._follow(buffer, Block(_HOST, f"a page-locked buffer of {buffer.nbytes} bytes"))
+            self.registered[buffer.data_ptr()] = buffer.nbytes
+        return buffer
+
+    def host_free(self, buffer: Tensor) -> None:
+        self.synchronize()
+        if buffer.numel() and self.registered.pop(buffer.data_ptr(), None) is None:
+            self.order.reports.append(f"{buffer.nbytes} bytes that are not page-locked were given back as if they were")
+
+    def _follow(self, tensor: Tensor, block: Block) -> None:
+        storage = tensor.untyped_storage()
+        key, address = storage._cdata, storage.data_ptr()
+
+        def gone(_: object) -> None:
+            del self._blocks[key], self._storages[key]
+            if block.owner is not _HOST:
+                self.order.free(block)
+            elif self.registered.pop(address, None) is not None:
+                self.order.reports.append(f"{block.what} was dropped and is still page-locked")
+
+        self._blocks[key] = block
+        self._storages[key] = weakref.ref(storage, gone)
+
+    def _block(self, tensor: Tensor) -> Block | None:
+        return self._blocks.get(tensor.untyped_storage()._cdata)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        block = self._block(tensor)
+        return block is not None and block.owner is _HOST
+
+    # ---- operations
+
+    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation of the calling thread."""
+        who = self._here.who
+        if not self._here.watched or self._here.aside:
+            return func(*args, **kwargs)
+        with self._lock:
+            self._maybe_pass()
+            if func is _COPY and who is _HOST and any(not self._is_host(t) and self._block(t) for t in args[:2]):
+                who = Stream.COMPUTE  # the engine's answer to a look of the host's
+            if func is _COPY and who is not _HOST and self._is_host(args[0]) != self._is_host(args[1]):
+                if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
+                    return self._copy_late(who, args[0], args[1])
+                self.record(who).synchronize()
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            with self._lock:
+                self._note(who, func, args, kwargs, result)
+        return result
+
+    def _note(self, who: Stream | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        known, on_device = set(), False
+        name = str(func)
+        empty = "empty" in name  # made like another tensor, whose values nobody reads
+        for tensor, write in _operands(func, args, kwargs):
+            known.add(tensor.untyped_storage()._cdata)
+            block = self._block(tensor)
+            on_device |= block is not None and block.owner is not _HOST
+            if block is not None and not empty:
+                self.order.access(_HOST if block.owner is _HOST else who, block, write, name)
+        if func in _READS_A_VALUE and on_device and who is not _HOST:
+            self.record(who).synchronize()
+        for tensor in _tensors(result):
+            key = tensor.untyped_storage()._cdata
+            if key in known or key in self._blocks:
+                continue
+            if empty:
+                _poison(tensor)
+            if who is not _HOST:
+                block = self.order.allocate(who, f"{tuple(tensor.shape)} of {name} on {who.name}")
+                self._follow(tensor, block)
+                self.order.access(who, block, True, name)
+
+    def _copy_late(self, who: Stream, target: Tensor, source: Tensor) -> Tensor:
+        """Queues a copy between the device and page-locked memory."""
+        out = self._is_host(target)
+        for tensor, write in ((source, False), (target, True)):
+            block = self._block(tensor)
+            if block is not None:
+                self.order.access(who, block, write, "a copy")
+        there, here = _Part(target), _Part(source)
+        with self._here.unwatched():
+            filled = not self._queued_writes.get(here.key)
+            seen = source.detach().clone() if filled else None
+            if who is Stream.COMPUTE:
+                if out:  # kernels go on and change the source: the copy is what it was
+                    source = source.detach().clone()
+                else:
+                    target.detach().copy_(source)
+            if out and not self._queued_writes.get(there.key) and target.is_floating_point():
+                target.detach().fill_(float("nan"))
+        self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
+        kept = source if who is Stream.COMPUTE and out else None
+
+        def work() -> None:
+            self._queued_writes[there.key] -= 1
+            self._do_copy(there, _Part(kept) if kept is not None else here, seen, out, who)
+
+        self._queues[who].append(work)
+        torch.autograd.graph.increment_version(target)
+        return target
+
+    def _do_copy(self, there: _Part, here: _Part, seen: Tensor | None, out: bool, who: Stream) -> None:
+        source, target = here.tensor(), there.tensor()
+        direction = "device to host" if out else "host to device"
+        if source is None:
+            self.order.reports.append(f"the source of a copy ({direction}) was freed before it ran")
+        elif seen is not None and not _same(seen, source):
+            self.order.reports.append(f"the source of a copy ({direction}) was overwritten before it ran")
+        if target is None:
+            if out:  # memory of the device that was given back in order may be written to the end
+                self.order.reports.append(f"the target of a copy ({direction}) was freed before it ran")
+        elif source is None:
+            _poison(target)
+        elif out or who is not Stream.COMPUTE:
+            target.copy_(source)
+
+
+class _LateEvent:
+    def __init__(self, device: LateDevice, stream: Stream, position: int, clock: Clock) -> None:
+        self._device = device
+        self.stream = stream
+        self.position = position
+        self.clock = clock
+
+    def synchronize(self) -> None:
+        with self._device._lock:
+            self._device.pass_to(self.stream, self.position)
+            self._device.order.join(_HOST, self.clock)
+
+
+class _Here(threading.local):
+    """What the calling thread is doing."""
+
+    def __init__(self) -> None:
+        self.who: Stream | None = Stream.COMPUTE
+        self.watched = False
+        self.aside = 0
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        self.aside += 1
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.aside -= 1
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._device.perform(func, args, kwargs or {})
+
+
+class _Part:
+    """Where a tensor lies, without keeping its memory alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self._storage = StorageWeakRef(storage)
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operation takes, and whether it writes them."""
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for tensor in _tensors(value):
+            yield tensor, argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu" and value.layout is torch.strided and type(value).__name__ != "PhantomParameter":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.detach().fill_(float("nan"))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

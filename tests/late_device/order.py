@@ -1,0 +1,83 @@
+"""Who is known to be behind whom: vector clocks of the streams and the host, and the memory that they use.
+
+The algorithm is that of ThreadSanitizer and of `torch.cuda._sanitizer`: an access is in order if every other access to
+the same memory (but reads among each other) is known to be done when its own stream comes to it. Whether it is says the
+program's events alone, not how fast anything ran, so one run shows what any run could do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from harmony_ds.device import Stream
+
+Clock = dict[Stream | None, int]
+"""Per stream (None: the host), up to which of its accesses are known to be done."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory in one piece: whose it is (None: the host's), and the last accesses to it by each stream."""
+
+    owner: Stream | None
+    what: str
+    reads: Clock = field(default_factory=dict)
+    writes: Clock = field(default_factory=dict)
+
+
+class Order:
+    """The clocks, and an allocator's pools: what a stream gave back is the next thing that it may be given."""
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+        self._known: dict[Stream | None, Clock] = {who: {} for who in (None, *Stream)}
+        self._freed: dict[Stream | None, deque[Block]] = {who: deque() for who in self._known}
+
+    def snapshot(self, who: Stream | None) -> Clock:
+        """What is done once `who` has come to where it is now."""
+        return dict(self._known[who])
+
+    def join(self, who: Stream | None, done: Clock) -> None:
+        """From now on `who` comes behind all of `done`."""
+        known = self._known[who]
+        for other, at in done.items():
+            known[other] = max(at, known.get(other, 0))
+
+    def access(self, who: Stream | None, block: Block, write: bool, what: str) -> None:
+        """`who` reads or writes `block`, in the order in which it was told to."""
+        if who is not None:
+            self.join(who, self._known[None])  # it was issued by the host, behind what that has waited for
+        known = self._known[who]
+        for kind, others in (("written", block.writes), ("read", block.reads if write else {})):
+            for other, at in others.items():
+                if other is not who and known.get(other, 0) < at:
+                    self.reports.append(
+                        f"{what} on {_name(who)} {'writes' if write else 'reads'} {block.what}, which {_name(other)} may "
+                        f"not have {kind} yet"
+                    )
+        known[who] = known.get(who, 0) + 1
+        (block.writes if write else block.reads)[who] = known[who]
+
+    def free(self, block: Block) -> None:
+        """The program dropped `block`. May be called at any moment, on any thread."""
+        self._freed[block.owner].append(block)
+
+    def allocate(self, who: Stream, what: str) -> Block:
+        """A block of `who`'s, which may be any that was given back to it."""
+        self.join(who, self._known[None])
+        freed = self._freed[who]
+        while freed:
+            block = freed.popleft()
+            for others in (block.writes, block.reads):
+                for other, at in others.items():
+                    if other is not who and self._known[who].get(other, 0) < at:
+                        self.reports.append(
+                            f"{block.what} was given back to {_name(who)} and may be handed out again, while "
+                            f"{_name(other)} may still use it"
+                        )
+        return Block(who, what)
+
+
+def _name(who: Stream | None) -> str:
+    return "the host" if who is None else who.name

@@ -1,0 +1,168 @@
+"""The late device itself: what is not ordered goes wrong on it and is reported; what is ordered is neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from harmony_ds.device import Stream
+from tests.late_device.device import LateDevice
+
+
+@pytest.fixture(params=[None, 1, 2], ids=["latest", "random", "other"])
+def device(request: pytest.FixtureRequest) -> Iterator[LateDevice]:
+    device = LateDevice(request.param)
+    with device.watched():
+        yield device
+
+
+def reported(device: LateDevice, words: str) -> bool:
+    return any(words in report for report in device.order.reports)
+
+
+def page_locked(device: LateDevice, values: list[float]) -> Tensor:
+    return device.host_empty(len(values), torch.float32).copy_(torch.tensor(values))
+
+
+def swap_in(device: LateDevice, host: Tensor) -> Tensor:
+    with device.on(Stream.SWAP_IN):
+        buffer = device.empty(host.numel(), host.dtype)
+        return buffer.copy_(host, non_blocking=True)
+
+
+def swap_out(device: LateDevice, tensor: Tensor) -> Tensor:
+    host = device.host_empty(tensor.numel(), tensor.dtype)
+    with device.on(Stream.SWAP_OUT):
+        host.copy_(tensor, non_blocking=True)
+    return host
+
+
+def test_a_round_trip_that_events_order_is_exact_and_not_reported(device: LateDevice) -> None:
+    host = page_locked(device, [1.0, 2.0])
+    weights = swap_in(device, host)
+    device.wait(Stream.COMPUTE, device.record(Stream.SWAP_IN))
+    doubled = weights * 2
+    device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+    back = swap_out(device, doubled)
+    device.record(Stream.SWAP_OUT).synchronize()
+    assert back.tolist() == [2.0, 4.0]
+    for buffer in (host, back):
+        device.host_free(buffer)
+    device.assert_in_order()
+
+
+def test_what_was_not_waited_for_is_not_there() -> None:
+    device = LateDevice()
+    with device.watched():
+        host = page_locked(device, [1.0])
+        weights = swap_in(device, host)
+        assert weights.isnan().all()
+        assert reported(device, "isnan.default on COMPUTE reads")
+        back = swap_out(device, torch.ones(3))
+        assert back.isnan().all()
+        assert reported(device, "a copy on SWAP_OUT reads (3,) of aten.ones.default on COMPUTE, which COMPUTE")
+        assert reported(
+            device, "on the host reads a page-locked buffer of 12 bytes, which SWAP_OUT may not have written"
+        )
+
+
+def test_the_source_of_a_copy_to_the_host_must_outlive_it() -> None:
+    device = LateDevice()
+    with device.watched():
+        gradient = torch.ones(3)
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        host = swap_out(device, gradient)
+        arrived = device.record(Stream.SWAP_OUT)
+        del gradient
+        arrived.synchronize()
+        assert host.isnan().all()
+        assert reported(device, "source of a copy (device to host) was freed")
+
+
+def test_memory_is_handed_out_again_behind_its_last_use_on_every_stream(device: LateDevice) -> None:
+    host = page_locked(device, [1.0])
+    weights = swap_in(device, host)
+    device.wait(Stream.COMPUTE, device.record(Stream.SWAP_IN))
+    view = weights[:1]
+    used = device.record(Stream.COMPUTE)
+    device.wait(Stream.SWAP_IN, used)
+    view.add(1)  # behind the event
+    del weights, view
+    assert not device.order.reports
+    swap_in(device, host)
+    assert reported(device, "was given back to SWAP_IN and may be handed out again, while COMPUTE may still use it")
+
+
+def test_a_stream_may_take_its_own_memory_again_at_once(device: LateDevice) -> None:
+    host = page_locked(device, [1.0])
+    for _ in range(3):
+        weights = swap_in(device, host)
+        device.wait(Stream.COMPUTE, device.record(Stream.SWAP_IN))
+        weights.add(1)
+        device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
+        del weights
+    assert not device.order.reports
+
+
+def test_a_host_write_under_a_queued_copy_is_reported(device: LateDevice) -> None:
+    host = page_locked(device, [1.0])
+    weights = swap_in(device, host)
+    host.fill_(5.0)
+    assert reported(device, "on the host writes a page-locked buffer of 4 bytes, which SWAP_IN may not have read yet")
+    device.synchronize()
+    assert weights.tolist() in ([1.0], [5.0])
+
+
+def test_a_host_write_that_nothing_sees_is_found_when_the_copy_runs() -> None:
+    device = LateDevice()
+    with device.watched():
+        host = page_locked(device, [1.0])
+        weights = swap_in(device, host)
+    host.fill_(5.0)
+    device.synchronize()
+    assert weights.tolist() == [5.0]
+    assert reported(device, "source of a copy (host to device) was overwritten before it ran")
+
+
+def test_a_copy_to_the_host_on_the_compute_stream_is_late_for_the_host_alone() -> None:
+    device = LateDevice()
+    with device.watched():
+        host, source = device.host_empty(1, torch.float32), torch.ones(1)
+        host.copy_(source, non_blocking=True)
+        source.add_(1)
+        done = device.record(Stream.COMPUTE)
+        with device.watched(None):
+            assert host.isnan().all()
+        done.synchronize()
+        assert host.tolist() == [1.0]
+
+
+def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: LateDevice) -> None:
+    host = page_locked(device, [1.0])
+    with pytest.raises(AssertionError, match="1 buffers are still page-locked"):
+        device.assert_in_order()
+    device.host_free(host)
+    device.assert_in_order()
+    device.host_free(host)
+    assert reported(device, "were given back as if they were")
+    page_locked(device, [1.0, 2.0])
+    assert reported(device, "a page-locked buffer of 8 bytes was dropped and is still page-locked")
+
+
+def test_the_target_of_a_copy_to_the_host_must_outlive_it() -> None:
+    device = LateDevice()
+    with device.watched():
+        swap_out(device, torch.ones(1))
+        device.record(Stream.SWAP_OUT).synchronize()
+        assert reported(device, "target of a copy (device to host) was freed before it ran")
+
+
+def test_new_memory_is_poisoned() -> None:
+    device = LateDevice()
+    with device.watched():
+        assert device.empty(4, torch.float32).isnan().all()
+        assert torch.empty_like(torch.ones(3)).isnan().all()
+        assert device.host_empty(2, torch.float32).isnan().all()

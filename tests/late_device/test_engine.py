@@ -1,0 +1,333 @@
+"""The engine on the late device: plain PyTorch's results, and no report, whatever is late."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import HarmonyEngine
+from tests.engine.drive import (
+    Groups,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    optimizer_for,
+    plain_model,
+    plainly,
+    seed_of,
+    sgd,
+    train_groups,
+)
+from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
+from tests.families import FAMILIES, Family
+from tests.late_device.device import LateDevice
+from tests.oracle import assert_same, train_plainly
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 3, 3)
+SEEDS = [None, 1]
+pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+
+
+@contextmanager
+def late_engine(
+    model: nn.Module, config: dict[str, Any], seed: int | None = None, make: Any = adamw
+) -> Iterator[HarmonyEngine]:
+    """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
+    device = LateDevice(seed)
+    with device.watched(), engine_for(model, make, config, device=device) as engine:
+        updater = engine._assembly.parts.updater
+        assert updater is not None
+        updater.timed = lambda: device.watched(None)
+        yield engine
+    gc.collect()
+    device.assert_in_order()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which of the engine's ways a run takes."""
+
+    harmony: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    looks: bool = False
+    seed: int | None = None
+
+
+SETTINGS = [
+    Setting({"stash": "host"}, clip=0.5),
+    Setting({"stash": "host", "residency": 2}, seed=1),
+    Setting({"stash": "device"}, looks=True),
+    Setting({"stash": "host"}, clip=0.5, looks=True, seed=2),
+    Setting({"stash": "device", "residency": 100}, clip=0.5),
+    Setting({"stash": "host"}),
+    Setting({"stash": "host", "residency": 1}, clip=0.5, seed=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("one", "setting"),
+    [pytest.param(one, SETTINGS[i % len(SETTINGS)], id=one.name) for i, one in enumerate(FAMILIES)],
+)
+def test_every_family(one: Family, setting: Setting) -> None:
+    groups, make = groups_of(one, 2, 2), optimizer_for(one)
+    plain, losses = plainly(one, 0.1, groups, make, setting.clip)
+    model = one.build(0.1)
+    config = config_of(2, setting.clip, {"pack_layers": 1, **setting.harmony})
+    with late_engine(model, config, setting.seed, make) as engine:
+        actual = means_of(loop(engine, groups, lambda i: i == 0)) if setting.looks else train_groups(engine, groups)
+    assert_same(model, plain, one.bitwise)
+    assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1::2], ids=range(1, len(SETTINGS), 2))
+def test_every_setting(setting: Setting) -> None:
+    """With packs of two, so that they share nothing with the layers' sizes, and one step more."""
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, setting.clip)
+    model = LLAMA.build(0.1)
+    with late_engine(model, config_of(3, setting.clip, {"pack_layers": 2, **setting.harmony}), setting.seed) as engine:
+        actual = loop(engine, GROUPS, lambda i: setting.looks and i == 1)
+    assert_same(model, plain, bitwise=True)
+    assert actual == losses
+
+
+# ---- failures in mid-step
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "stash", "residency", "seed"),
+    [
+        ("forward", 2, "host", "off", None),
+        ("forward", 4, "device", 2, 1),
+        ("backward", 0, "host", 2, None),
+        ("backward", 1, "host", "off", 1),
+    ],
+)
+def test_after_a_failure_in_mid_step_everything_is_given_back(
+    where: str, at: int, stash: str, residency: Any, seed: int | None
+) -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    trap = Trap(at)
+    model = trapped_llama(trap, where)
+    config = config_of(3, 0.5, {"pack_layers": 1, "stash": stash, "residency": residency})
+    with late_engine(model, config, seed) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+        train_groups(engine, GROUPS[1:])
+    assert_same(unwrapped(model), dict(plain.named_parameters()) | dict(plain.named_buffers()), bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_an_engine_that_cannot_go_on_gives_everything_back_too(clip: float | None) -> None:
+    """Without clipping, late layers have been updated when an early one fails."""
+    trap = Trap(1)
+    with late_engine(
+        trapped_llama(trap, "backward"), config_of(3, clip, {"pack_layers": 1, "stash": "host"})
+    ) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_on_their_way_to_the_host_outlive_a_failure(seed: int | None) -> None:
+    """The last micro-batch fails in the last pack but one: the last pack's gradients are just leaving."""
+    trap = Trap(0)
+    model = LLAMA.build(0.0)
+    model.model.layers[-1].mlp = Trapped(model.model.layers[-1].mlp, trap, "backward")
+    plain, _ = plainly(LLAMA, 0.0, GROUPS, adamw, 0.5)
+    with late_engine(model, config_of(3, 0.5, {"pack_layers": 1, "stash": "host"}), seed) as engine:
+        train_groups(engine, GROUPS[:1])
+        engine.finish_updates()
+        trap.arm()
+        # The update thread waits for nothing that arrives until the failure has been dealt with.
+        updater, dealt_with = engine._assembly.parts.updater, threading.Event()
+
+        def no_norms() -> dict[str, Tensor]:
+            dealt_with.wait(60)
+            return {}
+
+        def discard() -> None:
+            dealt_with.set()
+            type(updater).discard(updater)
+
+        updater.add_norms(no_norms)
+        updater.discard = discard
+        with pytest.raises(Mishap):
+            engine.train_batch(iter(GROUPS[1]))
+        train_groups(engine, GROUPS[1:])
+    assert_same(unwrapped(model), dict(plain.named_parameters()) | dict(plain.named_buffers()), bitwise=True)
+
+
+# ---- looks at weights
+
+
+def ema_around(evaluate: Callable[[nn.Module], Any], model: nn.Module, kept: list[Tensor]) -> None:
+    """Evaluates with other weights, and puts the model's own back as soon as that returns."""
+    own = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(other)
+        evaluate(model)
+        for parameter, value in zip(model.parameters(), own, strict=True):
+            parameter.copy_(value)
+
+
+@pytest.mark.parametrize(
+    ("way", "residency", "seed"),
+    [("eval_batch", "off", None), ("eval_batch", 2, 1), ("module", "off", 1), ("module", 2, None)],
+)
+def test_weights_may_be_put_back_right_after_an_evaluation(way: str, residency: Any, seed: int | None) -> None:
+    batch = LLAMA.batch(9)
+    plain, model = plain_model(LLAMA, 0.1), LLAMA.build(0.1)
+    kept = [torch.full_like(p, 0.01) for p in plain.parameters()]
+    optimizer = adamw(plain.parameters())
+    seen: list[float] = []
+    for step, group in enumerate(GROUPS):
+        train_plainly(plain, [group], optimizer, clip=0.5, seed_of=lambda _, i, step=step: seed_of(step, i))
+        plain.eval()
+        ema_around(lambda m: seen.append(m(**batch).loss.item()), plain, kept)
+        plain.train()
+    found: list[Tensor] = []
+    config = config_of(3, 0.5, {"pack_layers": 1, "residency": residency})
+    with late_engine(model, config, seed) as engine:
+        device = engine._assembly.device
+        assert isinstance(device, LateDevice)
+
+        def evaluate(_: nn.Module) -> None:
+            with device.watched():
+                found.append(engine.eval_batch(iter([batch] * 3)) if way == "eval_batch" else engine(**batch).loss)
+
+        for group in GROUPS:
+            engine.train_batch(iter(group))
+            engine.eval()
+            with device.watched(None):
+                ema_around(evaluate, engine.module, kept)
+            engine.train()
+        actual = [loss.item() for loss in found]
+    assert_same(model, plain, bitwise=True)
+    assert actual == pytest.approx(seen, rel=1e-6)
+
+
+# ---- views of parameters
+
+
+class Positions(nn.Module):
+    """Returns a view of its parameter, as learned positions do; expanded, its rows lie on top of each other."""
+
+    def __init__(self, expanded: bool) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.linspace(-1, 1, 8 * 4).reshape(8, 4))
+        self.expanded = expanded
+
+    def forward(self, rows: int) -> Tensor:
+        return self.pos[:rows].expand(2, rows, 4) if self.expanded else self.pos[:rows]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer keeps its parameters in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.lstm(hidden)[0]
+        return hidden + found
+
+
+class Positioned(nn.Module):
+    def __init__(self, recurrent: bool = False, late: bool = False, expanded: bool = False) -> None:
+        super().__init__()
+        self.positions = Positions(expanded)
+        self.blocks = nn.ModuleList(Recurrent() if recurrent else nn.Linear(4, 4) for _ in range(3))
+        self.late = late
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs if self.late else inputs + self.positions(inputs.shape[1])
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return (hidden * self.positions(inputs.shape[1]) if self.late else hidden).square().mean()
+
+
+def inputs_of(steps: int) -> Groups:
+    generator = torch.Generator().manual_seed(3)
+    return [[{"inputs": torch.randn(2, 5, 4, generator=generator)} for _ in range(3)] for _ in range(steps)]
+
+
+def built(**options: bool) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Positioned(**options)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("options", "clip"),
+    [({}, 0.5), ({"late": True}, None), ({"recurrent": True}, 0.5), ({"expanded": True}, None)],
+    ids=["first", "last", "recurrent", "expanded"],
+)
+def test_what_a_layer_returns_or_keeps_of_its_parameters_does_not_hold_evicted_memory(
+    options: dict[str, bool], clip: float | None, seed: int | None
+) -> None:
+    plain, model, groups = built(**options), built(**options), inputs_of(3)
+    losses = train_plainly(plain, groups, sgd(plain.parameters()), clip=clip, seed_of=seed_of)
+    with late_engine(model, config_of(3, clip, {"pack_layers": 1, "stash": "host"}), seed, sgd) as engine:
+        assert train_groups(engine, groups) == means_of(losses)
+        engine.eval()
+        with torch.no_grad():
+            view = engine.module.positions(5)
+            expected = plain.positions(5).clone()
+            engine(inputs=groups[0][0]["inputs"])
+            assert torch.equal(view, expected)
+            assert view.stride() == plain.positions(5).stride()
+    assert_same(model, plain, bitwise=True)
+
+
+# ---- pieces, lengths
+
+
+def test_pieces() -> None:
+    """Bits may differ from uncut calls (sums are rounded elsewhere): compared with the same plan on the CPU device."""
+    models = []
+    config = config_of(3, 0.5, {"pack_layers": 1, "stash": "host", "micro_batch": 1})
+    for late in (False, True):
+        models.append(LLAMA.build(0.0))
+        if late:
+            with late_engine(models[-1], config, 1) as engine:
+                train_groups(engine, GROUPS)
+        else:
+            with engine_for(models[-1], adamw, config) as engine:
+                train_groups(engine, GROUPS)
+    assert_same(models[1], models[0], bitwise=True)
+
+
+def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() -> None:
+    lengths = [5, 12, 3, 9, 12, 7, 4, 11, 6, 12, 8, 10]
+    generator = torch.Generator().manual_seed(2)
+    with late_engine(
+        LLAMA.build(0.0), config_of(2, 0.5, {"pack_layers": 1, "stash": "host", "residency": 1}), 1
+    ) as engine:
+        device = engine._assembly.device
+        assert isinstance(device, LateDevice)
+        known: list[set[int]] = []
+        for length in [12, *lengths]:
+            ids = torch.randint(0, 96, (2, length), generator=generator)
+            engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 2))
+            known.append(set(device.registered))
+    assert all(later == known[0] for later in known[1:])

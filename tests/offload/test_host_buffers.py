@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from harmony_ds.device import CpuDevice, Stream
+from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers, size_class
+
+
+class User:
+    """Somebody who takes a buffer."""
+
+
+class Counting(CpuDevice):
+    """Counts what was page-locked, and what still is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.locked = 0
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.made += 1
+        self.locked += numel * dtype.itemsize
+        return super().host_empty(numel, dtype)
+
+    def host_free(self, buffer: Tensor) -> None:
+        self.locked -= buffer.nbytes
+
+
+def step(buffers: HostBuffers, device: Counting, sizes: list[int]) -> None:
+    users = [User() for _ in sizes]
+    taken = [buffers.take(user, size) for user, size in zip(users, sizes, strict=True)]
+    for buffer in taken:
+        buffers.give_back(buffer, device.record(Stream.SWAP_IN))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 15, 17, 96, 1000, 2**20, 2**20 + 1, 5 * 2**18, 10**9 + 7])
+def test_a_size_class_is_less_than_an_eighth_larger(nbytes: int) -> None:
+    assert nbytes <= size_class(nbytes) <= nbytes * 9 / 8
+    assert size_class(size_class(nbytes)) == size_class(nbytes)
+
+
+def test_the_second_step_takes_what_the_first_one_gave_back() -> None:
+    device = Counting()
+    buffers = HostBuffers(device)
+    for _ in range(3):
+        step(buffers, device, [64, 64, 32])
+    assert (device.made, device.locked, buffers.nbytes) == (3, 160, 160)
+
+
+def test_lengths_that_vary_neither_pile_up_nor_page_lock_for_ever() -> None:
+    device, chance = Counting(), random.Random(1)
+    buffers = HostBuffers(device)
+    most, made = 0, []
+    for _ in range(300):
+        length = chance.randrange(1, 513)
+        most = max(most, 8 * size_class(1024 * length))
+        step(buffers, device, [1024 * length] * 8)
+        assert device.locked == buffers.nbytes <= most
+        made.append(device.made)
+    assert made[-1] == made[99]
+
+
+def test_the_buffer_of_a_user_that_was_dropped_is_handed_out_again() -> None:
+    device = Counting()
+    buffers = HostBuffers(device)
+
+    def fail() -> None:
+        user = User()
+        buffers.take(user, 64)
+
+    fail()
+    step(buffers, device, [64])
+    assert (device.made, device.locked) == (1, 64)
+
+
+def test_destroying_gives_back_what_is_in_use_too() -> None:
+    device = Counting()
+    buffers = HostBuffers(device)
+    user = User()
+    buffers.take(user, 64)
+    step(buffers, device, [32])
+    buffers.destroy()
+    del user
+    assert device.locked == buffers.nbytes == 0
+
+
+def test_a_tensor_in_a_larger_buffer() -> None:
+    buffer = HostBuffer(torch.zeros(64, dtype=torch.uint8))
+    tensor = buffer.tensor(torch.Size((2, 3)), (1, 2), torch.float32)
+    tensor.copy_(torch.arange(6.0).reshape(2, 3))
+    assert tensor.stride() == (1, 2)
+    assert buffer.memory.view(torch.float32)[:6].tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
