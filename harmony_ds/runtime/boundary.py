@@ -18,11 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-<<<<<<< HEAD
-from harmony_ds.errors import UnsupportedError
-=======
-from harmony_ds.errors import ModelError
->>>>>>> hand/layers
+from harmony_ds.errors import ModelError, UnsupportedError
 
 
 class Sink(Protocol):

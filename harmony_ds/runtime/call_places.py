@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,10 +100,10 @@ class Found:
     statistics: list[nn.Module] = field(default_factory=list)  # modules that may write to buffers without a sign
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-    attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = field(default_factory=list)
-    code: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = field(default_factory=list)  # what code reads elsewhere
-    containers: list[Any] = field(default_factory=list)  # by what iterating over them gives
-    inside: list[dict[str, Any]] = field(default_factory=list)  # modules and buffers
+    read: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = field(default_factory=list)  # mappings, by some keys
+    iterated: list[Any] = field(default_factory=list)  # containers, by what iterating over them gives
+    opened: list[dict[str, Any]] = field(default_factory=list)  # dictionaries, by their values
+    sized: list[Any] = field(default_factory=list)  # whatever may grow
     left: list[Place] = field(default_factory=list)  # scalars that forward changes
     references: list[Any] = field(default_factory=list)
     equals: list[Any] = field(default_factory=list)
@@ -130,16 +130,14 @@ class Found:
         return [tensor._version for tensor, _ in self.tensors]
 
     def _references(self) -> list[Any]:
-        attributes = [read(held) for read, held in (*self.attributes, *self.code)]
-        return list(chain(*attributes, *self.containers, *map(dict.values, self.inside)))
+        read = [read(held) for read, held in self.read]
+        return list(chain.from_iterable(chain(read, self.iterated, map(dict.values, self.opened))))
 
     def _equals(self) -> list[Any]:
-        sizes = [len(held) for _, held in self.attributes]
-        sizes += map(len, self.containers)
         left = [place.held.get(place.key) for place in self.left]
         with ungated():
-            trained = [parameter.requires_grad for parameter in self.parameters]
-        return [*sizes, *left, *trained, *switch_values()]
+            trained = map(attrgetter("requires_grad"), self.parameters)
+            return [*map(len, self.sized), *left, *trained, *switch_values()]
 
 
 class Walk:
@@ -177,12 +175,16 @@ class Walk:
         found, held = self._found, module.__dict__
         for key, what in _HOOKS.items():
             self._checked(held, key, tuple(held[key]), f"{what} of {name} was registered or removed")
-            found.containers.append(held[key])
+            found.sized.append(held[key])
+            if held[key]:
+                found.iterated.append(held[key])
         for key, what in _HELD.items():
             inside = held[key]
             values = tuple(dict.values(inside))
             self._checked(held, key, values, f"{what} of {name} was added, removed or replaced")
-            found.inside.append(inside)
+            found.sized.append(inside)
+            if inside:
+                found.opened.append(inside)
         found.tensors += [(b, f"the buffer {name}.{k}") for k, b in dict.items(held["_buffers"]) if b is not None]
         found.parameters += [p for p in dict.values(held["_parameters"]) if p is not None]
         if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -200,11 +202,10 @@ class Walk:
                 if self._value((id(held), key), place, value):
                     keys.append(key)
                     self._inside(place.name, value, depth)
+        self._found.sized.append(held)
         if keys:
             # At least two, so that a tuple comes back.
-            self._found.attributes.append((itemgetter(keys[0], *keys), held))
-        else:
-            self._found.containers.append(held)
+            self._found.read.append((itemgetter(keys[0], *keys), held))
 
     def _code(self, cls: type) -> None:
         for held, key, name in read_by(cls):
@@ -212,7 +213,7 @@ class Walk:
             if value is not self and (id(held), key) not in self._found.values:
                 place = Place(held, key, name)
                 if self._value((id(held), key), place, value):
-                    self._found.code.append((itemgetter(key, key), held))
+                    self._found.read.append((itemgetter(key, key), held))
                     self._inside(name, value, 0)
 
     def _value(self, key: Key, place: Place, value: Any) -> bool:
@@ -252,6 +253,7 @@ class Walk:
         if isinstance(value, dict):
             self._entries(value, frozenset(), lambda key: f"{name}[{key!r}]", depth)
         elif self._value((id(value), None), Place(value, None, name), tuple(value)):
-            self._found.containers.append(value)
+            self._found.sized.append(value)
+            self._found.iterated.append(value)
             for number, item in enumerate(value):
                 self._inside(f"{name}[{number}]", item, depth)

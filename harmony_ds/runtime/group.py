@@ -16,11 +16,8 @@ from harmony_ds.errors import BatchError, ModelError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
-<<<<<<< HEAD
-from harmony_ds.runtime.inputs import take_over
-=======
 from harmony_ds.runtime.checkpointing import refuse_around_engine
->>>>>>> hand/layers
+from harmony_ds.runtime.inputs import take_over
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
