@@ -42,6 +42,8 @@ from harmony_ds.weights import initialize_weights
 
 _logger = logging.getLogger(__name__)
 
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
@@ -119,6 +121,7 @@ def assemble(
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
     _check_on_host(model, device)
+    _check_parameters(model, config.compute_dtype)
     _switch_off_checkpointing(model)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
@@ -345,6 +348,36 @@ def _check_on_host(model: nn.Module, device: Device) -> None:
             raise ModelError(
                 f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
                 "device itself. Pass the model before any .to(device) or .cuda()."
+            )
+
+
+def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ModelError for parameters that would be trained as something else than they are."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise ModelError(
+                f"{name} has no shape yet (a lazy module): run a forward pass of the model before initialize."
+            )
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise ModelError(
+                f"{name} is a {type(parameter).__name__} of layout {parameter.layout}: the engine trains plain, dense "
+                "parameters alone."
+            )
+        if parameter.dtype not in _TRAINED:
+            raise ModelError(
+                f"{name} is of {parameter.dtype}, and the engine would compute with it in {dtype}: it trains "
+                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
+                "in a buffer."
+            )
+        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
+                "complete only when its pack's group is: use register_hook, or read .grad between backward() and step()."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"{name} has sparse gradients, which the engine does not swap: build it with sparse=False."
             )
 
 

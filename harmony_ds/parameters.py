@@ -11,6 +11,7 @@ Each parameter carries its link under the names that DeepSpeed's helpers look fo
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -105,7 +106,10 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
     with ungated():
         if func is torch.autograd.grad:
             return _gradients_of_host_graph(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if len(links) == 1 and isinstance(result, Tensor):
+            links[0].note_alias(result)
+        return result
 
 
 def _gradients_of_host_graph(*args: Any, **kwargs: Any) -> Any:
@@ -200,6 +204,10 @@ class ParameterLinks(Added):
         for link in self._links:
             link.settle()
 
+    def held(self) -> list[str]:
+        """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""
+        return [link.name for link in self._links if link.is_held]
+
     def take_over(self) -> None:
         """Makes masters follow what was written into the parameters."""
         take_over(self._parameters.values())
@@ -234,6 +242,7 @@ class ParameterLink:
         self._master = master
         self._optimizer = optimizer
         self._owner = owner or Owner()
+        self._aliases: list[weakref.ref[Tensor]] = []
         self._handed_out: Tensor | None = None  # its values when somebody got at its memory while micro-batches wait
         self._touched = False  # somebody may have written into the parameter, and not into its master
 
@@ -267,7 +276,7 @@ class ParameterLink:
             ModelError: it has another shape, dtype or device.
         """
         own = self.weight
-        assert own is not None
+        assert own is not None and self._parameter is not None
         if value.shape != own.shape or value.dtype != own.dtype or value.device != own.device:
             raise ModelError(
                 f"{self.name} is to become {tuple(value.shape)}, {value.dtype}, on {value.device}, but its engine trains "
@@ -275,8 +284,32 @@ class ParameterLink:
                 'initialize, and choose the dtype in the ds_config ("bf16", "fp16").'
             )
         self.before(writes=True)
-        with torch.no_grad():
-            own.copy_(value)
+        if value.data_ptr() != own.data_ptr():
+            with torch.no_grad():
+                value = value.clone() if _same_memory(value, own) else value
+                self._give_away(own.clone())
+                own.copy_(value)
+
+    def note_alias(self, result: Tensor) -> None:
+        """`result` came of the parameter: whoever keeps it may share its memory."""
+        if result is not self._parameter and self.weight is not None and _same_memory(result, self.weight):
+            self._aliases.append(weakref.ref(result))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody keeps a tensor that shares the parameter's memory."""
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        return bool(self._aliases)
+
+    def _give_away(self, copy: Tensor) -> None:
+        """Lets those who keep the parameter's memory have a copy of it: the parameter gets another, as they see it."""
+        assert self.weight is not None
+        for reference in self._aliases:
+            alias = reference()
+            if alias is not None:
+                offset = (alias.data_ptr() - self.weight.data_ptr()) // copy.element_size()
+                alias.data = copy.as_strided(alias.shape, alias.stride(), copy.storage_offset() + offset)
+        self._aliases.clear()
 
     def check_requires_grad(self, wanted: bool) -> None:
         """`parameter.requires_grad = wanted`.
@@ -405,6 +438,10 @@ class ParameterLink:
             changed = self.weight != self._master.to(self.weight.dtype)
             if changed.any():
                 self._master.copy_(torch.where(changed, self.weight.to(self._master.dtype), self._master))
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return torch._C._has_storage(a) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def link_of(parameter: object) -> ParameterLink | None:

@@ -23,7 +23,14 @@ from harmony_ds.engine.by_hand import OptimizerByHand
 from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.gradients import EngineOwner
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.errors import BatchError, NoOptimizerError, NotScalarError, UnscaledLossError, UsageError
+from harmony_ds.errors import (
+    BatchError,
+    CallChangedError,
+    NoOptimizerError,
+    NotScalarError,
+    UnscaledLossError,
+    UsageError,
+)
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.updater import Clipping, GradientNorm
@@ -121,7 +128,7 @@ class HarmonyEngine(Checkpoints):
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
-        self._links.settle()
+        self._settle()
         return self._group.add(args, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -289,6 +296,9 @@ class HarmonyEngine(Checkpoints):
             ran = self._run_group(group)
         finally:
             self._group = self._new_group()
+        held = self._links.held()
+        if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
+            assembly.looks.at_weights(tuple(held))
         full = count == self.gradient_accumulation_steps() and not looked
         self._note_time((time.perf_counter() - begin) * 1e3, full)
         self._peak_bytes = assembly.device.peak_bytes()
@@ -301,10 +311,23 @@ class HarmonyEngine(Checkpoints):
         optimizer = self._assembly.host_optimizer
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
-        self._links.settle()
+        self._settle()
         with self._busy():
             self._hide_gradients()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+
+    def _settle(self) -> None:
+        """Before the model runs: what the user has done to it by hand is taken over.
+
+        Raises:
+            ModelError, CallChangedError: it cannot be.
+        """
+        self._links.settle()
+        if self._assembly.interception.follow() and self._group.is_open:
+            raise CallChangedError(
+                "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
+                "the first micro-batch of a step."
+            )
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

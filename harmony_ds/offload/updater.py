@@ -176,6 +176,8 @@ class Updater:
         """Drops the gradients of a step that will not be applied. The updates of earlier steps go on."""
         if self._failure is not None:
             return
+        with self._changed:  # what they still use is not this step's
+            self._changed.wait_for(lambda: self._failure is not None or not self._pending)
         self._put(_FIRST, self._discard)
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or (not self._jobs and not self._pending))

@@ -121,7 +121,7 @@ class Glue:
     def sink(self, tensor: Tensor) -> Sink:
         """Where the gradient of the layer input `tensor` (which requires one) goes."""
         sinks = sinks_of(tensor.grad_fn)
-        if sinks is not None:
+        if sinks is not None and not tensor._backward_hooks and not tensor.retains_grad:
             return sinks[tensor.output_nr]
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)

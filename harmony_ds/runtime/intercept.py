@@ -129,10 +129,24 @@ class Interception:
     """Intercepts the layers of one model until `remove`."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
+        self._layers = layers
         self._modules = [layer.module for layer in layers]
-        for layer in layers:
-            layer.module.__dict__["forward"] = InterceptedForward(layer)
-            leave_out_added(layer.module)
+        self._forwards = [InterceptedForward(layer) for layer in layers]
+        for module, forward in zip(self._modules, self._forwards, strict=True):
+            module.__dict__["forward"] = forward
+            leave_out_added(module)
+
+    def follow(self) -> bool:
+        """Takes over what somebody has put in the place of a layer's `forward` since; whether anybody has."""
+        replaced = [
+            place
+            for place, (module, forward) in enumerate(zip(self._modules, self._forwards, strict=True))
+            if module.__dict__.get("forward") is not forward
+        ]
+        for place in replaced:
+            forward = self._forwards[place] = InterceptedForward(self._layers[place])
+            self._modules[place].__dict__["forward"] = forward
+        return bool(replaced)
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""

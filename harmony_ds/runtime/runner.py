@@ -291,8 +291,8 @@ class Runner:
             gradients += sum(slab_bytes(s.numel, self._settings.element.weight) for s in trained if s.trainable)
         return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
-    def _work(self, micro_batches: Sequence[MicroBatch], deferred: bool = False) -> Work:
-        """What a step over `micro_batches` does; `deferred`: with updates behind the norm, whatever the plan says."""
+    def _work(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Work:
+        """What a step over `micro_batches` does; `part`: as one of several, with the updates behind the norm."""
         assert self._plan is not None and self._costs is not None
         if self._outgrown or len(micro_batches) > self._plan.micro_batches:
             size = max(len(micro_batches), self._plan.micro_batches)
@@ -305,7 +305,11 @@ class Runner:
             tuple(m.index for m in micro_batches if not m.forwarded),
             tuple(m.index for m in micro_batches if m.forwarded),
         )
-        policy = replace(plan.policy, deferred_update=True) if deferred else plan.policy
+        policy = plan.policy
+        if part:
+            # Behind the first part each micro-batch's gradient is added for itself: in the order of plain accumulation.
+            first = self._after_norm is None
+            policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
         work = self._tasks.get((group, policy))
         if work is None:
             tasks = compose_step(plan.packing, group, policy)
@@ -409,7 +413,7 @@ class Runner:
         """
         self.check_usable()
         self.check_hooks()
-        work = self._work(micro_batches, deferred=True)
+        work = self._work(micro_batches, part=True)
         split = next(place for place, task in enumerate(work.tasks) if task.kind is TaskKind.NORM)
         with self._recovering(micro_batches):
             self.executor.run(_part_of(work, slice(0, split)), hyper, clipping)
