@@ -354,7 +354,7 @@ def _check_on_host(model: nn.Module, device: Device) -> None:
 def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises ModelError for parameters that would be trained as something else than they are."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(
                 f"{name} has no shape yet (a lazy module): run a forward pass of the model before initialize."
             )
@@ -369,7 +369,7 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
                 "in a buffer."
             )
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._post_accumulate_grad_hooks:
             raise ModelError(
                 f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
                 "complete only when its pack's group is: use register_hook, or read .grad between backward() and step()."

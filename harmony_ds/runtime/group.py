@@ -17,7 +17,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.checkpointing import refuse_around_engine
-from harmony_ds.runtime.inputs import take_over
+from harmony_ds.runtime.inputs import check_saved_tensors, take_over
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
@@ -250,6 +250,7 @@ class StepGroup:
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
+        check_saved_tensors()
         args, kwargs = take_over((args, kwargs))
         ticket = self.queue(args, kwargs, None)
         kind = self._kinds.get(args, kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harmony_ds import BatchError, CallChangedError
+from harmony_ds import BatchError, CallChangedError, UnsupportedError
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
@@ -600,6 +600,22 @@ def register_hook(model: Any) -> None:
 
 def replace_module(model: Any) -> None:
     model.layers[2].dropout = nn.Identity()
+
+
+def test_hooks_that_change_what_is_saved_for_backward_are_refused() -> None:
+    with engine_for(build_seeded(Model), sgd, config_of(1)) as engine:
+        for keeps in (lambda t: t.clone(), lambda t: t * 0.5):
+            with torch.autograd.graph.saved_tensors_hooks(keeps, lambda t: t):
+                if keeps(torch.ones(())) == 1.0:
+                    engine.backward(engine(inputs(0)))
+                    engine.step()
+                    continue
+                with pytest.raises(UnsupportedError, match="saved_tensors_hooks"):
+                    engine(inputs(1))
+        with torch.autograd.graph.save_on_cpu():
+            engine.backward(engine(inputs(2)))
+        engine.step()
+        assert engine.global_steps == 2
 
 
 REFUSED = [
