@@ -36,11 +36,13 @@ class Slot:
         call: the number of the call in its micro-batch.
         shape: of the output, and so of its gradient.
         propagated: whether the call has been propagated through, so that a gradient would come too late.
+        glue: of the micro-batch that the call belongs to.
     """
 
-    __slots__ = ("call", "dtype", "gradient", "propagated", "shape")
+    __slots__ = ("call", "dtype", "glue", "gradient", "propagated", "shape")
 
-    def __init__(self, call: int, output: Tensor) -> None:
+    def __init__(self, call: int, output: Tensor, glue: Glue | None = None) -> None:
+        self.glue = glue
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
@@ -55,8 +57,7 @@ class Slot:
         if self.propagated:
             raise ModelError(
                 f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
-                "through, and would be lost: another micro-batch was computed from it, or its step is over. Detach what "
-                "goes from one micro-batch to another (state = state.detach())."
+                f"through, and would be lost: {_FROM_ANOTHER}"
             )
         # Out of place: autograd may hand the same tensor to several consumers.
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
@@ -64,6 +65,12 @@ class Slot:
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
         return gradient
+
+
+_FROM_ANOTHER = (
+    "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
+    "(state = state.detach())."
+)
 
 
 class _BoundaryNode(torch.autograd.Function):
@@ -112,6 +119,8 @@ class Glue:
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, GlueSink]] = {}
         self._newest: dict[Node, int] = {}
+        self.owner: object = None
+        """Whose layer calls they are: gradients go from one micro-batch to another only between different models."""
 
     @property
     def is_trivial(self) -> bool:
@@ -121,6 +130,8 @@ class Glue:
     def sink(self, tensor: Tensor) -> Sink:
         """Where the gradient of the layer input `tensor` (which requires one) goes."""
         sinks = sinks_of(tensor.grad_fn)
+        if sinks is not None:
+            self._check(sinks)
         if sinks is not None and not tensor._backward_hooks and not tensor.retains_grad:
             return sinks[tensor.output_nr]
         edge = get_gradient_edge(tensor)
@@ -164,6 +175,11 @@ class Glue:
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
+    def _check(self, sinks: Sequence[Sink]) -> None:
+        glues = {sink.glue for sink in sinks if isinstance(sink, Slot)} - {None, self}
+        if any(glue is not None and glue.owner is self.owner for glue in glues):
+            raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
+
     def _newest_call_behind(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
         todo = [root]
@@ -176,6 +192,7 @@ class Glue:
                 continue
             todo.pop()
             sinks = sinks_of(node)
+            self._check(sinks or ())
             own = [sink.call for sink in sinks or () if isinstance(sink, Slot)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]

@@ -175,6 +175,18 @@ class LayerCalls:
     def _watched(self, layer: int) -> Places:
         return self._attributes.get(layer, ())
 
+    def _sinks(self, request: Request, tensors: list[Tensor], glue: Glue) -> list[Sink | None]:
+        """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
+        sinks: list[Sink | None] = []
+        for tensor in tensors:
+            try:
+                sinks.append(glue.sink(tensor) if tensor.requires_grad else None)
+            except ModelError:
+                if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
+                    raise
+                sinks.append(self._dead_ends[request.layer])
+        return sinks
+
     def _take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
         return take_tensors(request, [place.read() for place in self._watched(request.layer)])
 
@@ -216,6 +228,7 @@ class LayerCalls:
         """
         if not request.grad:
             return self.unrecorded(request, copies), None
+        glue.owner = self
         request = without_cache(request)
         arguments, tensors = self._take(request)
         call = RecordedCall(
@@ -223,7 +236,7 @@ class LayerCalls:
             number=number,
             arguments=arguments,
             tensors=[],
-            sinks=[glue.sink(t) if t.requires_grad else None for t in tensors],
+            sinks=self._sinks(request, tensors, glue),
             states=[],
             cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
             buffers=self.copied_buffers(request.layer) if request.layer in self.replayed else None,
@@ -235,7 +248,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()))
+        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
@@ -441,7 +454,9 @@ class LayerCalls:
         write_all(self._watched(call.request.layer), left)
         return result
 
-    def _cut_outputs(self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None]) -> Any:
+    def _cut_outputs(
+        self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None], glue: Glue
+    ) -> Any:
         """The outputs for the model: inputs that came back are the model's own, the rest is cut.
 
         Args:
@@ -458,7 +473,7 @@ class LayerCalls:
             if id(leaf) in source_of:
                 leaves[place] = source_of[id(leaf)]
             elif leaf.requires_grad:
-                slot = Slot(call.number, leaf)
+                slot = Slot(call.number, leaf, glue)
                 slots.append(slot)
                 cut_places.append(place)
             if id(leaf) not in source_of:
