@@ -286,8 +286,8 @@ def weights_through_the_engine(side: Side) -> Found:
     found: dict[str, Any] = {}
     for step in range(2):
         train(engine, batches(side.accumulation, seed=step))
-        found |= {f"{n} {step}": p.detach().clone() for n, p in engine.named_parameters()}
-        found |= {f"state {n} {step}": t.clone() for n, t in engine.state_dict().items()}
+        found |= {f"{n.removeprefix('module.')} {step}": p.detach().clone() for n, p in engine.named_parameters()}
+        found |= {f"state {n.removeprefix('module.')} {step}": t.clone() for n, t in engine.state_dict().items()}
         found[f"sum {step}"] = torch.stack([p.detach().sum() for p in engine.parameters()]).sum()
     return found
 

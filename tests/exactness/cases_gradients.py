@@ -309,12 +309,13 @@ def gradients_without_backward(side: Side) -> Found:
     """`p.grad = ...` for every parameter and step(), with no backward at all (an evolution strategy)."""
     model = Net()
     optimizer = sgd(model)
-    side.initialize(model, optimizer)
+    engine = side.initialize(model, optimizer)
     for step in range(3):
         for i, p in enumerate(model.parameters()):
             p.grad = torch.full_like(p, 0.01 * (i + step))
         optimizer.step()
         optimizer.zero_grad()
+    assert engine.module is model  # an engine that nobody keeps is gone
     return weights(model)
 
 
@@ -427,11 +428,12 @@ def plain_loop_around_the_module(side: Side) -> Found:
     """A plain PyTorch loop over the model itself, as if there were no engine."""
     model = Net()
     optimizer = adamw(model)
-    side.initialize(model, optimizer)
+    engine = side.initialize(model, optimizer)
     for x, y in batches(6):
         model(x, labels=y).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert engine.module is model  # an engine that nobody keeps is gone
     return weights(model)
 
 

@@ -690,7 +690,7 @@ def exception_in_a_whole_group(side: Side) -> Found:
 @case(*ONE)
 def exception_between_forward_and_backward(side: Side) -> Found:
     """The loop's own code raises between forward and backward; the next iteration begins with zero_grad()."""
-    model = Net(lambda: Block(dropout=0.2))
+    model = Net()
     engine = side.initialize(model, adamw(model))
     for i, (x, y) in enumerate(batches(4)):
         engine.zero_grad()
