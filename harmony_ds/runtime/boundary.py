@@ -82,11 +82,7 @@ class _BoundaryNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "backward with create_graph=True runs through a model that an engine trains: its layers are propagated "
-                "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
-            )
+        _refuse_second_order()
         for sink, gradient in zip(ctx.harmony_sinks, gradients, strict=True):
             if gradient is not None:
                 sink.add(gradient)
@@ -101,6 +97,44 @@ def cut(tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)  # type: ignore[no-untyped-call]
     return cut_tensors
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "backward with create_graph=True runs through a model that an engine trains: its layers are propagated "
+            "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
+        )
+
+
+class _Outlet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
+        if not torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+            raise UnsupportedError(
+                "torch.autograd.grad through a model that an engine trains, with respect to its inputs: the backward pass "
+                "runs layer by layer, outside that graph, and gathers the gradients of all parameters. Call "
+                "engine.backward(loss) and read .grad of the inputs."
+            )
+        return gradient, *(None for _ in ctx.next_functions[1:])
+
+
+def outlet(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """`output`, which layers computed from `inputs`, such that autograd knows that and does not find the way itself."""
+    # Copies of leaves alone: what else is behind an input would be propagated through, and lost, twice.
+    leaves = [t for t in inputs if t.requires_grad and _copies_a_leaf(t)]
+    guarded: Tensor = _Outlet.apply(output, *leaves) if leaves and output.requires_grad else output  # type: ignore[no-untyped-call]
+    return guarded
+
+
+def _copies_a_leaf(tensor: Tensor) -> bool:
+    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
+    return len(behind) == 1 and behind[0] is not None and not behind[0].next_functions
 
 
 def sinks_of(node: Node | None) -> Sequence[Sink] | None:

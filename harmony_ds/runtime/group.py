@@ -16,6 +16,7 @@ from harmony_ds.errors import BatchError, ModelError, UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.boundary import outlet
 from harmony_ds.runtime.checkpointing import refuse_around_engine
 from harmony_ds.runtime.inputs import check_saved_tensors, take_over
 from harmony_ds.runtime.intercept import Autocast
@@ -406,6 +407,9 @@ class StepGroup:
         else:
             raise _other_layers_each_time()
         ticket.micro_batch.cut_outputs()
+        if ticket.leads_outside:
+            inputs = tensors_in(ticket.micro_batch.inputs)
+            ticket.micro_batch.outputs = map_tensors(lambda t: outlet(t, inputs), ticket.micro_batch.outputs)
         ticket.keep_graph()
         if ticket.wanted:
             ticket.backward_now()

@@ -187,10 +187,8 @@ class Lending:
         return FixedParameters({**phantoms, **shown}) if shown else phantoms
 
     def _touch(self, name: str) -> Tensor | None:
-        if self.fetch is not None:
-            return self.fetch(name)
         self.touched.add(name)
-        return None
+        return None if self.fetch is None else self.fetch(name)
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its host parameters, and the buffers' device memory back."""

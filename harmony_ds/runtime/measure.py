@@ -106,6 +106,10 @@ class Measurement:
         with handled_by(self), torch.enable_grad():
             outputs = forward()
         loss = objective(outputs)
+        if self._lending.touched:
+            raise ParameterOutsideLayerError(
+                f"{', '.join(sorted(self._lending.touched))}: used outside the calls of the layers that own them."
+            )
         seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
             loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.layer_call import InputChangedError
@@ -47,11 +52,12 @@ def observe(
     """
     for _ in range(_ATTEMPTS):
         try:
-            sequential = Rehearsal(parts, layers, resident).run(sample.forward, sample.seed) if rehearse else None
-            measurement = Measurement(
-                parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
-            )
-            costs = measurement.run(sample.forward, sample.objective, sample.seed, resident)
+            with _fetching(parts):  # so that one run finds all that is used between the layers
+                sequential = Rehearsal(parts, layers, resident).run(sample.forward, sample.seed) if rehearse else None
+                measurement = Measurement(
+                    parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
+                )
+                costs = measurement.run(sample.forward, sample.objective, sample.seed, resident)
             return Observed(costs, resident, sequential)
         except InputChangedError:
             pass  # it is remembered; the next run keeps a copy
@@ -61,3 +67,23 @@ def observe(
                 raise
             resident = (*resident, *sorted(found))
     raise AssertionError("the model shows something new each time it is measured")
+
+
+@contextmanager
+def _fetching(parts: Parts) -> Iterator[None]:
+    """Brings parameters that are used between the layers, as they are used."""
+    fetched: dict[str, DeviceCopy] = {}
+
+    def fetch(name: str) -> Tensor:
+        if name not in fetched:
+            fetched[name] = parts.residency.swap_in((name,))
+            fetched[name].wait(parts.device)
+        return fetched[name].leaves[name].detach()
+
+    parts.lending.fetch = fetch
+    try:
+        yield
+    finally:
+        parts.lending.fetch = None
+        for copy in fetched.values():
+            parts.residency.evict(copy)
