@@ -169,6 +169,7 @@ def assemble(
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
         take_own=store.take_gradients,
+        follow_masters=store.follow_masters,
     )
     runner = Runner(parts, decomposition, graph, plan_settings)
     interception = Interception(decomposition.layers)

@@ -29,6 +29,7 @@ from harmony_ds.errors import (
     NoOptimizerError,
     NotScalarError,
     UnscaledLossError,
+    UnsupportedError,
     UsageError,
 )
 from harmony_ds.loss_scaling import LossScaler
@@ -78,7 +79,7 @@ class HarmonyEngine(Checkpoints):
         self._looked_early = False
         self._running = False  # a step, or a part of one
         self._gradients_shown: set[str] = set()  # whoever saw them may have changed them
-        self._by_hand = None if self.optimizer is None else OptimizerByHand(self.optimizer, self._step_by_hand)
+        self._by_hand = None if self.optimizer is None else self._take_optimizer(self.optimizer)
         self._scaler = LossScaler(config.loss_scale)
         self._reports = StepReports(config)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
@@ -312,9 +313,17 @@ class HarmonyEngine(Checkpoints):
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
         self._settle()
+        if self._scaler.scale != 1.0 and self._assembly.store.has_gradients():
+            raise UnsupportedError(
+                "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
+                "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
+            )
         with self._busy():
             self._hide_gradients()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerByHand:
+        return OptimizerByHand(optimizer, self._step_by_hand, _while_alive(self.finish_updates))
 
     def _settle(self) -> None:
         """Before the model runs: what the user has done to it by hand is taken over.

@@ -86,6 +86,8 @@ class DeviceOptimizer:
     @property
     def refusal(self) -> str | None:
         """Why this optimizer cannot step anything on the device, if so."""
+        if self._host.steps_whole:
+            return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
         if self._replaced and not all(
             group.get("bias_correction", True) for group in self._host.optimizer.param_groups
         ):

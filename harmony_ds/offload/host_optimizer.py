@@ -1,6 +1,9 @@
 """Steps an optimizer for some of its parameters at a time, on the host.
 
 An elementwise optimizer gives the same result whether its parameters are stepped together or one layer after another.
+torch's and DeepSpeed's are; a `step` of somebody else's may do anything, so it is called once, with all gradients there,
+unless its class says `elementwise = True`.
+
 What enters is the user's optimizer (any of torch's that treats parameters one by one, or DeepSpeed's compiled ones) and
 the masters; hyper-parameters are passed in as they were when the user called `step()`. Knows no thread and no device.
 """
@@ -8,7 +11,7 @@ the masters; hyper-parameters are passed in as they were when the user called `s
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
@@ -63,6 +66,24 @@ class HostOptimizer:
         self.part = part_of(optimizer)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
+
+    @property
+    def steps_whole(self) -> bool:
+        """Whether the optimizer's own `step` has to be called, once and with all gradients there."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return not _is_elementwise(self.optimizer) or any(hooks)
+
+    def step_whole(self, gradients: Mapping[str, Tensor]) -> None:
+        """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters."""
+        with ungated():
+            for name, gradient in gradients.items():
+                self._masters[name].grad = gradient.to(self._masters[name].dtype)
+        try:
+            type(self.optimizer).step(self.optimizer)
+        finally:
+            with ungated():
+                for name in gradients:
+                    self._masters[name].grad = None
 
     @property
     def trained(self) -> Iterable[str]:
@@ -170,6 +191,8 @@ class HostOptimizer:
 
     def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
         """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
+        if not _is_elementwise(self.optimizer):  # its step may do anything, to anybody
+            return torch.optim.AdamW([master])
         scratch = part_of(self.optimizer)
         if self.native:
             setattr(scratch, *gil_free_op(self.optimizer))
@@ -193,8 +216,17 @@ def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     part = cast(torch.optim.Optimizer, object.__new__(type(cls.__name__, (cls,), {"__del__": lambda self: None})))
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object
+    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     part.param_groups = []
     return part
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    says: bool | None = getattr(optimizer, "elementwise", None)
+    if says is not None:
+        return says
+    stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
+    return stepping.__module__.split(".")[0] in ("torch", "deepspeed", "harmony_ds")
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

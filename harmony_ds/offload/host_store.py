@@ -111,6 +111,19 @@ class HostStore:
         place = self._places[name]
         return self._slabs[place.slab][place.start : place.start + place.numel].view(place.shape)
 
+    @torch.no_grad()
+    def follow_masters(self, names: Iterable[str]) -> None:
+        """Makes the weights `names` what their masters are, in the compute dtype."""
+        for name in names:
+            copy = self.upload_copy(name)
+            if copy is not None:
+                copy.copy_(self.masters[name].detach())
+
+    def has_gradients(self) -> bool:
+        """Whether `take_gradients` would find any."""
+        with ungated():
+            return any(parameter.grad is not None for parameter in self.parameters.values())
+
     def take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What backward passes of the user's own have left on the host parameters `names`; takes it from there."""
         taken: dict[str, Tensor] = {}

@@ -339,10 +339,7 @@ class Updater:
                     self._norms[name] = torch.linalg.vector_norm(gradient, 2)
                 gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient)
         self._optimizer.step(gradients, hyper)
-        for name in gradients:
-            copy = self._store.upload_copy(name)
-            if copy is not None:
-                copy.copy_(self._store.masters[name].detach())
+        self._store.follow_masters(gradients)
         self._let_go(names)
 
     def _let_go(self, names: tuple[str, ...]) -> None:

@@ -89,6 +89,8 @@ class Parts:
     random: RandomStreams
     take_own: Callable[[Iterable[str]], dict[str, Tensor]]
     """Takes what the user's own backward passes left on host parameters."""
+    follow_masters: Callable[[Iterable[str]], None]
+    """Makes weights of the compute dtype follow their masters."""
 
 
 class Executor:

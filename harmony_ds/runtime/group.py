@@ -440,10 +440,15 @@ class StepGroup:
             BaseException: whatever was raised on the way.
         """
         try:
-            if self.propagated:
+            if self.propagated or self._runner.steps_whole:
                 held_back = clipping or Clipping()
-                self._run(self._runner.until_norm, hyper, held_back, last=True)
-                self._runner.after_norm(hyper, held_back)
+                ran = self._run(self._runner.until_norm, hyper, held_back, last=True)
+                if not ran and not self.propagated:
+                    return False
+                if self._runner.steps_whole:
+                    self._runner.step_whole(held_back)
+                else:
+                    self._runner.after_norm(hyper, held_back)
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
         finally:

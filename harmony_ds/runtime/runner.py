@@ -429,6 +429,38 @@ class Runner:
             self.executor.finish_step(work)
         self.executor.keeps_on_host = False
 
+    @property
+    def steps_whole(self) -> bool:
+        """Whether the optimizer's own `step` has to be called with all gradients there."""
+        return self._parts.optimizer is not None and self._parts.optimizer.steps_whole
+
+    def step_whole(self, clipping: Clipping) -> None:
+        """In the place of `after_norm`, for an optimizer that has to be stepped as a whole: nothing is under way after."""
+        self.check_usable()
+        parts, updater, executor = self._parts, self._parts.updater, self.executor
+        assert parts.optimizer is not None and updater is not None
+        self._after_norm = None
+        executor.norm, executor.overflow, executor.updates_issued = None, False, 0
+        names = tuple(parts.optimizer.trained)
+        with self._recovering(()):
+            executor.release_resident(wanted=True)
+            self._keep_gradients()
+            parts.device_store.drop()
+            executor.receive_own(names)
+            updater.measure(names)
+            executor.norm = updater.norm(clipping)
+            norm = executor.norm.result()
+            gradients = updater.take(names)
+            if clipping.skip_overflow and norm.overflow:
+                executor.overflow = True
+                return
+            if norm.coefficient is not None:
+                for gradient in gradients.values():
+                    gradient.mul_(norm.coefficient)
+            executor.updates_issued = 1  # from here on, nobody knows what has been changed
+            parts.optimizer.step_whole(gradients)
+            parts.follow_masters(gradients)
+
     def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
@@ -439,6 +471,9 @@ class Runner:
         parts.device_store.drop()
         if not self.executor.receive_own(names):
             return False
+        if parts.optimizer.steps_whole:
+            self.step_whole(clipping or Clipping())
+            return True
         norm = None
         if clipping is not None:
             updater.measure(names)

@@ -259,6 +259,7 @@ def test_a_failure_in_the_data_iterator() -> None:
 
 
 class FailingSGD(torch.optim.SGD):
+    elementwise = True
     failure: BaseException | None = None
 
     @torch.no_grad()

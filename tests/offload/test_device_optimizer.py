@@ -49,6 +49,8 @@ def test_an_optimizer_that_looks_at_values_is_asked_with_real_ones() -> None:
 
 
 class Refusing(torch.optim.SGD):
+    elementwise = True
+
     def step(self, closure: Any = None) -> None:
         raise ValueError("not now")
 

@@ -183,6 +183,8 @@ def test_a_foreign_parameter_is_refused_with_its_group_and_shape() -> None:
 
 def test_a_step_that_fails_leaves_no_gradients() -> None:
     class Failing(torch.optim.SGD):
+        elementwise = True
+
         def step(self, closure: Any = None) -> None:
             raise RuntimeError("no luck")
 

@@ -40,6 +40,8 @@ class Tower(nn.Module):
 class SlowSGD(torch.optim.SGD):
     """Takes long for every layer, so that the next step begins while updates are pending."""
 
+    elementwise = True
+
     def step(self, closure: Any = None) -> Any:
         time.sleep(0.05)
         return super().step(closure)
