@@ -226,54 +226,69 @@ def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any]
     Args:
         same: by id, containers that are not opened, and what comes back in their place.
     """
-    leaves: list[Any] = []
-    mutable: list[Branch] = []
-    known: dict[int, Branch] = {}
+    opening = _Opening(same or {})
+    root = opening.visit(tree)
+    return opening.leaves, Shape(root, opening.mutable)
 
-    def visit(value: Any) -> Branch | Same | None:
+
+class _Opening:
+    """A walk through a tree. (A function within a function that calls itself would be a cycle, which keeps tensors.)"""
+
+    __slots__ = ("known", "leaves", "mutable", "same")
+
+    def __init__(self, same: Mapping[int, Any]) -> None:
+        self.same = same
+        self.leaves: list[Any] = []
+        self.mutable: list[Branch] = []
+        self.known: dict[int, Branch] = {}
+
+    def visit(self, value: Any) -> Branch | Same | None:
         kind = _kind_of(type(value))
         if kind is None:
-            leaves.append(value)
+            self.leaves.append(value)
             return None
-        if same is not None and id(value) in same:
-            return Same(same[id(value)])
-        if id(value) in known:
-            return known[id(value)]
+        if id(value) in self.same:
+            return Same(self.same[id(value)])
+        if id(value) in self.known:
+            return self.known[id(value)]
         about, children = kind.open(value)
         branch = Branch(kind, type(value), about, value)
         if kind.mutable:
-            known[id(value)] = branch
-            mutable.append(branch)
-        branch.children = [visit(child) for child in children]
+            self.known[id(value)] = branch
+            self.mutable.append(branch)
+        branch.children = [self.visit(child) for child in children]
         return branch
-
-    return leaves, Shape(visit(tree), mutable)
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Made] | None = None) -> Any:
     """The tree of `shape` over other leaves, in fresh containers, which are added to `made`."""
-    built: dict[int, Any] = {}
-    place = 0
+    return _Making(leaves, made).build(shape.root)
 
-    def build(branch: Branch | Same | None) -> Any:
-        nonlocal place
+
+class _Making:
+    __slots__ = ("built", "leaves", "made", "place")
+
+    def __init__(self, leaves: Sequence[Any], made: list[Made] | None) -> None:
+        self.leaves = leaves
+        self.made = made
+        self.place = 0
+        self.built: dict[int, Any] = {}
+
+    def build(self, branch: Branch | Same | None) -> Any:
         if branch is None:
-            place += 1
-            return leaves[place - 1]
+            self.place += 1
+            return self.leaves[self.place - 1]
         if isinstance(branch, Same):
             return branch.value
-        if id(branch) in built:
-            return built[id(branch)]
+        if id(branch) in self.built:
+            return self.built[id(branch)]
         if not branch.kind.mutable:
-            return branch.kind.make(branch.cls, branch.known, [build(child) for child in branch.children])
-        value = built[id(branch)] = branch.kind.empty(branch.cls, branch.known)
-        children = [build(child) for child in branch.children]
-        branch.kind.fill(value, branch.known, children)
-        if made is not None:
-            made.append(Made(branch, value, *branch.kind.open(value)))
+            return branch.kind.make(branch.cls, branch.known, [self.build(child) for child in branch.children])
+        value = self.built[id(branch)] = branch.kind.empty(branch.cls, branch.known)
+        branch.kind.fill(value, branch.known, [self.build(child) for child in branch.children])
+        if self.made is not None:
+            self.made.append(Made(branch, value, *branch.kind.open(value)))
         return value
-
-    return build(shape.root)
 
 
 def changed(made: Sequence[Made]) -> Iterator[tuple[Written, list[Any]]]:

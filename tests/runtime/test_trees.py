@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import gc
 import threading
+import weakref
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -182,3 +184,17 @@ def test_too_few_leaves_are_an_error() -> None:
     _, shape = flatten((A, B))
     with pytest.raises(IndexError):
         unflatten([A], shape)
+
+
+def test_nothing_is_kept_by_a_cycle() -> None:
+    gc.disable()
+    try:
+        tensor = torch.ones(4)
+        seen = weakref.ref(tensor)
+        leaves, shape = flatten({"a": [tensor]})
+        del tensor
+        unflatten(leaves, shape)
+        del leaves, shape
+        assert seen() is None
+    finally:
+        gc.enable()
