@@ -160,6 +160,10 @@ class Owner:
         """The gradient of `name`, itself, not scaled: what is written into it is used."""
         return None
 
+    def is_updating(self, name: str) -> bool:
+        """Whether an update of `name` is pending, whose gradient is on it."""
+        return False
+
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
 
@@ -329,7 +333,6 @@ class ParameterLink:
 
     def read_grad(self) -> Tensor | None:
         """`parameter.grad`: what has gathered since the last step; writing into it changes what is used."""
-        self._owner.look(self.name)  # a pending update has its gradient there
         total = self._owner.gradient(self.name)  # whose backward pass takes what is here
         own = self._own_grad()
         if total is None:
@@ -342,12 +345,16 @@ class ParameterLink:
 
     def write_grad(self, value: Tensor | None = None) -> None:
         """`parameter.grad = value`: it is used in the place of what has gathered."""
-        self._owner.look(self.name)
         self._owner.drop(self.name)
-        self._put_grad(value)
+        if value is not None:
+            self._owner.look(self.name)  # behind a pending update, which takes away what is there
+        if not self._owner.is_updating(self.name):
+            self._put_grad(value)
 
     def _own_grad(self) -> Tensor | None:
         assert self._parameter is not None
+        if self._owner.is_updating(self.name):
+            return None
         with ungated():
             return self._parameter.grad
 
@@ -381,7 +388,9 @@ class ParameterLink:
                 )
         if self._touched:
             self._touched = False
-            self.take_over()
+            if self._master is not None and self._master is not self._parameter:
+                self.finish()  # the master, too, may be newer on the device
+                self.take_over()
 
     # ---- masters, state and gradients, under DeepSpeed's names
 

@@ -313,7 +313,7 @@ class HarmonyEngine(Checkpoints):
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
         self._settle()
-        if self._scaler.scale != 1.0 and self._assembly.store.has_gradients():
+        if self._scaler.scale != 1.0 and self._has_own_gradients():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
@@ -321,6 +321,10 @@ class HarmonyEngine(Checkpoints):
         with self._busy():
             self._hide_gradients()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+
+    def _has_own_gradients(self) -> bool:
+        self._assembly.wait_for_updates()
+        return self._assembly.store.has_gradients()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerByHand:
         return OptimizerByHand(optimizer, self._step_by_hand, _while_alive(self.finish_updates))
@@ -411,7 +415,7 @@ class HarmonyEngine(Checkpoints):
             return
         if self._propagate():
             self._runner.drop_gradients(self._assembly.store.parameters)
-        self._assembly.store.take_gradients(self._assembly.store.parameters)
+        self._assembly.parts.take_own(self._assembly.store.parameters)
 
     def _run_queued(self, why: str) -> None:
         """As `_propagate`, because `why` is about to happen.

@@ -51,6 +51,12 @@ class EngineOwner(Owner):
         engine = self._engine()
         return None if engine is None or not engine._propagate() else engine._show_gradient(name)
 
+    def is_updating(self, name: str) -> bool:
+        """Whether an update of `name` is pending, whose gradient is on it."""
+        engine = self._engine()
+        updater = None if engine is None else engine._assembly.parts.updater
+        return updater is not None and updater.is_updating(name)
+
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
         engine = self._engine()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -65,6 +66,7 @@ class Updater:
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._pending: dict[int, int] = {}  # pack -> updates queued or running
+        self._updating: Counter[str] = Counter()  # and their parameters
         self._failure: BaseException | None = None
         self._seen = False  # whether the failure has surfaced somewhere
         self._lock = threading.RLock()
@@ -138,8 +140,13 @@ class Updater:
         """Queues the update of `names`, the parameters that `pack` owns."""
         with self._changed:
             self._pending[pack] = self._pending.get(pack, 0) + 1
+            self._updating.update(names)
         work = self.timed()
         self._put(pack, lambda: self._update(pack, names, hyper, norm, work))
+
+    def is_updating(self, name: str) -> bool:
+        """Whether an update of `name` is pending: what is on its `.grad` is that update's."""
+        return self._updating[name] > 0
 
     @property
     def failure(self) -> BaseException | None:
@@ -325,6 +332,7 @@ class Updater:
         with work:
             self._apply(names, hyper, coefficient, measured=norm is not None)
         with self._changed:
+            self._updating.subtract(names)
             self._pending[pack] -= 1
             if not self._pending[pack]:
                 del self._pending[pack]

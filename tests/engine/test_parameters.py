@@ -263,3 +263,17 @@ def test_writing_behind_a_parameters_back_while_micro_batches_wait_is_refused(al
             engine.step()
         assert_same(model, before, bitwise=True)
         engine.train_batch([batch(1)])
+
+
+@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
+def test_reading_parameters_in_bf16_changes_nothing(harmony: Any) -> None:
+    def train(look: bool) -> Net:
+        model = net()
+        with engine_for(model, adamw, config_of(1, 1.0, harmony, bf16={"enabled": True})) as engine:
+            for step in range(4):
+                engine.train_batch([(batch(step)[0].bfloat16(), batch(step)[1])])
+                if look:
+                    assert all(p.detach().isfinite().all() for p in model.parameters())
+        return model
+
+    assert_same(train(True), train(False), bitwise=True)
