@@ -96,6 +96,18 @@ class PendingLoss(torch.Tensor):
         """Its value; computes what is not known yet."""
         return self.evaluate(lambda ticket: ticket.loss(self._attached))
 
+    def _leads_outside(self) -> bool:
+        """Whether gradients go to what is not the engine's, whose owner expects them when backward is done."""
+        if self._function is None:
+            return False
+        for leaf in torch.utils._pytree.tree_iter((self._args, self._kwargs)):
+            if isinstance(leaf, PendingLoss):
+                if leaf._leads_outside():
+                    return True
+            elif isinstance(leaf, Tensor) and leaf.grad_fn is not None and not _is_own(leaf.grad_fn):
+                return True
+        return False
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PendingLoss(of {len(self.tickets)} micro-batches, {'known' if self.resolved else 'not computed yet'})"
 
@@ -152,7 +164,7 @@ class PendingLoss(torch.Tensor):
         self.check_not_propagated()
         tickets = self.tickets
         plain = not args and not any(kwargs.values())  # torch passes every keyword on, unset ones too
-        if len(tickets) == 1 and not self.resolved and plain:
+        if len(tickets) == 1 and not self.resolved and plain and not self._leads_outside():
             next(iter(tickets)).backward(self)
         else:
             self.value().backward(*args, **kwargs)
@@ -175,11 +187,34 @@ def _make(  # noqa: PLR0913, PLR0917 - a constructor that a tensor subclass cann
 
 def _lazily(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingLoss:
     pending = list(_pending_in((args, kwargs)))
+    args, kwargs = torch.utils._pytree.tree_map(_of_now, (args, kwargs))
     # What it will look like is found out on stand-ins.
     with torch.no_grad():
         like = func(*_replace(args, _stand_in), **_replace(kwargs, _stand_in))
     attached = torch.is_grad_enabled() and any(p._attached for p in pending)
     return _make(None, func, args, kwargs, attached, like.dtype, like.device)
+
+
+def _of_now(operand: Any) -> Any:
+    """What a tensor beside pending losses is now: it may be written into before they are known."""
+    return operand.clone() if isinstance(operand, Tensor) and not isinstance(operand, PendingLoss) else operand
+
+
+def _is_own(node: Any) -> bool:
+    """Whether everything behind an autograd node is a parameter that keeps gradients for its engine."""
+    todo, seen = [node], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not hasattr(variable, "_hp_mapping"):
+            return False
+        if getattr(node, "harmony_sinks", None) is not None:
+            return False
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return True
 
 
 def _stand_in(loss: PendingLoss) -> Tensor:

@@ -109,7 +109,7 @@ class Runner:
     def in_order(self) -> bool:
         """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
         calls = self._parts.calls
-        return bool(self._parts.layer_calls.changing_buffers) or calls.advances or calls.alone is not None
+        return bool(self._parts.layer_calls.changing_buffers) or calls.advances or self._why_alone() is not None
 
     @property
     def alone(self) -> str | None:
@@ -130,7 +130,7 @@ class Runner:
             if calls.count(layer) > 1:
                 name = self._layers[layer].name
                 return f"layer {name} is called {calls.count(layer)} times in each forward pass and changes its buffers"
-        return self._parts.calls.alone
+        return self._parts.calls.alone or self.measuring.sequential
 
     @property
     def plan(self) -> Plan | None:
@@ -396,6 +396,9 @@ class Runner:
         self.check_hooks()
         work = self._work(micro_batches)
         assert self._plan is not None
+        as_planned = not any(
+            m.forwarded for m in micro_batches
+        )  # the plan's peak is that of passes that nobody looks into
         with self._recovering(micro_batches):
             device = self._parts.device
             others = self._others_bytes()
@@ -404,7 +407,8 @@ class Runner:
                 self.executor.run(work, hyper, clipping)
                 self.executor.finish_step(work)
             # Workspaces are made when a thread first needs one, in some step.
-            self._check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
+            if as_planned:
+                self._check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.

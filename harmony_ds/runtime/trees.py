@@ -252,7 +252,8 @@ class _Opening:
         if id(value) in self.known:
             return self.known[id(value)]
         about, children = kind.open(value)
-        branch = Branch(kind, type(value), about, value)
+        # What cannot be written into is made anew, and not kept: it holds tensors.
+        branch = Branch(kind, type(value), about, value if kind.mutable else None)
         if kind.mutable:
             self.known[id(value)] = branch
             self.mutable.append(branch)

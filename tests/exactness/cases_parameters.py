@@ -834,7 +834,7 @@ def bf16_read_by_hand(side: Side) -> Found:
 
 @case()
 def bf16_buffers(side: Side) -> Found:
-    """Blocks in bf16 multiply by a floating-point buffer, which is rounded to bf16 with the model, as DeepSpeed does."""
+    """Blocks in bf16 multiply by a float32 buffer in their own dtype; buffers keep theirs, as with DeepSpeed."""
 
     class Scaled(Block):
         def __init__(self) -> None:
@@ -842,7 +842,7 @@ def bf16_buffers(side: Side) -> Found:
             self.register_buffer("scale", torch.rand(WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * self.scale)
+            return super().forward(x * self.scale.to(x.dtype))
 
     return bf16(side, lambda p: None, Net(Scaled))
 
