@@ -124,6 +124,7 @@ class QueuedMicroBatch:
         self.check_not_propagated()
         self.received = True
         if self._group is not None:
+            self.micro_batch.backward_autocast = self._group.autocast()
             self._group.propagating(self, later=True)
 
     def check_not_propagated(self) -> None:
