@@ -12,6 +12,7 @@ the gradients of its inputs on to where those came from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,16 @@ class Sink(Protocol):
     def take(self) -> Tensor | None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Origin:
+    """A micro-batch, and whose layers it runs through: gradients go from one to another only between different models.
+
+    It holds nothing: what holds the graph of the code between layers must not be reached from that graph.
+    """
+
+    owner: object = None
+
+
 class Slot:
     """The gradient of one output of a layer call: the sum of what its consumers hand back.
 
@@ -36,13 +47,13 @@ class Slot:
         call: the number of the call in its micro-batch.
         shape: of the output, and so of its gradient.
         propagated: whether the call has been propagated through, so that a gradient would come too late.
-        glue: of the micro-batch that the call belongs to.
+        origin: the micro-batch that the call belongs to.
     """
 
-    __slots__ = ("call", "dtype", "glue", "gradient", "propagated", "shape")
+    __slots__ = ("call", "dtype", "gradient", "origin", "propagated", "shape")
 
-    def __init__(self, call: int, output: Tensor, glue: Glue | None = None) -> None:
-        self.glue = glue
+    def __init__(self, call: int, output: Tensor, origin: Origin | None = None) -> None:
+        self.origin = origin
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
@@ -114,8 +125,7 @@ class Glue:
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, GlueSink]] = {}
         self._newest: dict[Node, int] = {}
-        self.owner: object = None
-        """Whose layer calls they are: gradients go from one micro-batch to another only between different models."""
+        self.origin = Origin()
 
     @property
     def is_trivial(self) -> bool:
@@ -170,8 +180,8 @@ class Glue:
         return {(first, latest) for first, latest in used.values() if first < latest}
 
     def _check(self, sinks: Sequence[Sink]) -> None:
-        glues = {sink.glue for sink in sinks if isinstance(sink, Slot)} - {None, self}
-        if any(glue is not None and glue.owner is self.owner for glue in glues):
+        origins = {sink.origin for sink in sinks if isinstance(sink, Slot)} - {None, self.origin}
+        if any(origin is not None and origin.owner is self.origin.owner for origin in origins):
             raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
 
     def _newest_call_behind(self, root: Node) -> int:

@@ -219,7 +219,7 @@ class LayerCalls:
         """
         if not request.grad:
             return self.unrecorded(request, copies), None
-        glue.owner = self
+        glue.origin.owner = self
         request = without_cache(request)
         arguments, tensors = self._take(request)
         call = RecordedCall(
@@ -458,7 +458,7 @@ class LayerCalls:
             if id(leaf) in source_of:
                 leaves[place] = source_of[id(leaf)]
             elif leaf.requires_grad:
-                slot = Slot(call.number, leaf, glue)
+                slot = Slot(call.number, leaf, glue.origin)
                 slots.append(slot)
                 cut_places.append(place)
             else:

@@ -161,7 +161,7 @@ class Branch:
     """A value that was opened.
 
     Attributes:
-        original: the value; None once it has been forgotten.
+        original: the value, if it can be changed in place; None once it has been forgotten.
         children: per child None (a leaf) or what it was opened as; `Same` for one that is not opened.
     """
 
@@ -252,7 +252,7 @@ class _Opening:
         if id(value) in self.known:
             return self.known[id(value)]
         about, children = kind.open(value)
-        branch = Branch(kind, type(value), about, value)
+        branch = Branch(kind, type(value), about, value if kind.mutable else None)
         if kind.mutable:
             self.known[id(value)] = branch
             self.mutable.append(branch)
