@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -174,3 +177,29 @@ def test_a_gradient_that_comes_too_late_is_an_error() -> None:
     slots[0].propagated = True
     with pytest.raises(ModelError, match="another micro-batch was computed from it"):
         y.sum().backward()
+
+
+def test_a_micro_batch_that_is_over_is_kept_by_no_cycle() -> None:
+    gc.disable()
+    try:
+        glue = Glue()
+        (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), glue.origin)])
+        made = y.exp()
+        glue.sink(made)
+        seen = weakref.ref(glue)
+        del glue, y, made
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_with_the_graph_of_another_micro_batch_is_refused() -> None:
+    first, second, other = Glue(), Glue(), Glue()
+    first.origin.owner = second.origin.owner = "a model"
+    other.origin.owner = "another model"
+    (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), first.origin)])
+    for tensor in (y, y * 2):
+        first.sink(tensor)
+        other.sink(tensor)
+        with pytest.raises(ModelError, match="graph of another micro-batch"):
+            second.sink(tensor)

@@ -198,3 +198,12 @@ def test_nothing_is_kept_by_a_cycle() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_shape_that_has_forgotten_its_originals_keeps_no_tensor() -> None:
+    tensor = torch.ones(4)
+    seen = weakref.ref(tensor)
+    shape = flatten(((tensor,), [tensor], {"a": Carried(tensor)}, Pair(tensor, tensor)))[1]
+    shape.forget_originals()
+    del tensor
+    assert seen() is None
