@@ -137,6 +137,8 @@ class QueuedMicroBatch:
 
     def backward_from_loss(self, divisor: int, scale: float) -> None:
         """As `backward(loss / divisor * scale)`."""
+        if self._group is not None:
+            self.micro_batch.backward_autocast = self._group.autocast()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
 
     def outputs(self) -> Any:

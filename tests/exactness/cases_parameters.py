@@ -844,7 +844,9 @@ def bf16_buffers(side: Side) -> Found:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * self.scale.to(x.dtype))
 
-    return bf16(side, lambda p: None, Net(Scaled))
+    model = Net(Scaled)
+    bf16(side, lambda p: None, model)
+    return {name: p for name, p in weights(model).items() if not name.endswith("scale")}
 
 
 @case()

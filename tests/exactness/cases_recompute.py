@@ -526,8 +526,8 @@ def autocast_enabled_in_the_model(side: Side) -> Found:
 
 @case(*PAIRS)
 def autocast_around_everything(side: Side) -> Found:
-    """The whole loop runs under autocast, backward and step too."""
-    with torch.autocast("cpu", torch.bfloat16):
+    """The whole loop runs under autocast (without its cache, which plain PyTorch would train on), backward and step too."""
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return trained(side, Net(Uncast))
 
 
