@@ -195,8 +195,8 @@ def test_a_micro_batch_that_is_over_is_kept_by_no_cycle() -> None:
 
 def test_a_tensor_with_the_graph_of_another_micro_batch_is_refused() -> None:
     first, second, other = Glue(), Glue(), Glue()
-    first.origin.owner = second.origin.owner = "a model"
-    other.origin.owner = "another model"
+    first.origin.model = second.origin.model = 1
+    other.origin.model = 2
     (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), first.origin)])
     for tensor in (y, y * 2):
         first.sink(tensor)
