@@ -25,7 +25,7 @@ from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import Buffers, buffers_apart
 from harmony_ds.runtime.lending import changes_buffers_unseen
 from harmony_ds.runtime.row_probe import close
-from harmony_ds.runtime.trees import flatten
+from harmony_ds.runtime.trees import flatten, tensors_in
 
 _ATTEMPTS = 8
 _BETWEEN = -1
@@ -50,6 +50,7 @@ class Rehearsal:
         self._calls: list[int] = []
         self._first = True
         self._glue = Glue()
+        self._outputs: list[Tensor] = []
 
     def run(self, forward: Callable[[], Any], seed: int) -> str | None:
         """What forbids that forward passes of several micro-batches run side by side; None: nothing.
@@ -87,8 +88,10 @@ class Rehearsal:
             if layer != _BETWEEN:
                 self._parts.layer_calls.watch(layer, [place for place in self._touched if self._owns(layer, place)])
         self._first = False
+        outputs = self._outputs
         self._pass(forward, seed)
-        return self._compare(found)
+        same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
+        return self._compare(found, same or not self._parts.device.has_values)
 
     def _pass(self, forward: Callable[[], Any], seed: int) -> None:
         """One forward pass; what it touches is in `_touched`."""
@@ -98,7 +101,8 @@ class Rehearsal:
         self._glue = Glue()
         self._parts.random.start(self, seed)
         with handled_by(self), torch.enable_grad(), assignments() as assigned:
-            forward()
+            outputs = forward()
+        self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= assigned
         for snapshot in self._start.values():
             self._touched |= snapshot.changed()
@@ -181,10 +185,17 @@ class Rehearsal:
 
     # ---- what two passes in a row have left
 
-    def _compare(self, first: _Prints) -> str | None:
-        """Tells apart what every forward pass writes anew, and what goes on from one to the next."""
+    def _compare(self, first: _Prints, same_outputs: bool) -> str | None:
+        """Tells apart what every forward pass writes anew, and what goes on from one to the next.
+
+        What is the same each time may be read by the next forward pass all the same: it is not if nothing is given that
+        was not before (`same_outputs`), and a tensor, which is of its inputs, might be.
+        """
+        model = set(self._all)  # a module that forward makes for itself (a loss function) is gone with it
+        self._touched = {place for place in self._touched if place.module is None or place.module in model}
         second = _Prints(self._all, self._touched)
-        apart = [place for place in self._touched if second.attributes[place].same(first.attributes.get(place))]
+        again = (place for place in self._touched if second.attributes[place].same(first.attributes.get(place)))
+        apart = [place for place in again if not second.attributes[place].has_tensors] if same_outputs else []
         random = self._parts.random
         random.apart, random.touched = tuple({*random.apart, *apart}), tuple({*random.touched, *self._touched})
         carried = [place for place in self._touched if place not in apart and not self._is_in_order(place, second)]
@@ -227,6 +238,10 @@ class _Print:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         frozen = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return _Print(frozen, [(id(t), t._version) for t in tensors], [branch.known for branch in shape.mutable])
+
+    @property
+    def has_tensors(self) -> bool:
+        return bool(self.versions)
 
     def same(self, other: _Print | None) -> bool:
         """Whether it is as `other`, and no tensor of that was changed in place."""
