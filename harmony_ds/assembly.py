@@ -387,6 +387,11 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
                 "in a buffer."
             )
+        if dtype == torch.float32 and parameter.dtype != dtype:
+            raise ModelError(
+                f"{name} is of {parameter.dtype}, and the ds_config has the engine compute in torch.float32: enable "
+                '"bf16" (or "fp16") there, or convert the model (model.float()).'
+            )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(
                 f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
