@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
 from harmony_ds import CompilerMissingError
@@ -242,6 +243,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_the_remedy(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})  # DeepSpeed keeps what another test has loaded
     with pytest.raises(
         CompilerMissingError, match=r"its folder cannot be written \(.*file/harmony_ds.*TORCH_EXTENSIONS_DIR"
     ):
