@@ -280,7 +280,7 @@ class ParameterLink:
             ModelError: it has another shape, dtype or device.
         """
         own = self.weight
-        assert own is not None and self._parameter is not None
+        assert own is not None
         if value.shape != own.shape or value.dtype != own.dtype or value.device != own.device:
             raise ModelError(
                 f"{self.name} is to become {tuple(value.shape)}, {value.dtype}, on {value.device}, but its engine trains "
@@ -297,13 +297,16 @@ class ParameterLink:
     def note_alias(self, result: Tensor) -> None:
         """`result` came of the parameter: whoever keeps it may share its memory."""
         if result is not self._parameter and self.weight is not None and _same_memory(result, self.weight):
-            self._aliases.append(weakref.ref(result))
+            self._aliases = [*self._alive(), weakref.ref(result)]
 
     @property
     def is_held(self) -> bool:
         """Whether somebody keeps a tensor that shares the parameter's memory."""
-        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        self._aliases = self._alive()
         return bool(self._aliases)
+
+    def _alive(self) -> list[weakref.ref[Tensor]]:
+        return [alias for alias in self._aliases if alias() is not None]
 
     def _give_away(self, copy: Tensor) -> None:
         """Lets those who keep the parameter's memory have a copy of it: the parameter gets another, as they see it."""

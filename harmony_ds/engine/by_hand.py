@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -16,10 +15,11 @@ class OptimizerByHand:
     """Puts a `step` on the optimizer object that lets its engine update; learning-rate schedulers may wrap it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None], finish: Callable[[], None]) -> None:
-        """`step` and `finish`: what `optimizer.step()` does, and what must be done before its state is replaced."""
+        """`step` and `finish`: what `optimizer.step()` does, and what must be done before its state is replaced. Neither
+        keeps the engine alive.
+        """
         self._optimizer = optimizer
         self._own = optimizer.__dict__.get("step")  # a scheduler's wrapper
-        engine_step = weakref.WeakMethod(step)
 
         def step_by_hand(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -27,9 +27,7 @@ class OptimizerByHand:
                     "optimizer.step(closure) evaluates the loss again while it steps, which an engine that updates layer "
                     "by layer cannot do: call engine.backward(loss), then step() without a closure."
                 )
-            alive = engine_step()
-            if alive is not None:
-                alive()
+            step()
 
         if self._own is not None:
             step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

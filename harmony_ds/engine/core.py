@@ -327,7 +327,7 @@ class HarmonyEngine(Checkpoints):
         return self._assembly.store.has_gradients()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerByHand:
-        return OptimizerByHand(optimizer, self._step_by_hand, _while_alive(self.finish_updates))
+        return OptimizerByHand(optimizer, _while_alive(self._step_by_hand), _while_alive(self.finish_updates))
 
     def _settle(self) -> None:
         """Before the model runs: what the user has done to it by hand is taken over.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.errors import UnsupportedError
+from harmony_ds.runtime.boundary import sinks_of
 
 _LAZY = frozenset(
     "add sub rsub mul div true_divide neg abs exp log sqrt float double half bfloat16 to type cpu cuda clone mean sum "
@@ -211,7 +212,7 @@ def _is_own(node: Any) -> bool:
         variable = getattr(node, "variable", None)
         if variable is not None and not hasattr(variable, "_hp_mapping"):
             return False
-        if getattr(node, "harmony_sinks", None) is not None:
+        if sinks_of(node) is not None:
             return False
         todo += [following for following, _ in node.next_functions if following is not None]
     return True

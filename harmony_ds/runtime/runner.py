@@ -396,9 +396,8 @@ class Runner:
         self.check_hooks()
         work = self._work(micro_batches)
         assert self._plan is not None
-        as_planned = not any(
-            m.forwarded for m in micro_batches
-        )  # the plan's peak is that of passes that nobody looks into
+        # The plan's peak is that of passes that nobody looks into.
+        as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
             others = self._others_bytes()
