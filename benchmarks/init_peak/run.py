@@ -87,11 +87,11 @@ def ds_config(dtype: str) -> dict[str, object]:
     }
 
 
-def build(source: str, config: LlamaConfig, folder: Path) -> nn.Module:
+def build(source: str, config: LlamaConfig, folder: Path, dtype: str) -> nn.Module:
     if source == "host":
         return LlamaForCausalLM(config)
     if source == "from_pretrained":
-        return AutoModelForCausalLM.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     if source == "load_weights":
@@ -117,7 +117,7 @@ def state_bytes(model: nn.Module, dtype: str) -> int:
 
 def measure(source: str, dtype: str, options: argparse.Namespace) -> Measured:
     base = settle()
-    model = build(source, llama(options), options.folder)
+    model = build(source, llama(options), options.folder, dtype)
     before = resident() - base
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     begin = time.perf_counter()

@@ -13,7 +13,7 @@ from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Progress, Sche
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.host_store import HostStore, ungated
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def capture(
     return Snapshot(
         origin="harmony_ds",
         progress=progress,
-        parameters={name: Source.of(p.data) for name, p in store.parameters.items() if name not in excluded},
-        masters={name: Source.of(m.data) for name, m in store.masters.items() if m is not store.parameters[name]},
+        parameters={name: _source(p) for name, p in store.parameters.items() if name not in excluded},
+        masters={name: _source(m) for name, m in store.masters.items() if m is not store.parameters[name]},
         buffers={name: Source.of(buffer) for name, buffer in persistent_buffers(trained.module).items()},
         tied=tied_names(trained.module),
         frozen=frozen,
@@ -64,6 +64,12 @@ def capture(
         client_state=dict(client_state),
         plan=plan,
     )
+
+
+def _source(parameter: Tensor) -> Source:
+    """Saving does not write: what is on the device stays good there."""
+    with ungated():
+        return Source.of(parameter.data)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

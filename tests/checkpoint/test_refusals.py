@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds import CheckpointError, HarmonyEngine
+from harmony_ds import CheckpointError, HarmonyEngine, initialize
 from harmony_ds.checkpoint import layout
-from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, state_of, tag_folder, train
+from tests.checkpoint.runs import Setup, adamw, assert_equal, data_folder, engine_of, state_of, tag_folder, train
 
 SETUP = Setup(config={"bf16": {"enabled": True}})
 
@@ -220,15 +220,15 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(name: str, good: Path
 
 
 def test_other_shapes_are_refused_with_both(good: Path) -> None:
-    with engine_of(SETUP) as engine:
-        store = engine._assembly.store
-        name = "model.norm.weight"
-        parameter = store.parameters[name]
-        parameter.data = parameter.data[:7]
-        with pytest.raises(
-            CheckpointError, match=r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
-        ):
-            engine.load_checkpoint(good)
+    small = SETUP.one.build(0.0)
+    small.resize_token_embeddings(104)
+    config = {"train_micro_batch_size_per_gpu": 2, **SETUP.config, "harmony": {"device": "cpu"}}
+    engine, *_ = initialize(model=small, optimizer=adamw(small.parameters()), config=config)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight is \[96, 32\] in the checkpoint and \[104, 32\] in this"
+    ):
+        engine.load_checkpoint(good)
+    engine.destroy()
 
 
 def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(tmp_path: Path) -> None:
