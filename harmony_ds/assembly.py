@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
@@ -25,6 +24,7 @@ from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, members
+from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
@@ -169,7 +169,7 @@ def assemble(
         calls=CallStates(model),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
-        take_own=OwnGradients(store, updater).take,
+        own=OwnGradients(store, updater),
         follow_masters=store.follow_masters,
     )
     runner = Runner(parts, decomposition, graph, plan_settings)
@@ -223,22 +223,6 @@ def saved_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
-
-
-class OwnGradients:
-    """What backward passes of the program's own leave on host parameters; an update puts its gradients there, too."""
-
-    def __init__(self, store: HostStore, updater: Updater | None) -> None:
-        self._store = store
-        self._updater = updater
-
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of `names`, which are taken from there."""
-        return self._store.take_gradients(name for name in names if not self.is_updating(name))
-
-    def is_updating(self, name: str) -> bool:
-        """Whether what is on the `.grad` of `name` is an update's."""
-        return self._updater is not None and self._updater.is_updating(name)
 
 
 class Looks:

@@ -38,7 +38,7 @@ from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
-from harmony_ds.runtime.inputs import take_over
+from harmony_ds.runtime.inputs import Arguments
 from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan
@@ -128,7 +128,7 @@ class HarmonyEngine(Checkpoints):
         self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
-                return self.module(*self._group.on_device(args), **self._group.on_device(kwargs))
+                return self._group.call_now(self.module, args, kwargs)
         self._settle()
         return self._group.add(args, kwargs)
 
@@ -197,7 +197,7 @@ class HarmonyEngine(Checkpoints):
             )
         batches = self._take(data_iter)
         try:
-            queued = [self._group.queue(*_arguments(batch), loss_fn) for batch in batches]
+            queued = [self._group.queue(batch, loss_fn) for batch in batches]
             scale = self._scaler.scale
             for micro_batch in queued:
                 micro_batch.backward_from_loss(len(batches), scale)
@@ -237,7 +237,7 @@ class HarmonyEngine(Checkpoints):
                 "takes at least one, and none may be queued."
             )
         try:
-            queued = [self._group.queue((batch,), {}, None, loss_fn, aside) for batch in batches]
+            queued = [self._group.queue(Arguments((batch,), {}), None, loss_fn, aside) for batch in batches]
             for micro_batch in queued:
                 micro_batch.backward_from_loss(1, self._scaler.scale)
             self._backwards = len(batches)
@@ -260,12 +260,12 @@ class HarmonyEngine(Checkpoints):
         self.module.eval()
         self._assembly.wait_for_updates()
         try:
-            losses = self._group.evaluate([(*_arguments(batch), loss_fn) for batch in batches])
+            losses = self._group.evaluate(batches, loss_fn)
         finally:
             self.module.train(training)
         return torch.stack(losses).mean()
 
-    def _take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Any]:
+    def _take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
         if data_iter is None:
             data_iter = self._training_batches()
         elif isinstance(data_iter, (list, tuple)):
@@ -278,7 +278,8 @@ class HarmonyEngine(Checkpoints):
         batches = []
         for _ in range(self.gradient_accumulation_steps()):
             try:
-                batches.append(take_over(next(data_iter)))  # it may yield the same buffers again
+                args, kwargs = _arguments(next(data_iter))
+                batches.append(Arguments(args, kwargs, take_over=True))  # it may yield the same buffers again
             except StopIteration:
                 break
         if not batches:
@@ -313,7 +314,7 @@ class HarmonyEngine(Checkpoints):
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
         self._settle()
-        if self._scaler.scale != 1.0 and self._has_own_gradients():
+        if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
@@ -321,10 +322,6 @@ class HarmonyEngine(Checkpoints):
         with self._busy():
             self._hide_gradients()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
-
-    def _has_own_gradients(self) -> bool:
-        self._assembly.wait_for_updates()
-        return self._assembly.store.has_gradients()
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerByHand:
         return OptimizerByHand(optimizer, _while_alive(self._step_by_hand), _while_alive(self.finish_updates))
@@ -355,6 +352,8 @@ class HarmonyEngine(Checkpoints):
     def _step_by_hand(self) -> None:
         """`optimizer.step()`: the update of what has gathered, as at a boundary; schedulers are the caller's."""
         count = len(self._group)
+        if not count and not self._assembly.parts.own.are_there():
+            return
         try:
             self._optimizer_step(None)
         except BaseException:
@@ -415,7 +414,7 @@ class HarmonyEngine(Checkpoints):
             return
         if self._propagate():
             self._runner.drop_gradients(self._assembly.store.parameters)
-        self._assembly.parts.take_own(self._assembly.store.parameters)
+        self._assembly.parts.own.take(self._assembly.store.parameters)
 
     def _run_queued(self, why: str) -> None:
         """As `_propagate`, because `why` is about to happen.
@@ -546,9 +545,7 @@ class HarmonyEngine(Checkpoints):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
-            return self.module.generate(  # type: ignore[operator]
-                *self._group.on_device(args), **self._group.on_device(kwargs)
-            )
+            return self._group.call_now(self.module.generate, args, kwargs)  # type: ignore[arg-type]
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

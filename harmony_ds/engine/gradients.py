@@ -54,8 +54,7 @@ class EngineOwner(Owner):
     def is_updating(self, name: str) -> bool:
         """Whether an update of `name` is pending, whose gradient is on it."""
         engine = self._engine()
-        updater = None if engine is None else engine._assembly.parts.updater
-        return updater is not None and updater.is_updating(name)
+        return engine is not None and engine._assembly.parts.own.is_updating(name)
 
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""

@@ -119,11 +119,6 @@ class HostStore:
             if copy is not None:
                 copy.copy_(self.masters[name].detach())
 
-    def has_gradients(self) -> bool:
-        """Whether `take_gradients` would find any."""
-        with ungated():
-            return any(parameter.grad is not None for parameter in self.parameters.values())
-
     def take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What backward passes of the user's own have left on the host parameters `names`; takes it from there."""
         taken: dict[str, Tensor] = {}

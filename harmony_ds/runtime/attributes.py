@@ -1,27 +1,27 @@
 """Attributes of modules that forward passes change: found, kept apart, and put back.
 
-A place is a key of a module's own dictionary, or a global or enclosing variable that the code of its forward or of a
-hook names; what its value holds (lists, objects) belongs to it. Parameters, buffers and submodules are looked after
-elsewhere.
+A place is a key of a module's own dictionary, or an attribute of a class or a global or enclosing variable that its code
+or that of a hook names; what its value holds (lists, objects) belongs to it. Parameters, buffers and submodules are looked
+after elsewhere.
 """
 
 from __future__ import annotations
 
 import enum
-import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.runtime.call_code import identity, read_by, read_by_callable
 from harmony_ds.runtime.trees import Branch, flatten, may_change
 
 _ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch", "transformers", "harmony_ds")
 _ATOMS = (bool, int, float, str, type(None))
 
 
@@ -33,16 +33,16 @@ class Absent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value is held: `key` in `held`, which is a dictionary or the cell of an enclosing variable.
+    """Where a value is held: `key` in `held`.
 
     Attributes:
-        where: the identity of `held`.
-        module: whose attribute it is; None for a variable.
+        where: the identity of what `held` is of.
+        module: whose attribute it is; None for a variable, or an attribute of a class.
     """
 
     where: int
     key: str
-    held: Any = field(compare=False, repr=False)
+    held: MutableMapping[str, Any] = field(compare=False, repr=False)
     module: nn.Module | None = field(compare=False, default=None)
 
     @staticmethod
@@ -50,17 +50,10 @@ class Place:
         return Place(id(module), key, module.__dict__, module)
 
     def read(self) -> Any:
-        if isinstance(self.held, dict):
-            return self.held.get(self.key, Absent.ABSENT)
-        try:
-            return self.held.cell_contents
-        except ValueError:  # nothing was assigned to it yet
-            return Absent.ABSENT
+        return self.held.get(self.key, Absent.ABSENT)
 
     def write(self, value: Any) -> None:
-        if not isinstance(self.held, dict):
-            self.held.cell_contents = value
-        elif value is Absent.ABSENT:
+        if value is Absent.ABSENT:
             self.held.pop(self.key, None)
         else:
             self.held[self.key] = value
@@ -70,30 +63,16 @@ Places = tuple[Place, ...]
 
 
 def places_of(modules: Iterable[nn.Module]) -> Places:
-    """Every attribute of `modules`, and the variables that their forwards and hooks name."""
+    """Every attribute of `modules`, and the variables that their code and their hooks name."""
     found: dict[Place, None] = {}
     for module in modules:
         found.update((Place.attribute(module, key), None) for key in module.__dict__ if key not in _ELSEWHERE)
         hooks = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
-        for function in (type(module).forward, *hooks):
-            found.update((place, None) for place in _variables(function))
+        for held, key, _ in (*read_by(type(module)), *chain.from_iterable(map(read_by_callable, hooks))):
+            place = Place(identity(held, key), key, held)
+            if may_change(place.read()):
+                found[place] = None
     return tuple(found)
-
-
-def _variables(function: Any) -> Iterator[Place]:
-    """Global and enclosing variables that a user's function names, and whose values may be changed."""
-    if not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] in _LIBRARIES:
-        return
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    enclosing = [Place(id(cell), name, cell) for name, cell in cells if name != "__class__"]
-    known = function.__globals__
-    outside = [Place(id(known), name, known) for name in _names_in(function.__code__) if name in known]
-    yield from (place for place in (*enclosing, *outside) if may_change(place.read()))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def write_all(places: Places, values: Sequence[Any]) -> None:

@@ -11,7 +11,8 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -150,6 +151,46 @@ def _copies_a_leaf(tensor: Tensor) -> bool:
 def sinks_of(node: Node | None) -> Sequence[Sink] | None:
     """The sinks of `node` if it is a Boundary."""
     return getattr(node, "harmony_sinks", None)
+
+
+@contextmanager
+def guarded_backward(inside_layer: Callable[[], bool]) -> Iterator[None]:
+    """While open, a backward pass that forward runs itself, between the layers, must not reach one: it would end there.
+
+    Raises:
+        UnsupportedError: (whoever runs one) it does.
+    """
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        inputs = args[3]
+        if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
+            raise UnsupportedError(
+                "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
+                "it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
+            )
+        gradients: tuple[Tensor, ...] = run(outputs, *args, **kwargs)
+        return gradients
+
+    torch.autograd._engine_run_backward = guarded  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
+    seen = {None, *ends}
+    while todo := todo - seen:
+        if any(sinks_of(node) is not None for node in todo):
+            return True
+        seen |= todo
+        todo = {following for node in todo if node is not None for following, _ in node.next_functions}
+    return False
+
+
+def _node_of(tensor: Any) -> Node | None:
+    return tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
 
 
 class Glue:

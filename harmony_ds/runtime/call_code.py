@@ -11,27 +11,29 @@ from typing import Any
 
 from torch import nn
 
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+
 
 class ClassAttributes(MutableMapping[str, Any]):
     """Attributes of one class, as a mapping that writes to the class."""
 
     def __init__(self, owner: type) -> None:
-        self._owner = owner
+        self.owner = owner
 
     def __getitem__(self, key: str) -> Any:
-        return self._owner.__dict__[key]
+        return self.owner.__dict__[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._owner, key, value)
+        setattr(self.owner, key, value)
 
     def __delitem__(self, key: str) -> None:
-        delattr(self._owner, key)
+        delattr(self.owner, key)
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key in self._owner.__dict__ if not key.startswith("__"))
+        return (key for key in self.owner.__dict__ if not key.startswith("__"))
 
     def __len__(self) -> int:
-        return len(self._owner.__dict__)
+        return len(self.owner.__dict__)
 
 
 class Closure(MutableMapping[str, Any]):
@@ -59,13 +61,39 @@ class Closure(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._cells)
 
+    def cell(self, key: str) -> types.CellType:
+        """What holds the variable, whoever looks at it."""
+        return self._cells[key]
 
-@functools.lru_cache(maxsize=4096)
+
+class Standing(dict[str, Any]):
+    """One object as the value of a mapping: it stays, what it holds may change."""
+
+    KEY = "self"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__({self.KEY: value})
+
+
+def identity(held: Any, key: str) -> int:
+    """Of what holds `key` of a mapping that `read_by` gave."""
+    if isinstance(held, Closure):
+        return id(held.cell(key))
+    if isinstance(held, Standing):
+        return id(held[key])
+    return id(held.owner if isinstance(held, ClassAttributes) else held)
+
+
 def read_by(cls: type) -> tuple[tuple[Any, str, str], ...]:
     """The mappings that the code of `cls` reads, each with a key that it reads there and the name of that in messages.
 
     Only of classes and functions of the user's own: what is installed does not change its mind within a step.
     """
+    return _read_by(cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_by(cls: Any) -> tuple[tuple[Any, str, str], ...]:
     found: list[tuple[Any, str, str]] = []
     seen: set[int] = set()
     for owner in cls.__mro__:
@@ -78,6 +106,22 @@ def read_by(cls: type) -> tuple[tuple[Any, str, str], ...]:
             if isinstance(function, types.FunctionType):
                 found += _read_by_function(function, seen)
     return tuple(found)
+
+
+def read_by_callable(function: Any) -> Iterator[tuple[Any, str, str]]:
+    """As `read_by`, of a hook: a function, a method and its object, an object that can be called, or a partial of such."""
+    if isinstance(function, functools.partial):
+        yield from read_by_callable(function.func)
+        owners = [*function.args, *function.keywords.values()]
+    elif isinstance(function, types.FunctionType):
+        yield from _read_by_function(function, set())
+        return
+    else:
+        owners = [getattr(function, "__self__", function)]
+        yield from read_by(type(owners[0]))
+    for owner in owners:
+        if not isinstance(owner, nn.Module):
+            yield Standing(owner), Standing.KEY, f"the {type(owner).__name__} of a hook"
 
 
 def _read_by_function(function: types.FunctionType, seen: set[int]) -> list[tuple[Any, str, str]]:
@@ -96,7 +140,7 @@ def _read_by_function(function: types.FunctionType, seen: set[int]) -> list[tupl
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names += _globals_of(constant)

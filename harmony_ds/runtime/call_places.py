@@ -150,6 +150,7 @@ class Walk:
         self._found = Found()
         self._seen: set[int] = set()
         self._training: list[bool] = []
+        self._hooks: list[int] = []
         self._classes: dict[type, None] = {}
 
     def run(self) -> Found:
@@ -161,6 +162,7 @@ class Walk:
             self._code(cls)
         with ungated():
             found.modes = bytes([*self._training, *(parameter.requires_grad for parameter in found.parameters)])
+        found.modes += repr(self._hooks).encode()
         return found.settle()
 
     def _modules(self, prefix: str, root: nn.Module) -> None:
@@ -177,6 +179,7 @@ class Walk:
             self._checked(held, key, tuple(held[key]), f"{what} of {name} was registered or removed")
             found.sized.append(held[key])
             if held[key]:
+                self._hooks += held[key]
                 found.iterated.append(held[key])
         for key, what in _HELD.items():
             inside = held[key]

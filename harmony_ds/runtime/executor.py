@@ -22,6 +22,7 @@ from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
+from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
@@ -57,6 +58,7 @@ class Work:
         micro_batches: by index.
         policy: of the plan; its resident packs are on the device before the first task and behind the last.
         parked: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.parked`).
+        uncalled: trained parameters that no call uses: only the user's own backward passes reach them.
     """
 
     packs: tuple[Pack, ...]
@@ -66,6 +68,7 @@ class Work:
     micro_batches: Mapping[int, MicroBatch]
     policy: Policy = _POLICY
     parked: frozenset[int] = frozenset()
+    uncalled: tuple[str, ...] = ()
 
     def parks(self, task: Task) -> bool:
         """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
@@ -87,8 +90,7 @@ class Parts:
     calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams
-    take_own: Callable[[Iterable[str]], dict[str, Tensor]]
-    """Takes what the user's own backward passes left on host parameters."""
+    own: OwnGradients
     follow_masters: Callable[[Iterable[str]], None]
     """Makes weights of the compute dtype follow their masters."""
 
@@ -400,7 +402,7 @@ class Executor:
     def receive_own(self, names: tuple[str, ...]) -> bool:
         """Takes what the user's own backward passes left on the host parameters `names`; whether there was anything."""
         assert self._parts.gradients is not None and self._parts.updater is not None
-        own = self._parts.take_own(names)
+        own = self._parts.own.take(names)
         if own:
             self._parts.updater.receive(self._parts.gradients.on_host(own))
         return bool(own)
@@ -409,7 +411,7 @@ class Executor:
         """Takes to the device what gathered on the host for `names`, which are updated there."""
         assert self._parts.updater is not None
         gathered = self._parts.updater.take(names) if self.keeps_on_host else {}
-        for gradients in (gathered, self._parts.take_own(names)):
+        for gradients in (gathered, self._parts.own.take(names)):
             for name, gradient in gradients.items():
                 self._parts.device_store.add_gradient(name, gradient)
 
@@ -436,9 +438,8 @@ class Executor:
                 store.measure(pack.owned)
             elif self.receive_own(pack.owned):  # behind the backward pass of the step's last part
                 updater.measure(pack.owned)
-        uncalled = self._uncalled(work)
-        if self.receive_own(uncalled):
-            updater.measure(uncalled)
+        if self.receive_own(work.uncalled):
+            updater.measure(work.uncalled)
         updater.add_norms(store.take_norms())
         self.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.norm.result().overflow:
@@ -465,18 +466,12 @@ class Executor:
         self.recorder.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
 
-    def _uncalled(self, work: Work) -> tuple[str, ...]:
-        """Trained parameters that no call of the plan uses: only the user's own backward passes reach them."""
-        assert self._parts.optimizer is not None
-        called = {name for pack in work.packs for name in pack.parameters} | set(self.resident_names)
-        return tuple(name for name in self._parts.optimizer.trained if name not in called)
-
     def _update_uncalled(self, work: Work) -> None:
-        uncalled = self._uncalled(work) if self._parts.updater is not None and not self.overflow else ()
-        if uncalled and self._parts.updater is not None:
-            if self.norm is None:
-                self.receive_own(uncalled)
-            self._parts.updater.update(UNCALLED, uncalled, self._hyper, self.norm)
+        if not work.uncalled or self._parts.updater is None or self.overflow:
+            return
+        if self.norm is None:
+            self.receive_own(work.uncalled)
+        self._parts.updater.update(UNCALLED, work.uncalled, self._hyper, self.norm)
 
     def finish_step(self, work: Work) -> None:
         """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""

@@ -18,7 +18,7 @@ from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.boundary import outlet
 from harmony_ds.runtime.checkpointing import refuse_around_engine
-from harmony_ds.runtime.inputs import check_saved_tensors, take_over
+from harmony_ds.runtime.inputs import Arguments, check_saved_tensors
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
@@ -38,7 +38,8 @@ class OutputKind:
     """What calls of one form (these keyword arguments, that many positional ones) return.
 
     Attributes:
-        pending: whether the loss can stay pending: there is a scalar loss among the outputs.
+        pending: whether the loss can stay pending: there is a scalar loss among the outputs, and nothing is written into
+            the arguments.
         bare: whether the output is that scalar itself.
         dtype: of the loss.
     """
@@ -57,11 +58,12 @@ class OutputKinds:
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputKind | None:
         return self._known.get(self._form(args, kwargs))
 
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, writes: bool) -> None:
+        """`writes`: whether forward wrote into containers that it was given, which its caller may look at."""
         try:
             loss = loss_of(outputs)
             # A tuple may be unpacked at once, so it cannot stay pending.
-            kind = OutputKind(not isinstance(outputs, tuple), outputs is loss, loss.dtype)
+            kind = OutputKind(not isinstance(outputs, tuple) and not writes, outputs is loss, loss.dtype)
         except BatchError:
             kind = OutputKind(False, False, torch.float32)
         self._known[self._form(args, kwargs)] = kind
@@ -78,11 +80,13 @@ class QueuedMicroBatch:
         self,
         group: StepGroup,
         micro_batch: MicroBatch,
+        arguments: Arguments,
         loss_fn: LossFunction,
         call: Callable[..., Any],
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.micro_batch = micro_batch
+        self.arguments = arguments
         self.call = call
         self.aside = aside
         self.loss_fn = loss_fn
@@ -93,7 +97,7 @@ class QueuedMicroBatch:
         self.received = False  # a gradient has come to outputs that were computed on their own
         self.propagated = False  # its backward pass is done
         # Who propagates back expects the gradients of what came in as soon as that is done.
-        self.leads_outside = any(t.requires_grad for t in tensors_in(micro_batch.inputs))
+        self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
     def loss(self, attached: bool) -> Tensor:
         """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
@@ -255,52 +259,50 @@ class StepGroup:
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         check_saved_tensors()
-        args, kwargs = take_over((args, kwargs))
-        ticket = self.queue(args, kwargs, None)
+        ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
-        if not kind.pending:
+        if not kind.pending or self._runner.left:
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
 
     def queue(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss_fn: LossFunction | None,
+        arguments: Arguments,
+        loss_fn: LossFunction | None = None,
         call: Callable[..., Any] | None = None,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> QueuedMicroBatch:
-        """Queues one micro-batch, whose arguments are the group's own; measures the model first if none as large has been
-        seen.
+        """Queues one micro-batch; measures the model first if none as large has been seen.
 
         Args:
-            call: what is called with `args` and `kwargs` instead of the model; it calls the model itself.
+            call: what is called with `arguments` instead of the model; it calls the model itself.
             aside: makes the context that measuring runs in.
         """
         refuse_around_engine()
         call = call or self._module
-        micro_batch = self._micro_batch(len(self._queue), args, kwargs, True, call)
-        ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, call, aside)
-        if self._kinds.get(args, kwargs) is None or not self._runner.covers((args, kwargs), micro_batch.modes):
-            self._measure(ticket, args, kwargs)
+        micro_batch = self._micro_batch(len(self._queue), arguments, True, call)
+        ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
+        if self._kinds.get(*micro_batch.inputs) is None or not self._runner.covers(
+            micro_batch.inputs, micro_batch.modes
+        ):
+            self._measure(ticket)
         if self._runner.in_order:
             self._calls.watch_buffers()
         self._queue.append(ticket)
         return ticket
 
-    def _micro_batch(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, call: Callable[..., Any]
-    ) -> MicroBatch:
-        if not tensors_in((args, kwargs)):
+    def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
+        args, kwargs = inputs = arguments.tree
+        if not arguments.tensors:
             raise BatchError(
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
 
         def forward() -> Any:
-            given, named = self.on_device((args, kwargs))
+            (given, named), give_back = arguments.mapped(self._to_device)
             tensors = tensors_in((given, named))
             versions = [tensor._version for tensor in tensors]
             outputs = call(*given, **named)
@@ -309,6 +311,7 @@ class StepGroup:
                     f"the forward of {type(self._module).__name__} writes into a tensor that it was given. It runs later "
                     "than it was called, on a copy, so that its caller does not see that: clone the tensor in forward."
                 )
+            give_back()
             return outputs
 
         return MicroBatch(
@@ -320,23 +323,22 @@ class StepGroup:
             context=contextvars.copy_context(),
             state=self._calls.take(),
             grad=grad,
-            inputs=(args, kwargs),
+            inputs=inputs,
         )
 
     def autocast(self) -> Autocast | None:
         """The calling thread's, on the device."""
         return Autocast.current(self._device.torch_device.type)
 
-    def on_device(self, tree: Any) -> Any:
-        """`tree` with its tensors copied to the device. What is one tensor stays one."""
-        copies: dict[int, Tensor] = {}
+    def call_now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls with tensors on the device, whatever they are in."""
+        return self._call(call, Arguments(args, kwargs))[0]
 
-        def once(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._to_device(tensor)
-            return copies[id(tensor)]
-
-        return map_tensors(once, tree)
+    def _call(self, call: Callable[..., Any], arguments: Arguments) -> tuple[Any, bool]:
+        """The result, and whether something was written into the arguments' containers."""
+        (args, kwargs), give_back = arguments.mapped(self._to_device)
+        result = call(*args, **kwargs)
+        return result, give_back()
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.device.type != "cpu":
@@ -344,9 +346,18 @@ class StepGroup:
         self._ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
         return self._device.upload(tensor)
 
-    def _measure(self, ticket: QueuedMicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _measure(self, ticket: QueuedMicroBatch) -> None:
+        args, kwargs = ticket.micro_batch.inputs
+        writes = False
+
+        def forward() -> Any:
+            nonlocal writes
+            outputs, wrote = self._call(ticket.call, own)
+            writes = writes or wrote
+            return outputs
+
         def objective(outputs: Any) -> Tensor | None:
-            self._kinds.learn(args, kwargs, outputs)
+            self._kinds.learn(args, kwargs, outputs, writes)
             try:
                 return ticket.loss_fn(outputs)
             except BatchError:
@@ -354,11 +365,11 @@ class StepGroup:
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
         def few(rows: int) -> Callable[[], Any]:
-            few_args, few_kwargs = few_rows(own, rows)
-            return lambda: ticket.call(*self.on_device(few_args), **self.on_device(few_kwargs))
+            some = Arguments(*few_rows(own.tree, rows))
+            return lambda: self._call(ticket.call, some)[0]
 
         # Made-up gradients must not reach what the caller propagates through.
-        own = map_tensors(_on_its_own, (args, kwargs))
+        own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with (
@@ -370,7 +381,7 @@ class StepGroup:
         ):
             sample = Sample(
                 (args, kwargs),
-                lambda: ticket.call(*self.on_device(own[0]), **self.on_device(own[1])),
+                forward,
                 few,
                 objective,
                 micro_batch.seed,
@@ -406,12 +417,12 @@ class StepGroup:
                 self._runner.forward_now(ticket.micro_batch)
                 break
             except (OffPlanError, InputChangedError):
-                self._measure(ticket, *ticket.micro_batch.inputs)
+                self._measure(ticket)
         else:
             raise _other_layers_each_time()
-        ticket.micro_batch.cut_outputs()
+        ticket.micro_batch.cut_outputs(ticket.arguments.written, self._runner.left)
         if ticket.leads_outside:
-            inputs = tensors_in(ticket.micro_batch.inputs)
+            inputs = ticket.arguments.tensors
             ticket.micro_batch.outputs = map_tensors(lambda t: outlet(t, inputs), ticket.micro_batch.outputs)
         ticket.keep_graph()
         if ticket.wanted:
@@ -514,18 +525,18 @@ class StepGroup:
                     raise
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
-                    self._measure(ticket, *ticket.micro_batch.inputs)
+                    self._measure(ticket)
         raise _other_layers_each_time()
 
-    def evaluate(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], LossFunction | None]]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
         """Losses of micro-batches, without gradients."""
         self.catch_up()
         micro_batches: list[MicroBatch] = []
-        for index, (args, kwargs, loss_fn) in enumerate(batches):
-            micro_batch = self._micro_batch(index, args, kwargs, False, self._module)
-            if not self._runner.covers((args, kwargs)):
-                ticket = QueuedMicroBatch(self, micro_batch, loss_fn or loss_of, self._module)
-                self._measure(ticket, args, kwargs)
+        for index, arguments in enumerate(batches):
+            micro_batch = self._micro_batch(index, arguments, False, self._module)
+            if not self._runner.covers(micro_batch.inputs):
+                ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._module)
+                self._measure(ticket)
             micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
         with self._ledger.aside():

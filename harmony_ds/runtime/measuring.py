@@ -54,7 +54,8 @@ class Measuring:
         self._dtypes = f"{parts.residency.dtype}, gradients of {gradient_bytes} bytes"
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
-        self._rehearsed: set[Shapes] = set()  # of the inputs with which it is known what forward passes change
+        # The inputs, and what they were called in, with which it is known what forward passes change.
+        self._rehearsed: set[tuple[Shapes, bytes]] = set()
         self.sequential: str | None = None
         """Why forward passes must run one after another, in the order of their calls; None: they need not."""
         self.resident = graph.resident
@@ -132,12 +133,13 @@ class Measuring:
         return self._found
 
     def _observe(self, sample: Sample) -> CostTable:
-        rehearse = shapes_of(sample.inputs) not in self._rehearsed and self._parts.device.has_values
+        situation = shapes_of(sample.inputs), sample.modes
+        rehearse = situation not in self._rehearsed and self._parts.device.has_values
         with self._undone():
             observed = observe(self._parts, self._layers, sample, self.resident, rehearse)
         self.resident = observed.resident
         self.sequential = self.sequential or observed.sequential
-        self._rehearsed.add(shapes_of(sample.inputs))
+        self._rehearsed.add(situation)
         return observed.costs
 
     def _time(self, table: CostTable, sample: Sample) -> CostTable:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.errors import BatchError
+from harmony_ds.runtime.attributes import Place
 from harmony_ds.runtime.boundary import Glue, cut
 from harmony_ds.runtime.call_state import CallState
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.layer_call import RecordedCall
-from harmony_ds.runtime.trees import map_tensors
+from harmony_ds.runtime.trees import exchange, map_tensors, tensors_in
 from harmony_ds.scheduler.plan import Pack
 
 Objective = Callable[[Any], Tensor | None]
@@ -108,16 +109,27 @@ class MicroBatch:
         self.lane = None
         self.forwarded = True
 
-    def cut_outputs(self) -> None:
-        """Parts outputs from code that layers depend on as well: whoever propagates back from them frees their graph."""
+    def cut_outputs(self, written: Iterable[Any], left: Iterable[Place]) -> None:
+        """Parts what came of it from code that layers depend on as well: whoever propagates back from it frees its graph.
+
+        Args:
+            written: containers that forward has written into.
+            left: places that it has written to.
+        """
 
         def own(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or not self.glue.touches(tensor):
                 return tensor
             return cut([tensor.detach()], [self.glue.sink(tensor)])[0]
 
-        if not self.glue.is_trivial:
-            self.outputs = map_tensors(own, self.outputs)
+        if self.glue.is_trivial:
+            return
+        self.outputs = map_tensors(own, self.outputs)
+        for container in written:
+            exchange(own, container)
+        for place in left:
+            if any(tensor.requires_grad for tensor in tensors_in(place.read())):
+                place.write(exchange(own, place.read()))
 
     def abandon(self) -> None:
         """Ends the lane wherever it is, and forgets everything recorded."""

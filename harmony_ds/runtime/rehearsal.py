@@ -19,7 +19,7 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.attributes import Absent, Place, Snapshot, assignments, places_of, undone
-from harmony_ds.runtime.boundary import Glue
+from harmony_ds.runtime.boundary import Glue, guarded_backward
 from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import Buffers, buffers_apart
@@ -49,6 +49,7 @@ class Rehearsal:
         self._touched: set[Place] = set()
         self._calls: list[int] = []
         self._first = True
+        self._inside = False  # a layer
         self._glue = Glue()
         self._outputs: list[Tensor] = []
 
@@ -100,7 +101,12 @@ class Rehearsal:
         self._calls.clear()
         self._glue = Glue()
         self._parts.random.start(self, seed)
-        with handled_by(self), torch.enable_grad(), assignments() as assigned:
+        with (
+            handled_by(self),
+            torch.enable_grad(),
+            guarded_backward(lambda: self._inside),
+            assignments() as assigned,
+        ):
             outputs = forward()
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= assigned
@@ -118,6 +124,7 @@ class Rehearsal:
         names = tuple(n for n in self._layers[layer].parameters if n not in self._resident)
         copy = parts.residency.swap_in(names)
         copy.wait(parts.device)
+        self._inside = True
         try:
             if self._first:
                 self._try(request, copy)
@@ -127,6 +134,7 @@ class Rehearsal:
                 parts.layer_calls.forget(call)
             return outputs
         finally:
+            self._inside = False
             parts.residency.evict(copy)
 
     def _try(self, request: Request, copy: DeviceCopy) -> None:

@@ -20,6 +20,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.runtime.attributes import Places
 from harmony_ds.runtime.call_state import CallStates
 from harmony_ds.runtime.executor import UNCALLED, Executor, Parts, Work
 from harmony_ds.runtime.layer_call import InputChangedError
@@ -86,6 +87,7 @@ class Runner:
         self._tasks: dict[tuple[Group, Policy], Work] = {}
         self._sizes = WHOLE
         self._said_alone: str | None = None
+        self._said_left = False
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
@@ -110,6 +112,22 @@ class Runner:
         """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
         calls = self._parts.calls
         return bool(self._parts.layer_calls.changing_buffers) or calls.advances or self._why_alone() is not None
+
+    @property
+    def left(self) -> Places:
+        """Attributes and variables that forward passes write to, where the program may look for it as soon as its call has
+        returned. Said once.
+        """
+        touched = self._parts.random.touched
+        if touched and not self._said_left:
+            self._said_left = True
+            _logger.warning(
+                "the model's forward sets %s, which the program may read right after its call: the forward passes of "
+                "engine(...) run one by one, at their calls, and each swaps the whole model in; their backward passes "
+                "share swaps as always, and train_batch() groups all. Return the value among the outputs instead.",
+                ", ".join(sorted({place.key for place in touched})),
+            )
+        return touched
 
     @property
     def alone(self) -> str | None:
@@ -321,8 +339,17 @@ class Runner:
         assert self._plan is not None and self._costs is not None
         packs = self._plan.packs
         walked = walk_memory(packs, tasks, self._costs)
+        called = {name for pack in packs for name in pack.parameters}.union(self.executor.resident_names)
+        trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
         return Work(
-            packs, tasks, walked.activation_bytes, self._graph.calls, {}, self._plan.policy, parked(packs, tasks)
+            packs,
+            tasks,
+            walked.activation_bytes,
+            self._graph.calls,
+            {},
+            self._plan.policy,
+            parked(packs, tasks),
+            tuple(name for name in trained if name not in called),
         )
 
     # ---- running
@@ -470,10 +497,11 @@ class Runner:
         parts, updater = self._parts, self._parts.updater
         assert parts.optimizer is not None and updater is not None
         names = tuple(parts.optimizer.trained)
+        if not parts.own.are_there():
+            return False
         updater.wait_all()
         parts.device_store.drop()
-        if not self.executor.receive_own(names):
-            return False
+        self.executor.receive_own(names)
         if parts.optimizer.steps_whole:
             self.step_whole(clipping or Clipping())
             return True

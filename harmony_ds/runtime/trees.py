@@ -121,6 +121,8 @@ _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size,
 _OPENED_MODULES = ("types", "collections", "argparse")
 """Of the standard library: other objects of its (loggers, locks, paths) are tools, not data."""
 
+_LIBRARIES = ("transformers", "diffusers", "peft", "timm")
+
 _kinds: dict[type, _Kind | None] = {}
 """By type, as far as it was asked for; None: its values are leaves."""
 
@@ -147,12 +149,12 @@ def _find_kind(cls: type) -> _Kind | None:
 
 
 def _is_data(cls: type) -> bool:
-    """Whether objects of `cls` are made of attributes alone, and are no settings: those are read, not written."""
+    """Whether objects of `cls` are made of attributes alone, and are no library's settings: those are read, not written."""
     new: Any = cls.__new__
     made_plainly = new in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(cls, "__del__")
     module = cls.__module__.partition(".")[0]
     tool = module in sys.stdlib_module_names and module not in _OPENED_MODULES
-    settings = cls.__name__.endswith("Config")
+    settings = cls.__name__.endswith("Config") and module in _LIBRARIES
     return made_plainly and not tool and not settings and bool(cls.__dictoffset__ or copyreg._slotnames(cls))  # type: ignore[attr-defined]
 
 
@@ -305,6 +307,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with `function` applied to every tensor."""
     leaves, shape = flatten(tree)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)
+
+
+def exchange(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """As `map_tensors`, but what can be changed in place is: it stays the same object."""
+    leaves, shape = flatten(tree)
+    made: list[Made] = []
+    fresh = unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape, made)
+    originals = {id(one.value): one.branch.original for one in made}
+    for one in made:
+        known, children = one.branch.kind.open(one.value)
+        Written(one.branch, known).give_back([originals.get(id(child), child) for child in children])
+    return originals.get(id(fresh), fresh)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -1,0 +1,32 @@
+"""What backward passes of the program's own leave on host parameters, where an update puts its gradients, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.updater import Updater
+
+
+class OwnGradients:
+    """Finds them, and takes them away."""
+
+    def __init__(self, store: HostStore, updater: Updater | None) -> None:
+        self._store = store
+        self._updater = updater
+
+    def are_there(self) -> bool:
+        """Whether `take` would find any."""
+        with ungated():
+            found = [name for name, parameter in self._store.parameters.items() if parameter.grad is not None]
+        return not all(map(self.is_updating, found))
+
+    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of `names`, which are taken from there."""
+        return self._store.take_gradients(name for name in names if not self.is_updating(name))
+
+    def is_updating(self, name: str) -> bool:
+        """Whether what is on the `.grad` of `name` is an update's."""
+        return self._updater is not None and self._updater.is_updating(name)
