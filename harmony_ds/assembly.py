@@ -12,7 +12,7 @@ from torch import nn
 
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
-from harmony_ds.decomposer.find import Decomposition, Layer, find_layers
+from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError
@@ -30,12 +30,14 @@ from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.runtime.call_state import CallStates
-from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Interception
 from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending, belongs_to_engine
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.planner import PlanSettings
 from harmony_ds.runtime.random_streams import RandomStreams
-from harmony_ds.runtime.runner import PlanSettings, Runner, layer_graph
+from harmony_ds.runtime.runner import Runner
+from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
@@ -88,11 +90,10 @@ class Assembly:
         Raises:
             BaseException: an update's failure that nobody has seen yet, after all of that.
         """
-        self.runner.destroyed = True
         updater = self.parts.updater
         if updater is not None:
             updater.stop()
-        self.runner.executor.abandon()
+        self.runner.destroy()
         self.parts.device_store.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
@@ -149,7 +150,8 @@ def assemble(
     if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
         graph = with_update_bytes(graph, store, device_optimizer)
     # What follows starts a thread: whatever may be refused has been by now.
-    gradients, updater = _host_side(config, device, ledger, store, host_optimizer)
+    timeline = StepTimeline(device)
+    gradients, updater = _host_side(config, device, ledger, store, host_optimizer, timeline)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
     looks = Looks(updater, device_store)
@@ -169,6 +171,7 @@ def assemble(
         calls=CallStates(model),
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
+        timeline=timeline,
         own=OwnGradients(store, updater),
         follow_masters=store.follow_masters,
     )
@@ -278,12 +281,13 @@ def _host_side(
     ledger: Ledger,
     store: HostStore,
     optimizer: HostOptimizer | None,
+    timeline: StepTimeline,
 ) -> tuple[HostGradients | None, Updater | None]:
     if optimizer is None:
         return None, None
     limit = None if config.deferred_update else config.harmony.gradient_slabs
     gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
-    return gradients, Updater(store, optimizer, gradients)
+    return gradients, Updater(store, optimizer, gradients, timeline.host_work)
 
 
 def host_need(

@@ -175,8 +175,8 @@ def _see(
     assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[Mapping[str, Any]], Any], machine: Machine | None
 ) -> _Seen:
     """`machine`: its rates, if they need not be measured."""
-    runner = assembly.runner
-    measuring, wanted = runner.measuring, runner.wanted_sizes
+    planner = assembly.runner.planner
+    measuring, wanted = planner.measuring, planner.wanted_sizes
     measuring.machine = machine
     sample = Sample(
         inputs, lambda: forward(inputs), lambda rows: lambda: forward(few_rows(dict(inputs), rows)), loss_of, 0
@@ -188,13 +188,13 @@ def _see(
         assert measuring.machine is not None
         key = measuring.key(table.calls, inputs, wanted)
         profile = Profile(measuring.machine, ((sample.rows, table),), key)
-    graph = replace(runner.graph, calls=profile.calls, resident=measuring.resident)
+    graph = replace(planner.graph, calls=profile.calls, resident=measuring.resident)
     return _Seen(graph, profile, wanted or WHOLE)
 
 
 def _survey(assembly: Assembly, config: Config, seen: _Seen) -> Survey:
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-    request = assembly.runner.request(seen.graph, config.gradient_accumulation_steps, seen.sizes)
+    request = assembly.runner.planner.request(seen.graph, config.gradient_accumulation_steps, seen.sizes)
     return Survey(seen.graph, seen.profile, seen.profile.tables[-1][1], element, request)
 
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import ConfigError, ModelError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -134,3 +135,13 @@ def _walk(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tupl
             return
     for child_name, child in module.named_children():
         yield from _walk(child, f"{name}.{child_name}" if name else child_name, blocks)
+
+
+def layer_graph(decomposition: Decomposition, parameters: dict[str, nn.Parameter]) -> LayerGraph:
+    """The graph of a model whose call order is not known yet."""
+    return LayerGraph(
+        tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
+        tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),
+        (),
+        decomposition.resident,
+    )

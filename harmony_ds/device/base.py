@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Protocol
 
@@ -63,8 +63,16 @@ class Device(ABC):
     """Whether `host_empty` page-locks."""
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
-    watch: Callable[[Stream, Issuing], Issuing] | None = None
-    """Put around every context of `on` while a step is recorded."""
+    _watch: Callable[[Stream, Issuing], Issuing] | None = None
+
+    @contextmanager
+    def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
+        """While open, `watch` is put around every context of `on`."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def now_ms(self) -> float:
         """Milliseconds since some moment, once the device is done with everything computed so far."""

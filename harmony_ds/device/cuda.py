@@ -48,7 +48,7 @@ class CudaDevice(Device):
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         context = torch.cuda.stream(self._stream(stream))
-        return context if self.watch is None else self.watch(stream, context)
+        return context if self._watch is None else self._watch(stream, context)
 
     def moment(self, stream: Stream) -> Moment:
         event = torch.cuda.Event(enable_timing=True)

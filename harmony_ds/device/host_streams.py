@@ -28,7 +28,7 @@ class HostStreamDevice(Device):
     copies_overlap = False
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return nullcontext() if self.watch is None else self.watch(stream, nullcontext())
+        return nullcontext() if self._watch is None else self._watch(stream, nullcontext())
 
     def moment(self, stream: Stream) -> Moment:
         return time.perf_counter() * 1e3

@@ -103,7 +103,7 @@ class Checkpoints(Surface):
         except CheckpointError:
             raise
         except BaseException as error:
-            self._runner.failed = f"loading {folder} stopped half-way: {error!r}"
+            self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
         self._go_on_from(snapshot.progress, load_module_only)
         return str(folder), snapshot.client_state
@@ -139,7 +139,7 @@ class Checkpoints(Surface):
             seed=self._group_parts.seed,
             loss_scaler=self._scaler.state_dict(),
         )
-        plan = self._runner.plan
+        plan = self._runner.planner.plan
         plan_text = None if plan is None else plan.to_json()
         return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
 

@@ -390,7 +390,7 @@ class HarmonyEngine(Checkpoints):
     @torch.no_grad()
     def _show_gradient(self, name: str) -> Tensor | None:
         """The gradient of `name` that waits for its update, to be looked at and changed; not scaled meanwhile."""
-        gradient = self._runner.gradient(name)
+        gradient = self._runner.executor.gathered.find(name)
         if gradient is not None and name not in self._gradients_shown:
             self._gradients_shown.add(name)
             if self._scaler.scale != 1.0:
@@ -401,11 +401,11 @@ class HarmonyEngine(Checkpoints):
     def _hide_gradients(self) -> None:
         """Before others come to those that were shown, or they are used."""
         for name in self._gradients_shown if self._scaler.scale != 1.0 else ():
-            gradient = self._runner.gradient(name)
+            gradient = self._runner.executor.gathered.find(name)
             if gradient is not None:
                 gradient.mul_(self._scaler.scale)
         if self._gradients_shown:
-            self._runner.changed(self._gradients_shown)
+            self._runner.executor.gathered.changed(self._gradients_shown)
             self._gradients_shown.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -413,7 +413,7 @@ class HarmonyEngine(Checkpoints):
         if self.optimizer is None:
             return
         if self._propagate():
-            self._runner.drop_gradients(self._assembly.store.parameters)
+            self._runner.executor.gathered.drop(self._assembly.store.parameters)
         self._assembly.parts.own.take(self._assembly.store.parameters)
 
     def _run_queued(self, why: str) -> None:
@@ -433,8 +433,8 @@ class HarmonyEngine(Checkpoints):
 
     def _note_time(self, step_ms: float, full: bool) -> None:
         """Keeps the times of full steps of the present plan; the first of a plan touches memory for the first time."""
-        if self._timed_plan is not self._runner.plan:
-            self._timed_plan = self._runner.plan
+        if self._timed_plan is not self._runner.planner.plan:
+            self._timed_plan = self._runner.planner.plan
             self._step_ms.clear()
         elif full:
             self._step_ms.append(step_ms)
@@ -565,13 +565,12 @@ class HarmonyEngine(Checkpoints):
     @property
     def usable(self) -> bool:
         """False after a failure that left some layers updated and others not, and after `destroy`."""
-        updater = self._assembly.parts.updater
-        return self._let_go.alive and self._runner.failed is None and (updater is None or updater.failure is None)
+        return self._let_go.alive and self._runner.failed is None
 
     @property
     def plan(self) -> Plan | None:
         """The plan of a full group; None before the first micro-batch has been measured."""
-        return self._runner.plan
+        return self._runner.planner.plan
 
     def on_progress(self, callback: Callable[[int, int, str], None] | None) -> None:
         """`callback(done, total, task)` is called after each task of a step."""
@@ -583,7 +582,7 @@ class HarmonyEngine(Checkpoints):
         Raises:
             RuntimeError: there has been none.
         """
-        plan = self._runner.plan
+        plan = self._runner.planner.plan
         if self._traffic is None or plan is None:
             raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
         store = self._assembly.store
@@ -591,9 +590,9 @@ class HarmonyEngine(Checkpoints):
         return SwapReport.of(
             self._traffic,
             lower_bound_bytes(
-                plan, self._runner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize
+                plan, self._runner.planner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize
             ),
-            zero3_offload_bytes(self._runner.graph, store.dtype.itemsize, count),
+            zero3_offload_bytes(self._runner.planner.graph, store.dtype.itemsize, count),
             count,
         )
 
@@ -603,14 +602,14 @@ class HarmonyEngine(Checkpoints):
         Raises:
             RuntimeError: there has been no step.
         """
-        if self._traffic is None or self._runner.plan is None:
+        if self._traffic is None or self._runner.planner.plan is None:
             raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
         swapped = sum(
             side[kind]
             for side in (self._traffic.host_to_device, self._traffic.device_to_host)
             for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
         )
-        return PlanReport(self._runner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+        return PlanReport(self._runner.planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
 
     @contextmanager
     def record_steps(self) -> Iterator[list[ExecutedStep]]:
@@ -632,14 +631,14 @@ class HarmonyEngine(Checkpoints):
         Raises:
             RuntimeError: there is no plan yet.
         """
-        if self._runner.plan is None:
+        if self._runner.planner.plan is None:
             raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
-        return self._runner.trace(executed)
+        return self._runner.planner.trace(executed)
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""
         self._assembly.wait_for_updates()
-        plan = self._runner.plan
+        plan = self._runner.planner.plan
         device = self._assembly.device
         return MemoryReport(
             device_peak_bytes=self._peak_bytes,
@@ -647,7 +646,7 @@ class HarmonyEngine(Checkpoints):
             budget_bytes=device.budget_bytes,
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.name == "cpu" else "allocator",
-            beside_bytes=self._runner.beside_bytes,
+            beside_bytes=self._runner.planner.beside_bytes,
         )
 
     def destroy(self) -> None:

@@ -60,4 +60,4 @@ class EngineOwner(Owner):
         """The gradient of `name` is not wanted."""
         engine = self._engine()
         if engine is not None and engine._propagate():
-            engine._runner.drop_gradients((name,))
+            engine._runner.executor.gathered.drop((name,))

@@ -37,7 +37,6 @@ class HostGradients:
 
     def __init__(self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None) -> None:
         """`limit` slabs at most are handed out at a time (None: any number)."""
-        self.held = 0  # slabs beyond the limit: deliveries that wait for an earlier pack which shares a parameter
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
@@ -52,16 +51,17 @@ class HostGradients:
         """Of all slabs, handed out or not."""
         return sum(slab.numel() * slab.element_size() for slab in list(self._slabs))
 
-    def swap_out(self, gradients: dict[str, Tensor], beyond_limit: bool) -> Delivery:
+    def swap_out(self, gradients: dict[str, Tensor], beyond: int | None) -> Delivery:
         """Issues the copies of a pack's gradients to the host, behind what the compute stream does to them.
 
-        Waits for a slab while all are in use, unless `beyond_limit`.
+        Waits for a slab while all are in use, and `beyond` more for deliveries that wait for something else than their
+        update (None: any number).
         """
         device = self._device
         counts = {
             name: slab_bytes(g.numel(), self._dtype.itemsize) // self._dtype.itemsize for name, g in gradients.items()
         }
-        slab = self._acquire(sum(counts.values()), beyond_limit)
+        slab = self._acquire(sum(counts.values()), beyond)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         views: dict[str, Tensor] = {}
         offset = 0
@@ -79,10 +79,11 @@ class HostGradients:
         there = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return Delivery(there, self._device.record(Stream.COMPUTE), None)
 
-    def _acquire(self, numel: int, beyond_limit: bool) -> Tensor:
+    def _acquire(self, numel: int, beyond: int | None) -> Tensor:
         with self._freed:
-            if self._limit is not None and not beyond_limit:
-                self._freed.wait_for(lambda: self._out < (self._limit or 0) + self.held)
+            if self._limit is not None and beyond is not None:
+                most = self._limit + beyond
+                self._freed.wait_for(lambda: self._out < most)
             fitting = [slab for slab in self._spare if slab.numel() >= numel]
             if fitting:
                 best = min(fitting, key=Tensor.numel)

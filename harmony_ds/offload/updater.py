@@ -55,7 +55,14 @@ class GradientNorm:
 class Updater:
     """Owns the thread. Every method returns at once, but `wait`, `wait_all` and the result of `norm`."""
 
-    def __init__(self, store: HostStore, optimizer: HostOptimizer, gradients: HostGradients) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        optimizer: HostOptimizer,
+        gradients: HostGradients,
+        timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
         self._store = store
         self._optimizer = optimizer
         self._gradients = gradients
@@ -72,8 +79,7 @@ class Updater:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
-        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Asked for when work is queued; what it returns is put around that work on the thread, waiting apart."""
+        self._timed = timed
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
         self._thread.start()
 
@@ -92,12 +98,12 @@ class Updater:
         for name in delivery.gradients:
             self._held.setdefault(name, []).append(delivery)
         if shared:
-            work = self.timed()
+            work = self._timed()
             self._put(_FIRST, lambda: self._gather(shared, work))
 
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last delivery has been received."""
-        work = self.timed()
+        work = self._timed()
         self._put(_FIRST, lambda: self._measure(names, work))
 
     def gradient(self, name: str) -> Tensor | None:
@@ -126,7 +132,7 @@ class Updater:
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queues the global norm of everything measured."""
         result: Future[GradientNorm] = Future()
-        work = self.timed()
+        work = self._timed()
         self._put(_FIRST, lambda: self._timed_norm(clipping, result, work), result)
         return result
 
@@ -141,7 +147,7 @@ class Updater:
         with self._changed:
             self._pending[pack] = self._pending.get(pack, 0) + 1
             self._updating.update(names)
-        work = self.timed()
+        work = self._timed()
         self._put(pack, lambda: self._update(pack, names, hyper, norm, work))
 
     def is_updating(self, name: str) -> bool:

@@ -11,39 +11,31 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.offload.device_store import DeviceStore
-from harmony_ds.offload.host_gradients import HostGradients
-from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.own_gradients import OwnGradients
-from harmony_ds.offload.residency import DeviceCopy, Residency
-from harmony_ds.offload.stash import Stash, StashEntry
-from harmony_ds.offload.updater import Clipping, GradientNorm, Updater
+from harmony_ds.device.base import Event, Stream
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.stash import StashEntry
+from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.runtime.boundary import Glue
-from harmony_ds.runtime.call_state import CallStates
+from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
-from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
-from harmony_ds.runtime.random_streams import RandomStreams
-from harmony_ds.runtime.timeline import NOT_RECORDED, Recorder
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.unlayered import UNLAYERED, Unlayered
 from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 
-RESIDENT = -1
-"""The pack number under which the resident set is updated."""
 UNCALLED = 2**30
-"""And what no pack has: nobody waits for it to be swapped in, so it comes last."""
+"""The pack number under which what no layer call uses is updated: nobody waits for it, so it comes last."""
 
 Progress = Callable[[int, int, str], None]
-_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,10 @@ class Work:
         micro_batches: by index.
         policy: of the plan; its resident packs are on the device before the first task and behind the last.
         parked: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.parked`).
+        unlayered: parameters that no layer owns, which are on the device from the first task to the end of the step.
         uncalled: trained parameters that no call uses: only the user's own backward passes reach them.
+        held_deliveries: packs whose gradients wait on the host for something else than their update.
+        in_pieces: whether layer calls are cut into pieces of a micro-batch.
     """
 
     packs: tuple[Pack, ...]
@@ -66,42 +61,24 @@ class Work:
     activation_bytes: tuple[int, ...]
     order: tuple[int, ...]
     micro_batches: Mapping[int, MicroBatch]
-    policy: Policy = _POLICY
-    parked: frozenset[int] = frozenset()
-    uncalled: tuple[str, ...] = ()
+    policy: Policy
+    parked: frozenset[int]
+    unlayered: tuple[str, ...]
+    uncalled: tuple[str, ...]
+    held_deliveries: int
+    in_pieces: bool
 
     def parks(self, task: Task) -> bool:
         """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
         return task.micro_batch in self.parked and self.packs[task.pack].positions[-1] == len(self.order) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of an engine that the executor drives."""
-
-    device: Device
-    residency: Residency
-    device_store: DeviceStore
-    stash: Stash
-    gradients: HostGradients | None
-    optimizer: HostOptimizer | None
-    updater: Updater | None
-    lending: Lending
-    calls: CallStates
-    layer_calls: LayerCalls
-    random: RandomStreams
-    own: OwnGradients
-    follow_masters: Callable[[Iterable[str]], None]
-    """Makes weights of the compute dtype follow their masters."""
-
-
 class Executor:
     """Runs tasks on the calling thread."""
 
-    def __init__(self, parts: Parts, resident: tuple[str, ...]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.resident_names = resident
-        self._resident: DeviceCopy | None = None
+        self._unlayered = Unlayered(parts)
         self._packs: tuple[Pack, ...] = ()  # whose numbers pending updates go by
         self._copies: dict[int, DeviceCopy] = {}
         self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
@@ -109,9 +86,8 @@ class Executor:
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
         self.on_progress: Progress | None = None
-        self.recorder: Recorder = NOT_RECORDED
+        self.gathered = GatheredGradients(parts, self._unlayered)
         self.norm: Future[GradientNorm] | None = None
-        self.keeps_on_host = False  # gradients of packs that are updated on the device, since a plan was exchanged
         self.updates_issued = 0
         self.overflow = False  # of the last step: its updates were skipped
         self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
@@ -143,20 +119,18 @@ class Executor:
         parts = self._parts
         self._hyper, self._clipping = hyper, clipping
         self._to_send = Counter(task.pack for task in work.tasks if task.kind is TaskKind.SWAP_OUT)
-        self.updates_issued = 0
-        self.overflow = False
-        self.norm = None
+        self._begin()
         self._number_packs(work)
-        self._bring_resident()
+        self._unlayered.swap_in(work.unlayered)
         self._hold_packs(work)
         parts.random.open()
         try:
-            with parts.lending.lent(self._resident.leaves if self._resident else {}):
+            with parts.lending.lent(self._unlayered.leaves):
                 total = len(work.tasks)
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
                     try:
-                        with self.recorder.task(task), self._as_called(work, task):
+                        with parts.timeline.task(task), self._as_called(work, task):
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
@@ -177,23 +151,15 @@ class Executor:
         self._parts.device_store.forget_gradients()
         for copy in self._copies.values():
             self._parts.residency.evict(copy)
-        if self._resident is not None:
-            self._parts.residency.evict(self._resident)
+        self._unlayered.evict()
         self._copies.clear()
         while self._leaving:
             self._free(next(iter(self._leaving)))
-        self._resident = None
         self._parts.stash.abandon()
         self.norm = None
 
-    def resident_gradient(self, name: str) -> Tensor | None:
-        """What has gathered for a parameter of the resident set that is still on the device."""
-        return None if self._resident is None else self._parts.residency.gradient(self._resident, name)
-
-    def forget_resident_gradient(self, name: str) -> None:
-        """Drops it."""
-        if self._resident is not None:
-            self._parts.residency.forget_gradient(self._resident, name)
+    def _begin(self) -> None:
+        self.norm, self.overflow, self.updates_issued = None, False, 0
 
     @contextmanager
     def _as_called(self, work: Work, task: Task) -> Iterator[None]:
@@ -205,28 +171,15 @@ class Executor:
         with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
             yield
 
-    # ---- the resident set: on the device from the first task of a step to the last
-
-    def _bring_resident(self) -> None:
-        if self.resident_names and self._resident is None:
-            if self._parts.updater is not None:
-                self._parts.updater.wait(RESIDENT)
-            with self.recorder.resident_set():
-                self._resident = self._parts.residency.swap_in(self.resident_names)
-            self._parts.residency.follow(self._resident)
-        if self._resident is not None:
-            self._resident.wait(self._parts.device)
-
-    def release_resident(self, wanted: bool) -> None:
-        """The resident set's part of SWAP_OUT (if its gradients are `wanted`) and EVICT."""
-        if self._resident is None:
+    def release_unlayered(self, work: Work) -> None:
+        """SWAP_OUT and EVICT of the parameters that no layer owns."""
+        copy = self._unlayered.copy
+        if copy is None:
             return
-        if wanted:
-            with self.recorder.resident_set():
-                self._send(RESIDENT, self._resident, self.resident_names)
-            self._free(RESIDENT)
-        self._parts.residency.evict(self._resident)
-        self._resident = None
+        with self._parts.timeline.unlayered():
+            self._send(work, UNLAYERED, copy, self._unlayered.names)
+        self._free(UNLAYERED)
+        self._unlayered.evict()
 
     # ---- weights
 
@@ -251,7 +204,7 @@ class Executor:
         if self._parts.updater is not None:
             for owner in owners_of(work.packs, pack):
                 self._parts.updater.wait(owner)
-        self.recorder.waited()
+        self._parts.timeline.waited()
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
         self._parts.residency.follow(copy)
 
@@ -261,7 +214,7 @@ class Executor:
     def _leaves(self, pack: int) -> Mapping[str, Tensor]:
         copy = self._copies[pack]
         copy.wait(self._parts.device)
-        self.recorder.computes()
+        self._parts.timeline.computes()
         return copy.leaves
 
     # ---- compute
@@ -299,8 +252,7 @@ class Executor:
     def _fused(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        in_pieces = self._parts.layer_calls.rows.cuts
-        if in_pieces:
+        if work.in_pieces:
             # One graph of all rows would need the memory that pieces save: this pack is recomputed as the others are.
             self._forward(work, task)
         elif not micro_batch.forwarded:
@@ -312,7 +264,7 @@ class Executor:
         self._propagate_loss(micro_batch)
         if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if in_pieces:
+        if work.in_pieces:
             self._backward(work, task)
             return
         self._settle(micro_batch)
@@ -357,8 +309,7 @@ class Executor:
 
     def _accumulate(self, pack: int) -> None:
         self._parts.residency.accumulate(self._copies[pack])
-        if self._resident is not None:
-            self._parts.residency.accumulate(self._resident)
+        self._unlayered.accumulate()
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:
         """The micro-batch's lane, with its random stream current; started if it was not."""
@@ -385,35 +336,19 @@ class Executor:
     def _swap_out(self, work: Work, task: Task) -> None:
         self._to_send[task.pack] -= 1
         complete = not self._to_send[task.pack]
-        self._send(task.pack, self._copies[task.pack], work.packs[task.pack].owned if complete else ())
+        self._send(work, task.pack, self._copies[task.pack], work.packs[task.pack].owned if complete else ())
         self._wait_for_host(work)
 
-    def _send(self, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
+    def _send(self, work: Work, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
         """`owned`: parameters of which this is the last that will come."""
         assert self._parts.gradients is not None and self._parts.updater is not None
         gradients = self._parts.residency.gradients(copy)
-        delivery = self._parts.gradients.swap_out(gradients, beyond_limit=self._clipping is not None)
+        delivery = self._parts.gradients.swap_out(gradients, work.held_deliveries if self._clipping is None else None)
         self._leaving[pack] = (gradients, delivery.arrived)
         self._parts.updater.receive(delivery)
-        self.receive_own(owned)
+        self.gathered.receive_own(owned)
         if self._clipping is not None and owned:
             self._parts.updater.measure(owned)
-
-    def receive_own(self, names: tuple[str, ...]) -> bool:
-        """Takes what the user's own backward passes left on the host parameters `names`; whether there was anything."""
-        assert self._parts.gradients is not None and self._parts.updater is not None
-        own = self._parts.own.take(names)
-        if own:
-            self._parts.updater.receive(self._parts.gradients.on_host(own))
-        return bool(own)
-
-    def receive_on_device(self, names: tuple[str, ...]) -> None:
-        """Takes to the device what gathered on the host for `names`, which are updated there."""
-        assert self._parts.updater is not None
-        gathered = self._parts.updater.take(names) if self.keeps_on_host else {}
-        for gradients in (gathered, self._parts.own.take(names)):
-            for name, gradient in gradients.items():
-                self._parts.device_store.add_gradient(name, gradient)
 
     def _wait_for_host(self, work: Work) -> None:
         """Where updates do not overlap: until the host has done what it was asked for."""
@@ -430,16 +365,15 @@ class Executor:
 
     def _norm(self, work: Work, task: Task) -> None:
         assert self._parts.updater is not None and self._clipping is not None
-        self.release_resident(wanted=True)
+        self.release_unlayered(work)
         store, updater = self._parts.device_store, self._parts.updater
         for pack in work.packs:
             if pack.index in work.policy.resident:
-                self.receive_on_device(pack.owned)
+                self.gathered.to_device(pack.owned)
                 store.measure(pack.owned)
-            elif self.receive_own(pack.owned):  # behind the backward pass of the step's last part
-                updater.measure(pack.owned)
-        if self.receive_own(work.uncalled):
-            updater.measure(work.uncalled)
+            else:  # behind the backward pass of the step's last part
+                self.gathered.receive_own(pack.owned, measure=True)
+        self.gathered.receive_own(work.uncalled, measure=True)
         updater.add_norms(store.take_norms())
         self.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.norm.result().overflow:
@@ -462,29 +396,79 @@ class Executor:
         coefficient = None if self.norm is None else self.norm.result().coefficient
         owned = work.packs[task.pack].owned
         if self.norm is None:
-            self.receive_on_device(owned)
-        self.recorder.computes()
+            self.gathered.to_device(owned)
+        self._parts.timeline.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
 
     def _update_uncalled(self, work: Work) -> None:
         if not work.uncalled or self._parts.updater is None or self.overflow:
             return
         if self.norm is None:
-            self.receive_own(work.uncalled)
+            self.gathered.receive_own(work.uncalled)
         self._parts.updater.update(UNCALLED, work.uncalled, self._hyper, self.norm)
 
     def finish_step(self, work: Work) -> None:
-        """The resident set's part of SWAP_OUT (unless the norm needed it earlier), EVICT and UPDATE."""
-        self.release_resident(wanted=True)
-        if self.resident_names and self._parts.updater is not None and not self.overflow:
+        """What no layer owns leaves the device (unless the norm needed it earlier) and is updated; the norm is promised."""
+        self.release_unlayered(work)
+        updater = self._parts.updater
+        if work.unlayered and updater is not None and not self.overflow:
             self.updates_issued += 1
-            with self.recorder.resident_set():
-                self._parts.updater.update(RESIDENT, self.resident_names, self._hyper, self.norm)
+            with self._parts.timeline.unlayered():
+                updater.update(UNLAYERED, work.unlayered, self._hyper, self.norm)
         self._update_uncalled(work)
-        if self.norm is None and self._parts.updater is not None:
-            self._parts.updater.add_norms(self._parts.device_store.take_norms())
-            self.norm = self._parts.updater.norm_of_updates()
+        if self.norm is None and updater is not None:
+            updater.add_norms(self._parts.device_store.take_norms())
+            self.norm = updater.norm_of_updates()
         self._wait_for_host(work)
+
+    def finish_forward(self) -> None:
+        """After a step without gradients: the device is free of what no layer owns."""
+        self._unlayered.evict()
+
+    # ---- steps that are taken at once, from gradients that are all there
+
+    def step_whole(self, work: Work | None, clipping: Clipping) -> None:
+        """The optimizer's own `step` over all gradients that have gathered (`work` has); nothing is under way after."""
+        parts, updater = self._parts, self._parts.updater
+        assert parts.optimizer is not None and updater is not None
+        names = tuple(parts.optimizer.trained)
+        self._begin()
+        if work is not None:
+            self.release_unlayered(work)
+        self.gathered.to_host()
+        parts.device_store.drop()
+        self.gathered.receive_own(names)
+        updater.measure(names)
+        self.norm = updater.norm(clipping)
+        norm = self.norm.result()
+        gradients = updater.take(names)
+        if clipping.skip_overflow and norm.overflow:
+            self.overflow = True
+            return
+        if norm.coefficient is not None:
+            for gradient in gradients.values():
+                gradient.mul_(norm.coefficient)
+        self.updates_issued = 1  # from here on, nobody knows what has been changed
+        parts.optimizer.step_whole(gradients)
+        parts.follow_masters(gradients)
+
+    def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
+        """Updates from what the user's own backward passes left on host parameters, and nothing else."""
+        parts, updater = self._parts, self._parts.updater
+        assert parts.optimizer is not None and updater is not None
+        if parts.optimizer.steps_whole:
+            self.step_whole(None, clipping or Clipping())
+            return
+        names = tuple(parts.optimizer.trained)
+        self._begin()
+        updater.wait_all()
+        parts.device_store.drop()
+        self.gathered.receive_own(names)
+        if clipping is not None:
+            updater.measure(names)
+            self.norm = updater.norm(clipping)
+        updater.update(UNCALLED, names, hyper, self.norm)
+        updater.wait_all()
 
 
 def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
@@ -498,4 +482,4 @@ def _entries(work: Work, task: Task) -> list[StashEntry]:
     return [entry for call in calls for entry in call.entries]
 
 
-__all__ = ["RESIDENT", "Executor", "OffPlanError", "Parts", "Work", "owners_of"]
+__all__ = ["Executor", "OffPlanError", "Work", "owners_of"]

@@ -20,11 +20,12 @@ from harmony_ds.runtime.boundary import outlet
 from harmony_ds.runtime.checkpointing import refuse_around_engine
 from harmony_ds.runtime.inputs import Arguments, check_saved_tensors
 from harmony_ds.runtime.intercept import Autocast
-from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
+from harmony_ds.runtime.layer_call import InputChangedError
+from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
 from harmony_ds.runtime.random_streams import micro_batch_seed
 from harmony_ds.runtime.row_probe import few_rows
-from harmony_ds.runtime.runner import InputChangedError, OffPlanError, Runner
+from harmony_ds.runtime.runner import Runner
 from harmony_ds.runtime.sample import Sample
 from harmony_ds.runtime.trees import map_tensors, tensors_in
 
@@ -284,7 +285,7 @@ class StepGroup:
         call = call or self._module
         micro_batch = self._micro_batch(len(self._queue), arguments, True, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
-        if self._kinds.get(*micro_batch.inputs) is None or not self._runner.covers(
+        if self._kinds.get(*micro_batch.inputs) is None or not self._runner.planner.covers(
             micro_batch.inputs, micro_batch.modes
         ):
             self._measure(ticket)
@@ -459,10 +460,7 @@ class StepGroup:
                 ran = self._run(self._runner.until_norm, hyper, held_back, last=True)
                 if not ran and not self.propagated:
                     return False
-                if self._runner.steps_whole:
-                    self._runner.step_whole(held_back)
-                else:
-                    self._runner.after_norm(hyper, held_back)
+                self._runner.after_norm(hyper, held_back)
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
         finally:
@@ -534,7 +532,7 @@ class StepGroup:
         micro_batches: list[MicroBatch] = []
         for index, arguments in enumerate(batches):
             micro_batch = self._micro_batch(index, arguments, False, self._module)
-            if not self._runner.covers(micro_batch.inputs):
+            if not self._runner.planner.covers(micro_batch.inputs):
                 ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._module)
                 self._measure(ticket)
             micro_batch.reduce = loss_fn or loss_of

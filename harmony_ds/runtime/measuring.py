@@ -7,7 +7,7 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.runtime.attributes import undone
-from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.observe import observe
+from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.profile_cache import load_profile, profile_key, save_profile, with_times
 from harmony_ds.runtime.rates import measure_rates
 from harmony_ds.runtime.row_probe import Found, RowProbe
@@ -60,8 +60,6 @@ class Measuring:
         """Why forward passes must run one after another, in the order of their calls; None: they need not."""
         self.resident = graph.resident
         self.machine: Machine | None = None
-        self.abandon: Callable[[], None] = lambda: None
-        """Frees what a measurement that failed has left on the device."""
 
     def table(self, sample: Sample, sizes: Sizes = WHOLE) -> CostTable:
         """Bytes and times of `sample` in pieces of `sizes`; the machine's rates too, if they are not known yet.
@@ -99,7 +97,7 @@ class Measuring:
                 table = self._observe(sample)
                 tables.append((size, self._time(table, sample)))
             except torch.OutOfMemoryError:
-                self.abandon()
+                self._parts.stash.abandon()
                 if not tables:
                     raise
                 _logger.info("pieces of %d rows do not fit on the device; larger ones are not tried", size)

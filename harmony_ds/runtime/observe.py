@@ -11,9 +11,9 @@ from torch import Tensor
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.measure import Measurement
+from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.rehearsal import Rehearsal
 from harmony_ds.runtime.sample import Sample
 

@@ -20,10 +20,10 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.attributes import Absent, Place, Snapshot, assignments, places_of, undone
 from harmony_ds.runtime.boundary import Glue, guarded_backward
-from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import Buffers, buffers_apart
 from harmony_ds.runtime.lending import changes_buffers_unseen
+from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.row_probe import close
 from harmony_ds.runtime.trees import flatten, tensors_in
 

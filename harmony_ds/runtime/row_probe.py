@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.runtime.boundary import Glue
-from harmony_ds.runtime.executor import Parts
 from harmony_ds.runtime.intercept import Request, handled_by
 from harmony_ds.runtime.layer_call import Trial, differ
+from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.pieces import Cut, RowDims, Rows, row_dims
 from harmony_ds.runtime.trees import map_tensors, tensors_in
 

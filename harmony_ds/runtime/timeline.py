@@ -1,6 +1,6 @@
 """When each task of a step ran: written down while it runs, read when it is over.
 
-A recorder sits at four places and changes nothing of what happens there. The executor opens it around each task, and
+The timeline sits at four places and changes nothing of what happens there. The executor opens it around each task, and
 says when a task begins to compute; the device puts it around the copies that are issued on a stream; the updater puts it
 around what its thread does. On the CPU device a moment is the wall clock; on a CUDA device it is a timing event in the
 stream, so that nothing waits while the step runs, and both clocks are brought together when the events are read.
@@ -12,7 +12,7 @@ come back to the device holds that wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -23,31 +23,6 @@ from harmony_ds.scheduler.trace import ExecutedStep
 
 _TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT}
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class Recorder:
-    """What the executor tells, and nobody writes down."""
-
-    def step(self, plan: Plan, tasks: tuple[Task, ...]) -> AbstractContextManager[None]:
-        """Around one optimizer step, which executes `tasks`."""
-        return _NOTHING
-
-    def task(self, task: Task) -> AbstractContextManager[None]:
-        """Around the handler of `task`."""
-        return _NOTHING
-
-    def resident_set(self) -> AbstractContextManager[None]:
-        """Around work that is the resident set's, in a task or between tasks."""
-        return _NOTHING
-
-    def waited(self) -> None:
-        """The task that is open had to wait until now for an earlier update."""
-
-    def computes(self) -> None:
-        """From here on the task that is open issues work on the compute stream."""
-
-
-NOT_RECORDED = Recorder()
 
 
 @dataclass(slots=True)
@@ -78,17 +53,43 @@ class _Step:
     entries: list[_Entry] = field(default_factory=list)
 
 
-class StepTimeline(Recorder):
-    """Records the steps of one engine. A step that fails leaves nothing behind."""
+class StepTimeline:
+    """Records the steps of one engine while somebody wants it to. A step that fails leaves nothing behind."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._steps: list[_Step] = []
+        self._steps: list[_Step] | None = None  # None: nobody does
         self._step: _Step | None = None
         self._open: _Entry | None = None
 
     @contextmanager
+    def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
+        """A context whose steps are recorded; they are in the list when it has been left.
+
+        Args:
+            finish: waits for the updates that the steps have issued.
+
+        Raises:
+            RuntimeError: another one is open.
+        """
+        if self._steps is not None:
+            raise RuntimeError("steps are being recorded already: leave the other record_steps() first.")
+        recorded = self._steps = []
+        executed: list[ExecutedStep] = []
+        try:
+            with self._device.copies_watched(self._copies_of_task):
+                yield executed
+        finally:
+            self._steps = None
+        finish()
+        executed.extend(map(self._read, recorded))
+
+    @contextmanager
     def step(self, plan: Plan, tasks: tuple[Task, ...]) -> Iterator[None]:
+        """Around one optimizer step, which executes `tasks`."""
+        if self._steps is None:
+            yield
+            return
         self._step = _Step(plan, tasks, _now_ms())
         try:
             yield
@@ -97,9 +98,11 @@ class StepTimeline(Recorder):
             self._step = self._open = None
 
     def task(self, task: Task) -> AbstractContextManager[None]:
+        """Around the handler of `task`."""
         return _NOTHING if self._step is None else self._entry(self._step, task)
 
-    def resident_set(self) -> AbstractContextManager[None]:
+    def unlayered(self) -> AbstractContextManager[None]:
+        """Around work for the parameters that no layer owns, in a task or between tasks."""
         return _NOTHING if self._step is None else self._entry(self._step, None)
 
     @contextmanager
@@ -117,15 +120,16 @@ class StepTimeline(Recorder):
             self._open = outer
 
     def waited(self) -> None:
+        """The task that is open had to wait until now for an earlier update."""
         if self._open is not None:
             self._open.begin_ms = _now_ms()
 
     def computes(self) -> None:
+        """From here on the task that is open issues work on the compute stream."""
         if self._open is not None:
             self._open.computes = self._device.moment(Stream.COMPUTE)
 
-    def copies(self, stream: Stream, issuing: Issuing) -> Issuing:
-        """For `Device.watch`."""
+    def _copies_of_task(self, stream: Stream, issuing: Issuing) -> Issuing:
         return issuing if self._open is None else self._copies(self._open, stream, issuing)
 
     @contextmanager
@@ -138,14 +142,10 @@ class StepTimeline(Recorder):
                 entry.copies.append((stream, begin, self._device.moment(stream)))
 
     def host_work(self) -> AbstractContextManager[object]:
-        """For `Updater.timed`."""
+        """To be put around work that is queued now, when it is done."""
         return _NOTHING if self._open is None else _host_work(self._open)
 
     # ---- afterwards
-
-    def read(self) -> list[ExecutedStep]:
-        """The steps recorded so far; waits for the device. The updates they issued must be finished."""
-        return [self._read(step) for step in self._steps]
 
     def _read(self, step: _Step) -> ExecutedStep:
         begin = step.begin_ms

@@ -576,7 +576,7 @@ def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode(
             model.train(mode)
             engine.backward(engine(inputs(0)))
             engine.step()
-        assert len(engine._runner._measured) == 2
+        assert len(engine._runner.planner._measured) == 2
 
 
 # ---- what is refused

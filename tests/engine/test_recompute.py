@@ -139,7 +139,7 @@ def test_pythons_and_numpys_random_numbers_are_drawn_once_in_the_order_of_the_ca
         # Looking at each loss runs the forward passes one after another.
         with pytest.warns(RuntimeWarning, match="looked at before"):
             actual = seeded_losses(lambda: loop(engine, GROUPS, look=lambda i: True))
-        assert "Python's global random numbers" in engine._runner.measuring.sequential
+        assert "Python's global random numbers" in engine._runner.planner.measuring.sequential
     assert_same(model, plain, bitwise=True)
     assert actual == expected
 
@@ -168,7 +168,7 @@ def test_global_variables_go_on_from_call_to_call() -> None:
     with training(lambda: Net(GlobalCounterBlock)) as (model, engine):
         with pytest.warns(RuntimeWarning, match="looked at before"):
             actual = loop(engine, GROUPS, look=lambda i: True)
-        assert "goes on from one forward pass to the next" in engine._runner.measuring.sequential
+        assert "goes on from one forward pass to the next" in engine._runner.planner.measuring.sequential
     assert_same(model, plain, bitwise=True)
     assert actual == expected
     assert counted == SEEN
@@ -272,11 +272,11 @@ class SteppingNet(Net):
 def test_what_goes_on_between_the_layers_is_a_reason_to_run_one_after_another(where: str, name: str) -> None:
     with training(lambda: SteppingNet(where)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
-        assert engine._runner.measuring.sequential == f"{name} goes on from one forward pass to the next"
+        assert engine._runner.planner.measuring.sequential == f"{name} goes on from one forward pass to the next"
 
 
 @pytest.mark.parametrize("block", [Block, SpectralBlock, CountingBlock])
 def test_what_goes_on_within_a_layer_is_none(block: Callable[[int], nn.Module]) -> None:
     with training(lambda: Net(block)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
-        assert engine._runner.measuring.sequential is None
+        assert engine._runner.planner.measuring.sequential is None

@@ -87,7 +87,7 @@ class LateDevice(CpuDevice):
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         context = self.watched(stream)
-        return context if self.watch is None else self.watch(stream, context)
+        return context if self._watch is None else self._watch(stream, context)
 
     def inherited(self) -> AbstractContextManager[object]:
         return self.watched()

@@ -50,7 +50,7 @@ def late_engine(
     with device.watched(), engine_for(model, make, config, device=device) as engine:
         updater = engine._assembly.parts.updater
         assert updater is not None
-        updater.timed = lambda: device.watched(None)
+        updater._timed = lambda: device.watched(None)
         yield engine
     gc.collect()
     device.assert_in_order()

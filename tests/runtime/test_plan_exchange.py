@@ -60,8 +60,8 @@ def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
         engine.train_batch(iter(groups[0]))
         before = engine.plan
         # More micro-batches than the plan was made for: a new one, here with larger packs.
-        runner = engine._runner
-        runner._settings = dataclasses.replace(runner._settings, pack_layers=3)
+        planner = engine._runner.planner
+        planner._settings = dataclasses.replace(planner._settings, pack_layers=3)
         engine.set_train_batch_size(8)
         engine.train_batch(iter(groups[1]))
         assert before is not None and engine.plan is not None

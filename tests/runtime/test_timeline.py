@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, TaskKind
-from harmony_ds.runtime.timeline import NOT_RECORDED
 from harmony_ds.scheduler.simulate import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
@@ -157,7 +156,7 @@ def test_recording_changes_no_bit(config: dict[str, Any]) -> None:
 
 def nothing_is_watched(engine: HarmonyEngine) -> bool:
     parts = engine._assembly.parts
-    return parts.device.watch is None and engine._runner.executor.recorder is NOT_RECORDED
+    return parts.device._watch is None and parts.timeline._steps is None
 
 
 def test_nothing_is_left_of_a_recording() -> None:

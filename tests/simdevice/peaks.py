@@ -78,7 +78,7 @@ def train(case: Case) -> Peak:
     try:
         engine.train_batch(iter([batch] * GROUP))
         report = engine.memory_report()
-        costs = engine._runner._costs
+        costs = engine._runner.planner._costs
         assert engine.plan is not None
         assert costs is not None
         return Peak(report.planned_peak_bytes, report.device_peak_bytes, engine.plan, costs, engine.swap_report())

@@ -1,0 +1,79 @@
+"""Gradients of a step that has run in part, which wait for their update: on the host, or on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.unlayered import Unlayered
+
+
+class GatheredGradients:
+    """Finds them, changes their place, and drops them."""
+
+    def __init__(self, parts: Parts, unlayered: Unlayered) -> None:
+        self._parts = parts
+        self._unlayered = unlayered
+        self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
+
+    def receive_own(self, names: tuple[str, ...], measure: bool = False) -> bool:
+        """Takes what the user's own backward passes left on the host parameters `names`; whether there was anything.
+
+        Args:
+            measure: takes the norms of their gradients anew if so.
+        """
+        parts = self._parts
+        assert parts.gradients is not None and parts.updater is not None
+        own = parts.own.take(names)
+        if own:
+            parts.updater.receive(parts.gradients.on_host(own))
+            if measure:
+                parts.updater.measure(names)
+        return bool(own)
+
+    def to_host(self) -> None:
+        """Takes those of resident packs to the host, since the packs go."""
+        parts = self._parts
+        kept = parts.device_store.take_gradients()
+        if kept and parts.updater is not None and parts.gradients is not None:
+            parts.updater.receive(parts.gradients.on_host(kept))
+            parts.updater.measure(tuple(kept))
+            self._moved = True
+
+    def to_device(self, names: tuple[str, ...]) -> None:
+        """Takes those on the host for `names`, which are updated on the device, there."""
+        assert self._parts.updater is not None
+        on_host = self._parts.updater.take(names) if self._moved else {}
+        for gradients in (on_host, self._parts.own.take(names)):
+            for name, gradient in gradients.items():
+                self._parts.device_store.add_gradient(name, gradient)
+
+    def find(self, name: str) -> Tensor | None:
+        """That of `name`: the tensor itself."""
+        assert self._parts.updater is not None
+        store = self._parts.device_store
+        if self._moved and store.leaves((name,)):
+            self.to_device((name,))
+        for found in (self._unlayered.gradient(name), store.gradient(name), self._parts.updater.gradient(name)):
+            if found is not None:
+                return found
+        return None
+
+    def changed(self, names: Iterable[str]) -> None:
+        """Those of `names` may have been changed: their norms are taken again."""
+        assert self._parts.updater is not None
+        self._parts.updater.measure(tuple(names))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets those of `names`."""
+        assert self._parts.updater is not None
+        self._parts.updater.drop(tuple(names))
+        self._parts.device_store.forget_gradients(names)
+        for name in names:
+            self._unlayered.forget_gradient(name)
+
+    def used(self) -> None:
+        """The step is over."""
+        self._moved = False

@@ -1,0 +1,41 @@
+"""The parts of an engine that run its model, made once and handed on together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from harmony_ds.device.base import Device
+from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.offload.host_gradients import HostGradients
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.own_gradients import OwnGradients
+from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.stash import Stash
+from harmony_ds.offload.updater import Updater
+from harmony_ds.runtime.call_state import CallStates
+from harmony_ds.runtime.layer_call import LayerCalls
+from harmony_ds.runtime.lending import Lending
+from harmony_ds.runtime.random_streams import RandomStreams
+from harmony_ds.runtime.timeline import StepTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What runs a model. Without an optimizer there are no gradients and no updater."""
+
+    device: Device
+    residency: Residency
+    device_store: DeviceStore
+    stash: Stash
+    gradients: HostGradients | None
+    optimizer: HostOptimizer | None
+    updater: Updater | None
+    lending: Lending
+    calls: CallStates
+    layer_calls: LayerCalls
+    random: RandomStreams
+    timeline: StepTimeline
+    own: OwnGradients
+    follow_masters: Callable[[Iterable[str]], None]
+    """Makes weights of the compute dtype follow their masters."""
