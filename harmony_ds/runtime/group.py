@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError, ModelError, UsageError
+from harmony_ds.errors import BatchError, ModelError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
@@ -22,189 +22,17 @@ from harmony_ds.runtime.inputs import Arguments, check_saved_tensors
 from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.layer_call import InputChangedError
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
+from harmony_ds.runtime.output_kinds import OutputKinds
 from harmony_ds.runtime.pending import PendingLoss, PendingOutput
 from harmony_ds.runtime.random_streams import micro_batch_seed
 from harmony_ds.runtime.row_probe import few_rows
 from harmony_ds.runtime.runner import Runner
 from harmony_ds.runtime.sample import Sample
+from harmony_ds.runtime.ticket import LossFunction, QueuedMicroBatch
 from harmony_ds.runtime.trees import map_tensors, tensors_in
 
-LossFunction = Callable[[Any], Tensor]
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputKind:
-    """What calls of one form (these keyword arguments, that many positional ones) return.
-
-    Attributes:
-        pending: whether the loss can stay pending: there is a scalar loss among the outputs, and nothing is written into
-            the arguments.
-        bare: whether the output is that scalar itself.
-        dtype: of the loss.
-    """
-
-    pending: bool
-    bare: bool
-    dtype: torch.dtype
-
-
-class OutputKinds:
-    """Learns what a model returns, from the first time each form of call is measured."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, OutputKind] = {}
-
-    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputKind | None:
-        return self._known.get(self._form(args, kwargs))
-
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, writes: bool) -> None:
-        """`writes`: whether forward wrote into containers that it was given, which its caller may look at."""
-        try:
-            loss = loss_of(outputs)
-            # A tuple may be unpacked at once, so it cannot stay pending.
-            kind = OutputKind(not isinstance(outputs, tuple) and not writes, outputs is loss, loss.dtype)
-        except BatchError:
-            kind = OutputKind(False, False, torch.float32)
-        self._known[self._form(args, kwargs)] = kind
-
-    @staticmethod
-    def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        return len(args), frozenset(key for key, value in kwargs.items() if value is not None)
-
-
-class QueuedMicroBatch:
-    """A ticket: one micro-batch whose loss is known now, later, or never."""
-
-    def __init__(
-        self,
-        group: StepGroup,
-        micro_batch: MicroBatch,
-        arguments: Arguments,
-        loss_fn: LossFunction,
-        call: Callable[..., Any],
-        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self.micro_batch = micro_batch
-        self.arguments = arguments
-        self.call = call
-        self.aside = aside
-        self.loss_fn = loss_fn
-        self._group: StepGroup | None = group
-        self._value: Tensor | None = None
-        self._attached: Tensor | None = None
-        self._objectives: list[Callable[[Tensor], Tensor]] = []
-        self.received = False  # a gradient has come to outputs that were computed on their own
-        self.propagated = False  # its backward pass is done
-        # Who propagates back expects the gradients of what came in as soon as that is done.
-        self.leads_outside = any(t.requires_grad for t in arguments.tensors)
-
-    def loss(self, attached: bool) -> Tensor:
-        """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
-        if self._value is None:
-            self._forward_now()
-        if attached and self._attached is not None:
-            return self._attached
-        assert self._value is not None
-        return self._value
-
-    @property
-    def resolved(self) -> bool:
-        return self._value is not None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody propagates back from it, and that has not been done."""
-        return (bool(self._objectives) or self.received) and not self.propagated
-
-    def backward(self, loss: PendingLoss) -> None:
-        self._objectives.append(lambda own: loss.evaluate(lambda _: own))
-        if self._group is not None:
-            self.micro_batch.backward_autocast = self._group.autocast()
-            self._group.propagating(self)
-
-    def receive(self) -> None:
-        """A gradient comes to its outputs, which were computed on their own."""
-        self.check_not_propagated()
-        self.received = True
-        if self._group is not None:
-            self.micro_batch.backward_autocast = self._group.autocast()
-            self._group.propagating(self, later=True)
-
-    def check_not_propagated(self) -> None:
-        """Raises UsageError if its backward pass is over."""
-        if self.propagated:
-            raise UsageError(
-                "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
-                "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
-            )
-
-    def backward_from_loss(self, divisor: int, scale: float) -> None:
-        """As `backward(loss / divisor * scale)`."""
-        if self._group is not None:
-            self.micro_batch.backward_autocast = self._group.autocast()
-        self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
-
-    def outputs(self) -> Any:
-        """The model's outputs, with their graph; computed now if need be."""
-        if self.micro_batch.outputs is None:
-            self._forward_now()
-        return self.micro_batch.outputs
-
-    def _forward_now(self) -> None:
-        if self._group is None or self.propagated:
-            why = (
-                "its backward pass is over"
-                if self.propagated
-                else "it was never propagated back from, and its step is over"
-            )
-            raise BatchError(
-                f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
-                "engine.step(), or run the engine under torch.no_grad()."
-            )
-        self._group.forward_now(self)
-
-    def take_loss(self, outputs: Any) -> Tensor:
-        """Notes the loss among `outputs`."""
-        loss = self.loss_fn(outputs)
-        self._value = loss.detach().clone()  # a loss may be a view of something large
-        return loss
-
-    def objective(self, outputs: Any) -> Tensor | None:
-        """What the fused pack propagates back from."""
-        loss = self.take_loss(outputs)
-        terms = [objective(loss) for objective in self._objectives]
-        return sum(terms[1:], terms[0]) if terms else None
-
-    def keep_graph(self) -> None:
-        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over."""
-        try:
-            self._attached = self.take_loss(self.micro_batch.outputs)
-        except BatchError:
-            self._attached = None
-
-    def finish_propagation(self) -> None:
-        """Its backward pass is done; the value of its loss stays."""
-        self._attached = None
-        self._objectives.clear()
-        self.micro_batch.objective = lambda outputs: None
-        self.propagated = True
-
-    def backward_now(self) -> None:
-        """Runs what `backward` noted before the forward pass was run on its own."""
-        assert self._attached is not None
-        terms = [objective(self._attached) for objective in self._objectives]
-        self._objectives.clear()
-        sum(terms[1:], terms[0]).backward()
-
-    def close(self) -> None:
-        """The step is over: the value stays; graph, outputs and inputs go."""
-        self._attached = None
-        self._objectives.clear()
-        self.micro_batch.abandon()
-        self.micro_batch.objective = lambda outputs: None
-        self._group = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,10 +329,6 @@ class StepGroup:
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False
-        for ticket in tickets:
-            ticket.micro_batch.objective = (
-                ticket.objective if not ticket.micro_batch.forwarded else lambda outputs: None
-            )
         self._run_until_planned(step, tickets, hyper, clipping)
         for ticket in tickets:
             ticket.finish_propagation()

@@ -70,6 +70,11 @@ class Arguments:
 
         return inputs, give_back
 
+    def forget(self) -> None:
+        """Lets go of everything."""
+        self._leaves, self._callers, self._seen, self.written = [], [], [], []
+        self._shape.forget_originals()
+
     def _build(self, leaves: list[Any], made: list[Made]) -> Inputs:
         args, values = unflatten(leaves, self._shape, made)
         return args, dict(zip(self._names, values, strict=True))

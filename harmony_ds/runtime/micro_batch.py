@@ -143,6 +143,16 @@ class MicroBatch:
         self.forwarded = False
         self._cursor = self._numbers = 0
 
+    def close(self) -> None:
+        """Its step is over: it holds neither inputs nor the program's objects any more."""
+        self.abandon()
+        self.forward = self.objective = _nothing
+        self.inputs = (), {}
+
+
+def _nothing(*_: Any) -> None:
+    """Of a micro-batch that is done with."""
+
 
 def loss_of(outputs: Any) -> Tensor:
     """The loss among a model's outputs: `.loss`, `["loss"]`, the first of a tuple, or the scalar itself.

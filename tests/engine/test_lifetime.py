@@ -366,3 +366,18 @@ def test_a_process_without_harmony_ds_reads_what_was_saved(tmp_path: Path) -> No
     run = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_a_loss_that_is_kept_does_not_keep_its_inputs(no_collections: None) -> None:
+    def alive() -> int:
+        return sum(type(o) is torch.Tensor and o.dtype == torch.int64 and o.dim() == 2 for o in gc.get_objects())
+
+    with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
+        before = alive()
+        losses = []
+        for index in range(4):
+            losses.append(engine(**LLAMA.batch(index)))
+            engine.backward(losses[-1])
+            engine.step()
+        assert alive() == before
+        assert all(loss.item() > 0 for loss in losses)

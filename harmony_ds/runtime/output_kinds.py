@@ -1,0 +1,51 @@
+"""What a model returns, by the form of its call: whether its loss can stay pending."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harmony_ds.errors import BatchError
+from harmony_ds.runtime.micro_batch import loss_of
+
+
+@dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What calls of one form (these keyword arguments, that many positional ones) return.
+
+    Attributes:
+        pending: whether the loss can stay pending: there is a scalar loss among the outputs, and nothing is written into
+            the arguments.
+        bare: whether the output is that scalar itself.
+        dtype: of the loss.
+    """
+
+    pending: bool
+    bare: bool
+    dtype: torch.dtype
+
+
+class OutputKinds:
+    """Learns what a model returns, from the first time each form of call is measured."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, OutputKind] = {}
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputKind | None:
+        return self._known.get(self._form(args, kwargs))
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, writes: bool) -> None:
+        """`writes`: whether forward wrote into containers that it was given, which its caller may look at."""
+        try:
+            loss = loss_of(outputs)
+            # A tuple may be unpacked at once, so it cannot stay pending.
+            kind = OutputKind(not isinstance(outputs, tuple) and not writes, outputs is loss, loss.dtype)
+        except BatchError:
+            kind = OutputKind(False, False, torch.float32)
+        self._known[self._form(args, kwargs)] = kind
+
+    @staticmethod
+    def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        return len(args), frozenset(key for key, value in kwargs.items() if value is not None)
