@@ -376,7 +376,7 @@ def test_a_loss_that_is_kept_does_not_keep_its_inputs(no_collections: None) -> N
         before = alive()
         losses = []
         for index in range(4):
-            losses.append(engine(**LLAMA.batch(index)))
+            losses.append(engine(**LLAMA.batch(index)).loss)
             engine.backward(losses[-1])
             engine.step()
         assert alive() == before
