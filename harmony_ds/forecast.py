@@ -12,7 +12,8 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.packing import Packer, uniform_bounds
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import (

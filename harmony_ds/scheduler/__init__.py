@@ -3,7 +3,8 @@
 from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
-from harmony_ds.scheduler.packing import ElementBytes, Packer, pack_uniformly, uniform_bounds
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import Prediction
@@ -28,7 +29,6 @@ __all__ = [
     "compose_forward",
     "compose_step",
     "make_plan",
-    "pack_uniformly",
     "uniform_bounds",
     "validate",
     "walk_memory",

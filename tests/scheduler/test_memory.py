@@ -19,10 +19,9 @@ from harmony_ds.scheduler import (
     Policy,
     compose_forward,
     compose_step,
-    pack_uniformly,
     walk_memory,
 )
-from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
+from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
