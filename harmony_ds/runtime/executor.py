@@ -41,7 +41,7 @@ RESIDENT = -1
 UNCALLED = 2**30
 """And what no pack has: nobody waits for it to be swapped in, so it comes last."""
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, Task], None]
 _POLICY = Policy()
 
 
@@ -159,7 +159,7 @@ class Executor:
                     finally:
                         parts.device.discharge(nbytes)
                     if self.on_progress is not None:
-                        self.on_progress(done + 1, total, str(task))
+                        self.on_progress(done + 1, total, task)
         except BaseException:
             parts.random.undo()
             raise

@@ -2,6 +2,7 @@
 
 from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.grid import format_plan
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import uniform_bounds
@@ -28,6 +29,7 @@ __all__ = [
     "TaskKind",
     "compose_forward",
     "compose_step",
+    "format_plan",
     "make_plan",
     "uniform_bounds",
     "validate",

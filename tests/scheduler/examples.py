@@ -71,3 +71,7 @@ def is_cut(bounds: Bounds | None, count: int) -> bool:
 
 def text(tasks: Iterable[Task]) -> str:
     return " ".join(map(str, tasks))
+
+
+def parse(tasks: str) -> tuple[Task, ...]:
+    return tuple(map(Task.parse, tasks.split()))
