@@ -40,8 +40,8 @@ from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.runtime.group import GroupParts, OutputKinds, StepGroup
 from harmony_ds.runtime.inputs import take_over
 from harmony_ds.runtime.pending import PendingLoss
-from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.plan import Plan, Task
+from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
 

@@ -62,6 +62,25 @@ class Machine:
     device_bytes: int | None = None
     peer_bytes_per_ms: float = 0.0
 
+    def with_link(self, factor: float) -> Machine:
+        """The machine with a link so many times as fast."""
+        return replace(
+            self,
+            swap_in_bytes_per_ms=self.swap_in_bytes_per_ms * factor,
+            swap_out_bytes_per_ms=self.swap_out_bytes_per_ms * factor,
+            link_bytes_per_ms=self.link_bytes_per_ms * factor,
+        )
+
+    def with_host_memory(self, factor: float) -> Machine:
+        """The machine with host memory so many times as fast, and updates with it."""
+        return replace(
+            self,
+            host_bytes_per_ms=self.host_bytes_per_ms * factor,
+            update_elements_per_ms=self.update_elements_per_ms * factor,
+            norm_elements_per_ms=self.norm_elements_per_ms * factor,
+            update_bytes_per_element=self.update_bytes_per_element / factor,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, TaskKind
 from harmony_ds.runtime.timeline import NOT_RECORDED
-from harmony_ds.scheduler.simulate import STREAMS
+from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
 
