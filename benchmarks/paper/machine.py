@@ -107,7 +107,7 @@ def estimated(model: Model, sizes: Sequence[int], optimizer: str) -> Profile:
         names = [name for name in graph.layer_at(position).parameters if name not in seen]
         seen.update(names)
         elements = sum(graph.parameter(name).numel for name in names)
-        given = (inputs if position == 0 else call.stash_bytes + call.again_bytes) // sizes[0]
+        given = (inputs if position == 0 else call.stash_bytes + call.stash_again_bytes) // sizes[0]
         states = 2 if optimizer == "adam" else 1
         layers.append(LayerCost(4 * elements, 0, 4 * states * elements, given, UPDATE_MS[optimizer] * elements))
     layers.append(LayerCost(0, 0, 0, costs.tail_bytes // sizes[0] // 3, 0.0))

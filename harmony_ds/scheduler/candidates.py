@@ -59,7 +59,7 @@ def packings(
         if (backward, None) not in seen:
             seen.add((backward, None))
             yield whole, f"{len(whole.backward)} packs {name}"
-        if request.pack_layers is not None:
+        if request.is_manual:
             continue
         for multiple in _FORWARD_MULTIPLES:
             # Forward packs hold no gradients and no graph: several backward packs fit in one.

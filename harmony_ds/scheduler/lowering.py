@@ -77,25 +77,21 @@ class Lowering:
         match task.kind:
             case TaskKind.FORWARD | TaskKind.FUSED | TaskKind.BACKWARD:
                 self._run(tasks, pack)
-            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                self._move_stash(task, pack)
-            case TaskKind.NORM | TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
-                self._finish(task, pack)
-            case _:
-                self._swap(task, pack)
-
-    def _swap(self, task: Task, pack: Pack) -> None:
-        match task.kind:
             case TaskKind.SWAP_IN:
                 after = self._owner_updates(pack.parameters)
                 self._arrived[task.pack] = self._copy_in((task,), pack.weight_bytes, after)
             case TaskKind.EVICT:
-                self._swap_in_after = [self._last[COMPUTE]] if COMPUTE in self._last else []
+                self._swap_in_after = list(self._latest(COMPUTE))
             case TaskKind.SWAP_OUT:
                 self._swap_out(task, pack)
-            case _:
-                assert task.kind is TaskKind.FREE_GRADIENTS, task
+            case TaskKind.FREE_GRADIENTS:
                 self._compute_after.append(self._gone[task.pack])
+            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
+                self._move_stash(task, pack)
+            case TaskKind.NORM:
+                self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
+            case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
+                self._update_pack(task, pack)
 
     def _move_stash(self, task: Task, pack: Pack) -> None:
         if self._leaving is not None:
@@ -108,17 +104,14 @@ class Lowering:
         else:
             self._stashed[task.pack, task.micro_batch] = self._copy_in((task,), nbytes, self._latest(SWAP_OUT))
 
-    def _finish(self, task: Task, pack: Pack) -> None:
-        if task.kind is TaskKind.NORM:
-            self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
-            return
+    def _update_pack(self, task: Task, pack: Pack) -> None:
+        normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
-            after = (self._gone[task.pack], *self._norms[-1:])
-            done = self._update((task,), pack.update_elements, after)
+            done = self._update((task,), pack.update_elements, (self._gone[task.pack], *normed))
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
-            done = self._compute((task,), duration, tuple(self._norms[-1:]))
+            done = self._compute((task,), duration, normed)
         self._updated.update(dict.fromkeys(pack.owned, done))
 
     def _run(self, tasks: _Tasks, pack: Pack) -> None:
@@ -159,21 +152,18 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
-        issued = self._host(tasks, machine.task_ms, updates)
-        duration = machine.swap_ms + nbytes / machine.swap_in_bytes_per_ms
-        after = (*issued, *updates, *self._swap_in_after)
-        return self._add(SWAP_IN, tasks, duration, after, self._link_demand(machine.swap_in_bytes_per_ms))
+        after = (*self._host(tasks, machine.task_ms, updates), *updates, *self._swap_in_after)
+        demands = self._link_demand(machine.swap_in_bytes_per_ms)
+        return self._add(SWAP_IN, tasks, machine.swap_in_ms(nbytes), after, demands)
 
     def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = ()) -> int:
         machine = self._machine
-        issued = self._host(tasks, machine.task_ms, freed)
-        duration = machine.swap_ms + nbytes / machine.swap_out_bytes_per_ms
-        after = (*issued, *freed, *self._latest(COMPUTE))
-        return self._add(SWAP_OUT, tasks, duration, after, self._link_demand(machine.swap_out_bytes_per_ms))
+        after = (*self._host(tasks, machine.task_ms, freed), *freed, *self._latest(COMPUTE))
+        demands = self._link_demand(machine.swap_out_bytes_per_ms)
+        return self._add(SWAP_OUT, tasks, machine.swap_out_ms(nbytes), after, demands)
 
     def _update(self, tasks: _Tasks, elements: int, after: tuple[int, ...]) -> int:
-        duration = self._machine.update_ms + elements / self._machine.update_elements_per_ms
-        return self._add(UPDATE, tasks, duration, after, self._host_demand())
+        return self._add(UPDATE, tasks, self._machine.host_update_ms(elements), after, self._host_demand())
 
     def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The host's part in a task; where nothing overlaps, it is part of the task itself."""

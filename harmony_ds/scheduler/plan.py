@@ -204,11 +204,6 @@ class Plan:
     def packs(self) -> tuple[Pack, ...]:
         return self.packing.packs
 
-    @property
-    def stash_on_host(self) -> bool:
-        """Whether any stashed input waits on the host."""
-        return self.policy.stash_on_host > 0
-
     def to_json(self) -> str:
         return json.dumps({**asdict(replace(self, tasks=())), "tasks": [str(task) for task in self.tasks]})
 
