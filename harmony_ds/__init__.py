@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.runtime.random_streams import micro_batch_seed
+    from harmony_ds.scheduler.grid import format_plan
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
     from harmony_ds.scheduler.trace import ExecutedStep
     from harmony_ds.weights import load_weights
@@ -53,6 +54,7 @@ _HOMES = {
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
     "add_config_arguments": "arguments",
+    "format_plan": "scheduler.grid",
     "init_distributed": "distributed",
     "initialize": "engine",
     "install_as_deepspeed": "integrations.as_deepspeed",
@@ -95,6 +97,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "add_config_arguments",
+    "format_plan",
     "init_distributed",
     "initialize",
     "install_as_deepspeed",

@@ -10,21 +10,14 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.packing import Packer, uniform_bounds
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.simulate import (
-    COMPUTE,
-    HOST,
-    SWAP_IN,
-    SWAP_OUT,
-    UPDATE,
-    Prediction,
-    simulate,
-    with_faster,
-)
+from harmony_ds.scheduler.simulate import Prediction, simulate
+from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.survey import Survey
 
 _MASTER_BYTES = 4
@@ -183,12 +176,8 @@ def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
 def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
     costs, machine = situation.survey.costs, situation.survey.profile.machine
     for what, changed_costs, changed_machine in (
-        ("a link twice as fast", costs, with_faster(with_faster(machine, SWAP_IN, 2.0), SWAP_OUT, 2.0)),
-        (
-            "host memory twice as fast",
-            costs,
-            replace(with_faster(machine, UPDATE, 2.0), host_bytes_per_ms=2 * machine.host_bytes_per_ms),
-        ),
+        ("a link twice as fast", costs, machine.with_link(2.0)),
+        ("host memory twice as fast", costs, machine.with_host_memory(2.0)),
         ("a device that computes twice as fast", _faster(costs), machine),
     ):
         prediction = simulate(now.plan, changed_costs, changed_machine)

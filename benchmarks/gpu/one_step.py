@@ -19,7 +19,7 @@ from suite import add_point_options, device, point, results_folder, write
 
 import harmony_ds
 from harmony_ds.bench.task import Task
-from harmony_ds.scheduler.simulate import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.survey import update_cost
 
 _TRIAD_ELEMENTS = 2**26

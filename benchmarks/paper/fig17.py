@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from models import Model, gpt2
 from training import Ours, adamw, interleaved, planned_bytes
 
+from benchmarks.vldb22.planner import Mode, PackCosts, Profile, Schedule, Setup, simulate
 from harmony_ds.forecast import Situation, forecast
-from harmony_ds.scheduler.devices import Mode, PackCosts, Profile, Schedule, Setup, simulate
-from harmony_ds.scheduler.partition import constant
+from harmony_ds.scheduler.partition import uniform_bounds
 
 LAYERS = (4, 8, 16, 32, 64)
 ROWS, GROUP = 1, 2
@@ -76,7 +76,7 @@ def _simulated() -> list[Content]:
     rows: list[Content] = []
     for billions in BILLIONS:
         costs = PackCosts(_profile(billions))
-        bounds = constant(costs.count, PACK)
+        bounds = uniform_bounds(costs.count, PACK)
         schedule = Schedule(1, bounds[:-1], 1, bounds)
         row: dict[str, Any] = {"billions": billions, "host_bytes": _host_bytes(billions)}
         for mode in Mode:

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from models import Model, bert
 from training import Batch, Ours, Plain, interleaved, planned_bytes, sgd
 
+from benchmarks.vldb22.planner import Mode, Schedule, Setup, simulate
 from harmony_ds import DoesNotFitError
-from harmony_ds.scheduler.devices import Mode, Schedule, Setup, simulate
-from harmony_ds.scheduler.partition import constant
+from harmony_ds.scheduler.partition import uniform_bounds
 
 SAMPLES = 16
 SIZES, PACKS = (1, 2, 4, 8), (1, 2, 4, 8)
@@ -104,7 +104,7 @@ def _simulated() -> Content:
     cells: list[Content] = []
     for rows in PAPER_SIZES:
         for layers in PAPER_PACKS:
-            bounds = constant(costs.count, layers)
+            bounds = uniform_bounds(costs.count, layers)
             needed = max(costs.memory(True, rows)(*pack) for pack in pairwise(bounds))
             needed = max(needed, *(costs.memory(False, 2 * rows)(*pack) for pack in pairwise(bounds[:-1])))
             schedule = Schedule(2 * rows, bounds[:-1], rows, bounds)

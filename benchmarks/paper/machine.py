@@ -6,19 +6,17 @@ the roofline estimate (`harmony_ds.profiler.roofline`), which `checks` lays besi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from common import GIB, ROOT
+from common import GIB
 from models import Model, bert, gpt2, resnet, vgg
 
-from harmony_ds.config import Config, load_config
-from harmony_ds.profiler.hardware import Gpu, Hardware, Host, known_hardware
-from harmony_ds.scheduler.devices import (
+from benchmarks.vldb22 import reference
+from benchmarks.vldb22.planner import (
     HARMONY_VLDB22,
     Answer,
     Effort,
@@ -33,11 +31,11 @@ from harmony_ds.scheduler.devices import (
     search,
     simulate,
 )
-from harmony_ds.scheduler.partition import constant, fits_all, within
+from benchmarks.vldb22.planner.cuts import fits_all, within
+from harmony_ds.config import Config, load_config
+from harmony_ds.profiler.hardware import Gpu, Hardware, Host, known_hardware
+from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.survey import Survey, estimate
-
-sys.path.append(str(ROOT / "benchmarks" / "vldb22"))  # not a package: its scripts are run by path, as these are
-import reference
 
 _Item = TypeVar("_Item")
 
@@ -109,7 +107,7 @@ def estimated(model: Model, sizes: Sequence[int], optimizer: str) -> Profile:
         names = [name for name in graph.layer_at(position).parameters if name not in seen]
         seen.update(names)
         elements = sum(graph.parameter(name).numel for name in names)
-        given = (inputs if position == 0 else call.stash_bytes + call.again_bytes) // sizes[0]
+        given = (inputs if position == 0 else call.stash_bytes + call.stash_again_bytes) // sizes[0]
         states = 2 if optimizer == "adam" else 1
         layers.append(LayerCost(4 * elements, 0, 4 * states * elements, given, UPDATE_MS[optimizer] * elements))
     layers.append(LayerCost(0, 0, 0, costs.tail_bytes // sizes[0] // 3, 0.0))
@@ -236,8 +234,7 @@ PAPER = {
 
 def published_profile(name: str) -> Profile:
     """Of BERT-Large, BERT-96, GPT2-Medium or GPT2-10B: what the original measured on one of its cards."""
-    path = ROOT / "benchmarks" / "vldb22" / "data" / f"prof_{name.lower().replace('-', '_')}.json"
-    return Profile.from_json(path.read_text(encoding="utf-8"))
+    return reference.profile_of(name.lower().replace("-", "_"))
 
 
 @cache
@@ -302,7 +299,7 @@ def each_alone(costs: PackCosts, setup: Setup) -> Found:
 def _even(costs: PackCosts, rows: int) -> Iterator[Schedule]:
     """Packs of every equal size that fit."""
     for layers in range(1, costs.count + 1):
-        bounds = constant(costs.count, layers)
+        bounds = uniform_bounds(costs.count, layers)
         if not fits_all(bounds, within(costs.memory(True, rows), CAP_BYTES)):
             return
         yield Schedule(rows, bounds[:-1], rows, bounds)

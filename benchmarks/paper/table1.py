@@ -12,7 +12,7 @@ from common import OURS, PUBLISHED, SIMULATED, Content, Experiment, Options, pan
 from machine import CAP_BYTES, MACHINE, best, checks, costs_of, shipped
 from matplotlib.figure import Figure
 
-from harmony_ds.scheduler.devices import Effort, Mode, Setup, simulate
+from benchmarks.vldb22.planner import Effort, Mode, Setup, simulate
 
 CASES = (("BERT-Large", 600), ("BERT-96", 64), ("GPT2-Medium", 256), ("GPT2-10B", 32), ("GPT2-XL", 64), ("VGG416", 64))
 LARGEST = {"BERT-Large": (243, 78), "BERT-96": (243, 78)}

@@ -1,14 +1,12 @@
-"""The rows of `run` as a page."""
+"""What `run` found, as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from reference import LAST_PROFILED
-
-if TYPE_CHECKING:
-    from run import Row, Scaling
+from benchmarks.vldb22.planner import Answer, Setup
+from benchmarks.vldb22.reference import LAST_PROFILED, Shipped
 
 _HEAD = """# Harmony's published schedules, simulated and improved
 
@@ -50,6 +48,34 @@ the same packs. Where N does not divide 32 the first devices of vDP have one sam
 | mode | N | published packs: s | speed-up | best found | s | speed-up |
 |---|---|---|---|---|---|---|
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shipped schedule in one mode.
+
+    Attributes:
+        case: the schedule.
+        overlap: the mode.
+        simulated_s: the same schedule here.
+        differences: kinds of bytes that differ.
+        answer: the best schedule found under the memory of the shipped one.
+    """
+
+    case: Shipped
+    overlap: bool
+    simulated_s: float
+    differences: tuple[str, ...]
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """One number of devices, overlapped: milliseconds of the shipped packs and of the best schedule found."""
+
+    setup: Setup
+    shipped_ms: float
+    answer: Answer
 
 
 def report(rows: Sequence[Row], scalings: Sequence[Scaling], seconds: float) -> str:

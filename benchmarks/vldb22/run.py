@@ -8,14 +8,10 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from reference import LARGEST, Shipped, costs_of, shipped
-from report import report
-
-from harmony_ds.scheduler.devices import (
+from benchmarks.vldb22.planner import (
     HARMONY_VLDB22,
     Answer,
     Mode,
@@ -26,37 +22,11 @@ from harmony_ds.scheduler.devices import (
     search,
     simulate,
 )
+from benchmarks.vldb22.reference import LARGEST, Shipped, costs_of, shipped
+from benchmarks.vldb22.report import Row, Scaling, report
 
 _DOCS = Path(__file__).parents[2] / "docs" / "vldb22.md"
 SCALED = "gpt2_10b"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One shipped schedule in one mode.
-
-    Attributes:
-        case: the schedule.
-        overlap: the mode.
-        simulated_s: the same schedule here.
-        differences: kinds of bytes that differ.
-        answer: the best schedule found under the memory of the shipped one.
-    """
-
-    case: Shipped
-    overlap: bool
-    simulated_s: float
-    differences: tuple[str, ...]
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """One number of devices, overlapped: milliseconds of the shipped packs and of the best schedule found."""
-
-    setup: Setup
-    shipped_ms: float
-    answer: Answer
 
 
 def main() -> None:

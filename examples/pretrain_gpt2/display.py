@@ -43,9 +43,9 @@ class Display:
     ) -> None:
         self._progress.stop()
 
-    def position(self, done: int, total: int, what: str) -> None:
+    def position(self, done: int, total: int, what: object) -> None:
         """Show that `done` of the step's `total` tasks are done, the last of them `what`."""
-        self._progress.update(self._step_task, completed=done, total=total, note=what)
+        self._progress.update(self._step_task, completed=done, total=total, note=str(what))
 
     def step(self, loss: float, learning_rate: float, gradient_norm: float) -> None:
         """Show the end of a step; its time is counted from the end of the one before."""

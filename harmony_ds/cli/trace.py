@@ -25,7 +25,8 @@ from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.trace import ExecutedStep, busy_of, trace_of
+from harmony_ds.scheduler.spans import busy_of
+from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.subject import Subject, load_subject
 from harmony_ds.survey import Survey
 

@@ -41,8 +41,8 @@ from harmony_ds.runtime.group import GroupParts, StepGroup
 from harmony_ds.runtime.inputs import Arguments
 from harmony_ds.runtime.output_kinds import OutputKinds
 from harmony_ds.runtime.pending import PendingLoss
-from harmony_ds.scheduler.bounds import lower_bound_bytes, zero3_offload_bytes
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Plan, Task
+from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
 
@@ -573,7 +573,7 @@ class HarmonyEngine(Checkpoints):
         """The plan of a full group; None before the first micro-batch has been measured."""
         return self._runner.planner.plan
 
-    def on_progress(self, callback: Callable[[int, int, str], None] | None) -> None:
+    def on_progress(self, callback: Callable[[int, int, Task], None] | None) -> None:
         """`callback(done, total, task)` is called after each task of a step."""
         self._runner.executor.on_progress = self._reports.progress(callback)
 

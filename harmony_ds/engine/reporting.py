@@ -10,19 +10,20 @@ from typing import Any
 
 from harmony_ds.config import Config
 from harmony_ds.distributed import init_distributed
+from harmony_ds.scheduler.plan import Task, TaskKind
 
 _logger = logging.getLogger("harmony_ds.progress")
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, Task], None]
 Event = tuple[str, float, int]
 _FIRST_TIMED = 2  # DeepSpeed's throughput leaves two steps out
 
 _TIMERS = {
-    "fwd": "F",
-    "fwd_bwd": "L",
-    "bwd": "B",
-    "swap_in": "IT",
-    "swap_out": "OSEG",
-    "step": "UDN",
+    "fwd": (TaskKind.FORWARD,),
+    "fwd_bwd": (TaskKind.FUSED,),
+    "bwd": (TaskKind.BACKWARD,),
+    "swap_in": (TaskKind.SWAP_IN, TaskKind.STASH_IN),
+    "swap_out": (TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
+    "step": (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE, TaskKind.NORM),
 }
 """Name of a timer: the kinds of tasks whose time it is."""
 
@@ -45,8 +46,8 @@ class TaskTimes:
         self._ms = dict.fromkeys(_TIMERS, 0.0)
         self._since = time.perf_counter()
 
-    def __call__(self, done: int, total: int, task: str) -> None:
-        self._note(self._name_of[task[0]])
+    def __call__(self, done: int, total: int, task: Task) -> None:
+        self._note(self._name_of[task.kind])
         if self.callback is not None:
             self.callback(done, total, task)
             self._since = time.perf_counter()

@@ -22,13 +22,13 @@ class CallCost:
     Attributes:
         alive_bytes: what a micro-batch holds while it waits before this call: this call's inputs, and whatever the
             code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
-        lingering_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device when
-            the stash goes to the host.
-        staying_bytes: what of alive_bytes may still be there when the forward pass is over.
+        alive_and_stashed_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device
+            when the stash goes to the host.
+        alive_after_forward_bytes: what of alive_bytes may still be there when the forward pass is over.
         stash_bytes: inputs of this call that an earlier layer produced and no earlier call took.
-        again_bytes: those that an earlier call took too: they go to the host and back with this call's pack once more.
-        borrowed_bytes: those that the call before it took too, which do so only where a pack begins here.
-        pinned_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
+        stash_again_bytes: those that an earlier call took too: they go to the host and back with this pack once more.
+        stash_again_at_cut_bytes: those that the call before it took too, which do so only where a pack begins here.
+        stash_base_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
         shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
         forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
         graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
@@ -46,12 +46,12 @@ class CallCost:
     """
 
     alive_bytes: int = 0
-    lingering_bytes: int = 0
-    staying_bytes: int = 0
+    alive_and_stashed_bytes: int = 0
+    alive_after_forward_bytes: int = 0
     stash_bytes: int = 0
-    again_bytes: int = 0
-    borrowed_bytes: int = 0
-    pinned_bytes: int = 0
+    stash_again_bytes: int = 0
+    stash_again_at_cut_bytes: int = 0
+    stash_base_bytes: int = 0
     shared_bytes: int = 0
     forward_bytes: int = 0
     graph_bytes: int = 0
@@ -64,6 +64,11 @@ class CallCost:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     fused_ms: float = 0.0
+
+    @property
+    def stashed_bytes(self) -> int:
+        """What stashing its inputs keeps on the device."""
+        return self.stash_bytes + self.stash_base_bytes
 
     def worst(self, other: CallCost) -> CallCost:
         """At least as much of everything as either."""
@@ -82,7 +87,7 @@ class CostTable:
             the stash: arguments that layers share, and the graph of the code between them.
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
-        held_lingering_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
+        held_and_stashed_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
         in_pieces: whether layer calls are cut into pieces of a micro-batch's rows. The fused pack then keeps no graph:
             it runs forward and backward as any other does.
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
@@ -95,7 +100,7 @@ class CostTable:
     held_bytes: int = 0
     scalar_bytes: int = 0
     margin_bytes: int = 0
-    held_lingering_bytes: int = 0
+    held_and_stashed_bytes: int = 0
     head_ms: float = 0.0
     tail_ms: float = 0.0
     in_pieces: bool = False
@@ -107,15 +112,5 @@ class CostTable:
         for table in (self, other):
             for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
                 costs[position] = costs[position].worst(cost)
-        return CostTable(
-            order,
-            tuple(costs),
-            max(self.tail_bytes, other.tail_bytes),
-            max(self.held_bytes, other.held_bytes),
-            max(self.scalar_bytes, other.scalar_bytes),
-            max(self.margin_bytes, other.margin_bytes),
-            max(self.held_lingering_bytes, other.held_lingering_bytes),
-            max(self.head_ms, other.head_ms),
-            max(self.tail_ms, other.tail_ms),
-            self.in_pieces or other.in_pieces,
-        )
+        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs")]
+        return CostTable(order, tuple(costs), *(max(getattr(self, name), getattr(other, name)) for name in rest))

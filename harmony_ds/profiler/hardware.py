@@ -209,7 +209,7 @@ def hardware_of(name: str) -> Hardware:
     Raises:
         ConfigError: a part of the name is unknown; says the nearest one.
     """
-    catalogue = _catalogue()
+    catalogue = known_hardware()
     first, *rest = name.lower().split("/")
     gpu = catalogue.gpus.get(first)
     if gpu is None:
@@ -225,11 +225,6 @@ def hardware_of(name: str) -> Hardware:
     return Hardware(gpu, link, host, catalogue.typical)
 
 
-def known_hardware() -> Catalogue:
-    """Everything that has a name."""
-    return _catalogue()
-
-
 @dataclass(frozen=True, slots=True)
 class Catalogue:
     """The content of `hardware.json`."""
@@ -241,7 +236,8 @@ class Catalogue:
 
 
 @cache
-def _catalogue() -> Catalogue:
+def known_hardware() -> Catalogue:
+    """Everything that has a name."""
     text = files("harmony_ds.profiler").joinpath("hardware.json").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = json.loads(text)
     return Catalogue(

@@ -18,7 +18,7 @@ from harmony_ds.profiler.costs import CallCost, CostTable
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 1
+_FORMAT = 2
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 
 
@@ -42,7 +42,6 @@ class Machine:
         beside_update: speed of compute, and of the update, while both run; 1.0 where they do not disturb each other.
         device_update_elements_per_ms: parameters that the device's optimizer updates.
         device_bytes: device memory.
-        peer_bytes_per_ms: of the link between two devices.
     """
 
     name: str
@@ -60,7 +59,34 @@ class Machine:
     task_ms: float = 0.0
     beside_update: float = 1.0
     device_bytes: int | None = None
-    peer_bytes_per_ms: float = 0.0
+
+    def swap_in_ms(self, nbytes: float) -> float:
+        return self.swap_ms + nbytes / self.swap_in_bytes_per_ms
+
+    def swap_out_ms(self, nbytes: float) -> float:
+        return self.swap_ms + nbytes / self.swap_out_bytes_per_ms
+
+    def host_update_ms(self, elements: int) -> float:
+        return self.update_ms + elements / self.update_elements_per_ms
+
+    def with_link(self, factor: float) -> Machine:
+        """The machine with a link so many times as fast."""
+        return replace(
+            self,
+            swap_in_bytes_per_ms=self.swap_in_bytes_per_ms * factor,
+            swap_out_bytes_per_ms=self.swap_out_bytes_per_ms * factor,
+            link_bytes_per_ms=self.link_bytes_per_ms * factor,
+        )
+
+    def with_host_memory(self, factor: float) -> Machine:
+        """The machine with host memory so many times as fast, and updates with it."""
+        return replace(
+            self,
+            host_bytes_per_ms=self.host_bytes_per_ms * factor,
+            update_elements_per_ms=self.update_elements_per_ms * factor,
+            norm_elements_per_ms=self.norm_elements_per_ms * factor,
+            update_bytes_per_element=self.update_bytes_per_element / factor,
+        )
 
 
 @dataclass(frozen=True, slots=True)

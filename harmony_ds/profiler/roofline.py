@@ -13,8 +13,9 @@ token padded?" is answered as for data without padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -159,72 +160,68 @@ class _FusedAttention(TorchFunctionMode):
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
-        self._attention = _cuda_attention if kernels is Kernels.CUDA else _cpu_attention
+        self._kernels = kernels
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            fused = _attention(self._attention, *args, **kwargs)
+            fused = _Attention(*args, **kwargs).run(self._kernels)
             if fused is not None:
                 return fused
         return func(*args, **kwargs)
 
 
-_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None], Tensor | None]
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """The arguments of `F.scaled_dot_product_attention`."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
-def _attention(  # noqa: PLR0913, PLR0917 - the signature of F.scaled_dot_product_attention
-    kernel: _Kernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """(B, H, T, E) attention, or None where no fused kernel takes it: then torch multiplies matrices."""
-    if query.dim() != 4 or query.device.type != "meta":
-        return None
-    assert enable_gqa or key.shape[1] == query.shape[1]
-    return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    def run(self, kernels: Kernels) -> Tensor | None:
+        """(B, H, T, E) attention, or None where no fused kernel takes it: then torch multiplies matrices."""
+        if self.query.dim() != 4 or self.query.device.type != "meta":
+            return None
+        assert self.enable_gqa or self.key.shape[1] == self.query.shape[1]
+        return self._on_cuda() if kernels is Kernels.CUDA else self._on_cpu()
 
+    def _on_cuda(self) -> Tensor:
+        """Flash attention in half precision without a mask, else the memory-efficient kernel."""
+        query, key, value, mask = self.query, self.key, self.value, self.attn_mask
+        fits_flash = query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD
+        if mask is None and fits_flash:
+            flash: Tensor = _aten._scaled_dot_product_flash_attention(
+                query, key, value, self.dropout_p, self.is_causal, False, scale=self.scale
+            )[0]
+            return flash
+        if key.shape[1] != query.shape[1]:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        if mask is not None:
+            mask = _additive(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
+        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, True, self.dropout_p, self.is_causal, scale=self.scale
+        )[0]
+        return efficient
 
-def _cuda_attention(  # noqa: PLR0913, PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> Tensor | None:
-    """Flash attention in half precision without a mask, else the memory-efficient kernel."""
-    fits_flash = query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD
-    if mask is None and fits_flash:
-        flash: Tensor = _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout, causal, False, scale=scale
+    def _on_cpu(self) -> Tensor | None:
+        """The CPU's flash attention, which knows no dropout, nor a gradient of the mask."""
+        query, value, mask = self.query, self.value, self.attn_mask
+        if self.dropout_p or (mask is not None and mask.requires_grad) or query.shape[-1] != value.shape[-1]:
+            return None
+        mask = None if mask is None else _additive(mask, query.dtype)
+        flash: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, self.key, value, self.dropout_p, self.is_causal, attn_mask=mask, scale=self.scale
         )[0]
         return flash
-    if key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    if mask is not None:
-        mask = _additive(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, True, dropout, causal, scale=scale
-    )[0]
-    return efficient
-
-
-def _cpu_attention(  # noqa: PLR0913, PLR0917
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> Tensor | None:
-    """The CPU's flash attention, which knows no dropout, nor a gradient of the mask."""
-    if dropout or (mask is not None and mask.requires_grad) or query.shape[-1] != value.shape[-1]:
-        return None
-    mask = None if mask is None else _additive(mask, query.dtype)
-    flash: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout, causal, attn_mask=mask, scale=scale
-    )[0]
-    return flash
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

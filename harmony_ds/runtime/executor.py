@@ -35,7 +35,7 @@ from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 UNCALLED = 2**30
 """The pack number under which what no layer call uses is updated: nobody waits for it, so it comes last."""
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, Task], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Executor:
                     finally:
                         parts.device.discharge(nbytes)
                     if self.on_progress is not None:
-                        self.on_progress(done + 1, total, str(task))
+                        self.on_progress(done + 1, total, task)
         except BaseException:
             parts.random.undo()
             raise

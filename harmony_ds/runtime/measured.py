@@ -17,14 +17,14 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        alive, lingering: before it, beyond what was alive before the first call; see `CallCost`.
+        alive, lingering: before it, beyond what was alive before the first call: what is not stashed too, and what is.
         gone: inputs that it took first and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
         glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran through the code behind it, those that waited for that not counted.
-        leaf, gradients, stash, again, borrowed, pinned: see `CallCost`.
+        leaf, gradients, stash, again, borrowed, pinned: see `_cost`, and what `CallCost` says of them.
         resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that propagating through it hands on.
@@ -85,7 +85,7 @@ class Seen:
             self.tail.forward,
             self.held,
             scalar_bytes=self.scalar,
-            held_lingering_bytes=self.held_lingering,
+            held_and_stashed_bytes=self.held_lingering,
         )
 
     def _cost(self, position: int) -> CallCost:
@@ -102,12 +102,12 @@ class Seen:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return CallCost(
             alive_bytes=call.alive,
-            lingering_bytes=call.lingering,
-            staying_bytes=max(0, call.alive - call.gone),
+            alive_and_stashed_bytes=call.lingering,
+            alive_after_forward_bytes=max(0, call.alive - call.gone),
             stash_bytes=call.stash,
-            again_bytes=call.again,
-            borrowed_bytes=call.borrowed,
-            pinned_bytes=call.pinned,
+            stash_again_bytes=call.again,
+            stash_again_at_cut_bytes=call.borrowed,
+            stash_base_bytes=call.pinned,
             shared_bytes=waiting,
             forward_bytes=forward,
             graph_bytes=call.graph + call.glue_kept,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from harmony_ds.device.base import Device, Issuing, Moment, Stream
 from harmony_ds.scheduler.plan import Plan, Task
-from harmony_ds.scheduler.simulate import COMPUTE, HOST, RESIDENT_SET, SWAP_IN, SWAP_OUT, UPDATE, Span, span_name
+from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep
 
 _TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT}
@@ -36,9 +36,6 @@ class _Entry:
     copies: list[tuple[Stream, Moment, Moment]] = field(default_factory=list)
     computes: Moment | None = None
     host_ms: list[tuple[float, float]] = field(default_factory=list)  # appended by the update thread
-
-    def name(self, stream: str) -> str:
-        return span_name(stream, RESIDENT_SET if self.task is None else self.task)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -163,10 +160,10 @@ class StepTimeline:
     def _host_spans(self, entry: _Entry, step_ms: float) -> Iterator[Span]:
         # Where nothing overlaps, the host's part in a task is the task itself.
         if self._device.copies_overlap and entry.task is not None:
-            yield Span(HOST, entry.name(HOST), entry.begin_ms - step_ms, entry.end_ms - step_ms, entry.tasks)
+            yield Span(HOST, entry.begin_ms - step_ms, entry.end_ms - step_ms, entry.tasks)
         if entry.host_ms:
             begin, end = entry.host_ms[0][0], entry.host_ms[-1][1]
-            yield Span(UPDATE, entry.name(UPDATE), begin - step_ms, end - step_ms, entry.tasks)
+            yield Span(UPDATE, begin - step_ms, end - step_ms, entry.tasks)
 
     def _device_spans(self, step: _Step) -> Iterator[Span]:
         """One span for all that a task did on a stream."""
@@ -179,8 +176,7 @@ class StepTimeline:
                 first.setdefault(stream, next(times))
                 last[stream] = next(times)
             for stream, begin in first.items():
-                track = _TRACKS[stream]
-                yield Span(track, entry.name(track), begin, last[stream], entry.tasks)
+                yield Span(_TRACKS[stream], begin, last[stream], entry.tasks)
 
 
 @contextmanager

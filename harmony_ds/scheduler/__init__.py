@@ -2,8 +2,10 @@
 
 from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.grid import format_plan
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
-from harmony_ds.scheduler.packing import ElementBytes, Packer, pack_uniformly, uniform_bounds
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import Prediction
@@ -27,8 +29,8 @@ __all__ = [
     "TaskKind",
     "compose_forward",
     "compose_step",
+    "format_plan",
     "make_plan",
-    "pack_uniformly",
     "uniform_bounds",
     "validate",
     "walk_memory",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import Request
-from harmony_ds.scheduler.packing import ElementBytes, Packer, uniform_bounds
-from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import resident_packs
 from harmony_ds.scheduler.time_bounds import TimeBounds
@@ -59,7 +59,7 @@ def packings(
         if (backward, None) not in seen:
             seen.add((backward, None))
             yield whole, f"{len(whole.backward)} packs {name}"
-        if request.pack_layers is not None:
+        if request.is_manual:
             continue
         for multiple in _FORWARD_MULTIPLES:
             # Forward packs hold no gradients and no graph: several backward packs fit in one.
@@ -84,7 +84,7 @@ def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request)
     times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
     weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
     for values, name in ((times, "of balanced time"), (weights, "of balanced memory")):
-        cuts = BestCuts(count, sum_of(values), Combine.MAX, count)
+        cuts = BestCuts(count, sum_of(values), Combine.MAX)
         for parts in _ladder(count):
             bounds = cuts.bounds(parts)
             if bounds is not None:

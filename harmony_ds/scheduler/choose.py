@@ -61,14 +61,14 @@ def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
 def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
     plan = draft_plan(packing, request, policy, 0)
-    validate(packing, plan.tasks, Group(tuple(range(request.micro_batches))), policy)
+    validate(packing, plan.tasks, Group.of(request.micro_batches), policy)
     peak = plan.resident_bytes + walk_memory(packing.packs, plan.tasks, costs).peak_bytes
     return replace(plan, peak_bytes=peak)
 
 
 def draft_plan(packing: Packing, request: Request, policy: Policy, peak_bytes: int) -> Plan:
     """The plan over given packs, its peak known from elsewhere, to be compared with others."""
-    tasks = compose_step(packing, Group(tuple(range(request.micro_batches))), policy)
+    tasks = compose_step(packing, Group.of(request.micro_batches), policy)
     stays = resident_bytes(packing, policy, request)
     return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.resident_set)
 

@@ -33,6 +33,11 @@ class Group:
     fresh: tuple[int, ...]
     forwarded: tuple[int, ...] = ()
 
+    @staticmethod
+    def of(count: int) -> Group:
+        """Fresh ones, numbered from 0."""
+        return Group(tuple(range(count)))
+
     @property
     def all(self) -> tuple[int, ...]:
         return tuple(sorted(self.fresh + self.forwarded))

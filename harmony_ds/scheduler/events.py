@@ -15,10 +15,6 @@ from dataclasses import dataclass
 _Demands = tuple[tuple[str, float], ...]
 
 
-class DeadlockError(ValueError):
-    """Jobs wait for each other in a circle."""
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One piece of work.
@@ -26,7 +22,7 @@ class Job:
     Attributes:
         streams: the streams it occupies, each in the order of the list that the job stands in.
         duration_ms: at full speed.
-        after: places in the list of the jobs that must have ended.
+        after: places of jobs before it in the list that must have ended.
         demands: resources and how much of each it draws at full speed, in the unit of their capacities.
     """
 
@@ -57,20 +53,16 @@ def run_jobs(
         jobs: in the order in which they are queued on their streams.
         capacities: of resources; one that is not named has no limit.
         crowded: resources that have a limit only while several jobs use them: two together may do less than one alone.
-
-    Raises:
-        DeadlockError: some jobs can never begin.
     """
+    assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
     limited = capacities or {}
-    if limited and any(resource in limited for job in jobs for resource, _ in job.demands):
-        return _run_together(jobs, _predecessors(jobs), _Speeds(limited, crowded))
-    if all(before < place for place, job in enumerate(jobs) for before in job.after):
-        return _run_in_order(jobs)
-    return _run_alone(jobs, _predecessors(jobs))
+    if any(resource in limited for job in jobs for resource, _ in job.demands):
+        return _run_together(jobs, _Speeds(limited, crowded))
+    return _run_alone(jobs)
 
 
-def _run_in_order(jobs: Sequence[Job]) -> Timeline:
-    """No job waits for one behind it, so each can be placed in turn; as `_run_alone`, several times as fast."""
+def _run_alone(jobs: Sequence[Job]) -> Timeline:
+    """Nobody slows anybody down: each job is placed in turn."""
     begin: list[float] = []
     end: list[float] = []
     free: dict[str, float] = {}
@@ -88,40 +80,17 @@ def _run_in_order(jobs: Sequence[Job]) -> Timeline:
     return Timeline(tuple(begin), tuple(end))
 
 
-def _predecessors(jobs: Sequence[Job]) -> list[set[int]]:
-    last_on: dict[str, int] = {}
-    waits_for: list[set[int]] = []
-    for place, job in enumerate(jobs):
-        before = set(job.after)
-        before.update(last_on[stream] for stream in job.streams if stream in last_on)
-        last_on.update(dict.fromkeys(job.streams, place))
-        waits_for.append(before)
-    return waits_for
-
-
-def _run_alone(jobs: Sequence[Job], waits_for: list[set[int]]) -> Timeline:
-    """Nobody slows anybody down: each job begins when the last one it waits for has ended."""
+def _run_together(jobs: Sequence[Job], speeds: _Speeds) -> Timeline:
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
-    ready = _Ready(waits_for)
-    for place in ready:
-        begin[place] = max((end[before] for before in waits_for[place]), default=0.0)
-        end[place] = begin[place] + jobs[place].duration_ms
-        ready.done(place)
-    return Timeline(tuple(begin), tuple(end))
-
-
-def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], speeds: _Speeds) -> Timeline:
-    begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
+    missing, followers = _dependencies(jobs)
+    ready = [place for place, count in enumerate(missing) if not count]
     left: dict[int, float] = {}  # running jobs, and the ms at full speed that each still takes
-    ready = _Ready(waits_for)
     now = 0.0
-    while True:
-        for place in ready.take():
+    while ready or left:
+        for place in ready:
             begin[place] = now
             left[place] = jobs[place].duration_ms
-        if not left:
-            ready.check_finished()
-            return Timeline(tuple(begin), tuple(end))
+        ready = []
         speed = speeds.of(tuple([jobs[place].demands for place in left]))
         step = min([ms / v for ms, v in zip(left.values(), speed, strict=True)])
         now += step
@@ -130,7 +99,25 @@ def _run_together(jobs: Sequence[Job], waits_for: list[set[int]], speeds: _Speed
             if left[place] <= 1e-9 * jobs[place].duration_ms:
                 del left[place]
                 end[place] = now
-                ready.done(place)
+                for other in followers[place]:
+                    missing[other] -= 1
+                    if not missing[other]:
+                        ready.append(other)
+    return Timeline(tuple(begin), tuple(end))
+
+
+def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
+    """For how many jobs each one waits, and which ones wait for it."""
+    last_on: dict[str, int] = {}
+    missing: list[int] = []
+    followers: list[list[int]] = [[] for _ in jobs]
+    for place, job in enumerate(jobs):
+        before = {*job.after, *(last_on[stream] for stream in job.streams if stream in last_on)}
+        last_on.update(dict.fromkeys(job.streams, place))
+        missing.append(len(before))
+        for other in before:
+            followers[other].append(place)
+    return missing, followers
 
 
 class _Speeds:
@@ -165,41 +152,3 @@ class _Speeds:
             )
             for demands in running
         ]
-
-
-class _Ready:
-    """Jobs whose predecessors have all ended, in the order in which that came about."""
-
-    def __init__(self, waits_for: list[set[int]]) -> None:
-        self._missing = [len(before) for before in waits_for]
-        self._followers: list[list[int]] = [[] for _ in waits_for]
-        for place, before in enumerate(waits_for):
-            for other in before:
-                self._followers[other].append(place)
-        self._queue = [place for place, missing in enumerate(self._missing) if not missing]
-        self._finished = 0
-
-    def take(self) -> list[int]:
-        taken, self._queue = self._queue, []
-        return taken
-
-    def __iter__(self) -> _Ready:
-        return self
-
-    def __next__(self) -> int:
-        if not self._queue:
-            self.check_finished()
-            raise StopIteration
-        return self._queue.pop()
-
-    def done(self, place: int) -> None:
-        self._finished += 1
-        for other in self._followers[place]:
-            self._missing[other] -= 1
-            if not self._missing[other]:
-                self._queue.append(other)
-
-    def check_finished(self) -> None:
-        if self._finished < len(self._missing):
-            waiting = [place for place, missing in enumerate(self._missing) if missing]
-            raise DeadlockError(f"jobs {waiting[:10]} wait for each other and can never begin")

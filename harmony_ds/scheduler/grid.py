@@ -1,22 +1,18 @@
-"""A plan as a table: time goes down, a row for each time that a pack runs; what moves meanwhile stands beside it.
-
-Knows tasks by their letters (see `scheduler.plan`).
-"""
+"""A plan as a table: time goes down, a row for each time that a pack runs; what moves meanwhile stands beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from harmony_ds.scheduler.plan import Pack, Plan, Policy, Task
+from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
 
 _WIDTH = 120
 _WIDEST_CELL = 24
 _ROWS_SHOWN = 48  # of each pass; of more, the first and the last
-_RUNS = {"F": "forward", "L": "fused", "B": "backward"}
+_RUNS = {TaskKind.FORWARD: "forward", TaskKind.FUSED: "fused", TaskKind.BACKWARD: "backward"}
+_UPDATES = (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 _HEADINGS = ("pass", "pack", "calls", "weights", "gradients", "swap in", "runs", "stash", "swap out", "update", "then")
 _RIGHT = ("pack", "weights", "gradients")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -26,20 +22,27 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 class _Visit:
     """The tasks from the first swap-in issued before a pack runs to the last one before the next pack's."""
 
-    pack: int = -1
-    letter: str = ""
+    runs: Task | None = None
     tasks: list[Task] = field(default_factory=list)
 
-    def numbers(self, letter: str) -> list[int]:
-        """Packs, or micro-batches where there are any, of the tasks of that letter."""
-        found = [task for task in self.tasks if task.kind.value == letter]
-        return [task.pack if task.micro_batch < 0 else task.micro_batch for task in found]
+    def numbers(self, kind: TaskKind) -> list[int]:
+        return _numbers(self.tasks, kind)
+
+    def goes_on(self, task: Task) -> bool:
+        """Whether `task` belongs to it still."""
+        if self.runs is None:
+            return True
+        if task.kind in _RUNS:
+            return (task.kind, task.pack) == (self.runs.kind, self.runs.pack)
+        return task.kind is not TaskKind.SWAP_IN and (task.kind is not TaskKind.STASH_IN or task.pack == self.runs.pack)
 
 
 def format_plan(plan: Plan) -> str:
-    """Its packs, in the order in which they run. The same plan always prints the same."""
+    """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The same plan
+    always prints the same.
+    """
     visits, closing = _visits(plan.tasks, plan.policy.updates_last)
-    rows = [row for part in _rounds(plan, visits) for row in part]
+    rows = list(_rows(plan, visits))
     table = [_HEADINGS, *(row for _, same in groupby(rows, key=lambda row: row[0]) for row in _fewer(list(same)))]
     shown = [column for column in range(len(_HEADINGS)) if any(row[column] for row in table[1:])]
     lines = [*_head(plan), "", *_aligned([[_cut(row[column]) for column in shown] for row in table])]
@@ -50,15 +53,11 @@ def ranges(numbers: Iterable[int]) -> str:
     """0, 1, 2, 5 as "0-2,5"; 3, 2, 1 as "3-1"."""
     runs: list[list[int]] = []
     for number in numbers:
-        if runs and abs(number - runs[-1][-1]) == 1 and (len(runs[-1]) < 2 or number - runs[-1][-1] == _step(runs[-1])):
+        if runs and number - runs[-1][-1] in ((-1, 1) if len(runs[-1]) < 2 else (runs[-1][1] - runs[-1][0],)):
             runs[-1].append(number)
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _step(run: list[int]) -> int:
-    return run[1] - run[0]
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -69,7 +68,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.micro_batches} micro-batches in a group"
     )
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
-    away = sum(index in packing.forward[: policy.stash_on_host] for index in packing.forward)
+    away = len(packing.forward[: policy.stash_on_host])
     stash = f"of {away} forward packs on the host" if away else "on the device"
     if not policy.grouping:
         yield "no grouping: each micro-batch passes all packs on its own"
@@ -96,61 +95,57 @@ def _visits(tasks: Sequence[Task], updates_last: bool) -> tuple[list[_Visit], li
     visits = [_Visit()]
     closing: list[Task] = []
     for task in tasks:
-        letter, current = task.kind.value, visits[-1]
-        if closing or letter == "N" or (updates_last and letter in "UD"):
+        if closing or task.kind is TaskKind.NORM or (updates_last and task.kind in _UPDATES):
             closing.append(task)
             continue
-        runs = letter in _RUNS
-        other = current.letter and ((runs and (letter, task.pack) != (current.letter, current.pack)) or letter == "I")
-        if other or (letter == "T" and current.letter and task.pack != current.pack):
-            current = _Visit()
-            visits.append(current)
-        if runs:
-            current.letter, current.pack = letter, task.pack
-        current.tasks.append(task)
-    return [visit for visit in visits if visit.letter], closing
+        if not visits[-1].goes_on(task):
+            visits.append(_Visit())
+        if task.kind in _RUNS:
+            visits[-1].runs = task
+        visits[-1].tasks.append(task)
+    return [visit for visit in visits if visit.runs], closing
 
 
-def _rounds(plan: Plan, visits: Sequence[_Visit]) -> Iterator[list[tuple[str, ...]]]:
-    """The rows; where micro-batches pass alone, those of the first and of the last."""
+def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
+    """Packs, or micro-batches where there are any, of the tasks of that kind."""
+    return [task.pack if task.micro_batch < 0 else task.micro_batch for task in tasks if task.kind is kind]
+
+
+def _rows(plan: Plan, visits: Sequence[_Visit]) -> Iterator[tuple[str, ...]]:
+    """One for each visit; where micro-batches pass alone, those of the first and of the last."""
     last = plan.micro_batches - 1
     if plan.policy.grouping or last < 2:
-        yield [_row(plan, visit) for visit in visits]
+        yield from (_row(plan, visit, visit.runs) for visit in visits if visit.runs)
         return
-    yield [_row(plan, visit) for visit in visits if 0 in visit.numbers(visit.letter)]
-    yield [(f"... {last - 1} times more", *("" for _ in _HEADINGS[1:]))]
-    yield [_row(plan, visit) for visit in visits if last in visit.numbers(visit.letter)]
+    for shown in (0, last):
+        yield from (_row(plan, v, v.runs) for v in visits if v.runs and shown in v.numbers(v.runs.kind))
+        if shown == 0:
+            yield _more(f"{last - 1} times more")
 
 
-def _row(plan: Plan, visit: _Visit) -> tuple[str, ...]:
-    pack = plan.packs[visit.pack]
-    out, back = visit.numbers("S"), visit.numbers("T")
-    updates = [f"on host {ranges(visit.numbers('U'))}"] if visit.numbers("U") else []
-    updates += ["on device"] if visit.numbers("D") else []
+def _more(text: str) -> tuple[str, ...]:
+    return (f"... {text}", *("" for _ in _HEADINGS[1:]))
+
+
+def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
+    pack, numbers = plan.packs[runs.pack], visit.numbers
+    out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
+    stash = [f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)
+    updated = [f"on host {ranges(updates)}"] * bool(updates) + ["on device"] * bool(numbers(TaskKind.UPDATE_ON_DEVICE))
+    evicted = "evicted" if pack.index in numbers(TaskKind.EVICT) else "kept"
     return (
-        _RUNS[visit.letter],
+        _RUNS[runs.kind],
         str(pack.index),
         ranges(pack.positions) if len(pack.positions) > 1 else str(pack.positions[0]),
         amount(pack.weight_bytes),
-        "" if visit.letter == "F" else amount(pack.gradient_bytes),
-        ranges(visit.numbers("I")),
-        _marked(visit.letter, visit.numbers(visit.letter)),
-        " ".join([f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)),
-        ranges(visit.numbers("O")),
-        " ".join(updates),
-        _fate(plan, pack, visit),
+        "" if runs.kind is TaskKind.FORWARD else amount(pack.gradient_bytes),
+        ranges(numbers(TaskKind.SWAP_IN)),
+        f"{runs.kind.value} {ranges(numbers(runs.kind))}",
+        " ".join(stash),
+        ranges(numbers(TaskKind.SWAP_OUT)),
+        " ".join(updated),
+        "resident" if pack.index in plan.policy.resident else evicted,
     )
-
-
-def _marked(letter: str, micro_batches: list[int]) -> str:
-    return f"{letter} {ranges(micro_batches)}"
-
-
-def _fate(plan: Plan, pack: Pack, visit: _Visit) -> str:
-    """What becomes of the weights."""
-    if pack.index in plan.policy.resident:
-        return "resident"
-    return "evicted" if pack.index in visit.numbers("E") else "kept"
 
 
 def _fewer(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -159,7 +154,7 @@ def _fewer(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         return
     half = _ROWS_SHOWN // 2
     yield from rows[:half]
-    yield (f"... {len(rows) - 2 * half} more", *("" for _ in _HEADINGS[1:]))
+    yield _more(f"{len(rows) - 2 * half} more")
     yield from rows[-half:]
 
 
@@ -177,10 +172,9 @@ def _aligned(table: list[list[str]]) -> Iterator[str]:
 def _closing(tasks: Sequence[Task], overlap: bool) -> Iterator[str]:
     if not tasks:
         return
-    updates = [task.pack for task in tasks if task.kind.value == "U"]
-    there = [task.pack for task in tasks if task.kind.value == "D"]
+    updates, there = _numbers(tasks, TaskKind.UPDATE), _numbers(tasks, TaskKind.UPDATE_ON_DEVICE)
     under = ", under the next forward pass" if overlap else ""
-    parts = ["norm of all gradients"] if any(task.kind.value == "N" for task in tasks) else []
+    parts = ["norm of all gradients"] if _numbers(tasks, TaskKind.NORM) else []
     parts += [f"updates of {ranges(updates)} on the host{under}"] if updates else []
     parts += [f"updates of {ranges(there)} on the device"] if there else []
     yield _cut("then      " + "; ".join(parts), _WIDTH)

@@ -1,4 +1,4 @@
-"""Cuts the call order into packs."""
+"""Makes packs of the call order, cut where somebody says."""
 
 from __future__ import annotations
 
@@ -17,20 +17,6 @@ class ElementBytes:
 
     weight: int
     gradient: int
-
-
-def uniform_bounds(count: int, pack_layers: int) -> tuple[int, ...]:
-    """Where packs of `pack_layers` calls begin, counted from the last of `count` calls, so that only the first may be
-    smaller; `count` itself comes last.
-
-    The last pack is swapped in once instead of twice: it is the one that should be full.
-    """
-    return tuple(sorted({0, *range(count, 0, -pack_layers)}))
-
-
-def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, pack_layers: int) -> tuple[Pack, ...]:
-    """Packs of `pack_layers` calls each (see `uniform_bounds`)."""
-    return Packer(graph, costs, element).packs(uniform_bounds(len(graph.calls), pack_layers))
 
 
 class Packer:

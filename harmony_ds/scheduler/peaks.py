@@ -7,6 +7,8 @@ groups are walked, and what each of those tasks holds is continued to the group 
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import Request, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
@@ -23,9 +25,7 @@ class Peaks:
     def __init__(self, costs: CostTable, request: Request) -> None:
         self._costs = costs
         self._request = request
-        self._stash = [0]
-        for cost in costs.costs:
-            self._stash.append(self._stash[-1] + cost.stash_bytes)
+        self._stash = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
         self._walks: dict[int, tuple[Packing, MemoryWalks]] = {}  # by identity: a packing takes long to hash
         self._known: dict[tuple[Packing, Policy], int] = {}
 
@@ -64,7 +64,7 @@ class Peaks:
         base = resident_bytes(packing, policy, self._request)
         wanted = self._request.micro_batches
         if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
-            tasks = compose_step(packing, Group(tuple(range(wanted))), policy)
+            tasks = compose_step(packing, Group.of(wanted), policy)
             return base + self._walks_of(packing).walk(tasks).peak_bytes
         if wanted <= _SHORT + 1:
             return base + max(self._held(packing, policy, wanted).values())
@@ -74,7 +74,7 @@ class Peaks:
 
     def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[Place, int]:
         """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
-        tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
+        tasks = compose_step(packing, Group.of(micro_batches), policy)
         profile = self._walks_of(packing).walk(tasks)
         held: dict[Place, int] = {}
         times: dict[Place, int] = {}

@@ -1,9 +1,9 @@
-"""A `Plan` is the finished list of tasks of one optimizer step. Pure data: it prints, compares and saves as JSON.
+"""A `Plan` is the finished list of tasks of one optimizer step. Pure data: it compares and saves as JSON.
 
-A task prints as its kind, pack and micro-batch: `I2` swaps pack 2 in, `F2.0` runs micro-batch 0 through it, `L3.0` is
-the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back, `O2` swaps the pack's
-gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and
-`T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
+A task prints, and is parsed, as its kind, pack and micro-batch: `I2` swaps pack 2 in, `F2.0` runs micro-batch 0 through
+it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back, `O2` swaps the
+pack's gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0`
+and `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
 the whole model is known; `D2` updates pack 2, which never leaves the device, there.
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
-
-from harmony_ds.scheduler.grid import format_plan
 
 
 class TaskKind(Enum):
@@ -40,7 +38,15 @@ class Task:
     kind: TaskKind
     pack: int
     micro_batch: int = -1
-    device: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """The task that prints as `text`. Raises ValueError where none does."""
+        pack, _, micro_batch = text[1:].partition(".")
+        task = Task(TaskKind(text[:1]), int(pack or 0), int(micro_batch or -1))
+        if str(task) != text:
+            raise ValueError(f"{text!r} is no task: a kind, a pack and perhaps a micro-batch, such as F2.0")
+        return task
 
     def __str__(self) -> str:
         place = "" if self.kind is TaskKind.NORM else str(self.pack)
@@ -198,28 +204,18 @@ class Plan:
     def packs(self) -> tuple[Pack, ...]:
         return self.packing.packs
 
-    @property
-    def stash_on_host(self) -> bool:
-        """Whether any stashed input waits on the host."""
-        return self.policy.stash_on_host > 0
-
-    def format(self) -> str:
-        """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time."""
-        return format_plan(self)
-
     def to_json(self) -> str:
-        return json.dumps(asdict(self), default=lambda kind: kind.value)
+        return json.dumps({**asdict(replace(self, tasks=())), "tasks": [str(task) for task in self.tasks]})
 
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
         packing = data["packing"]
         packs = tuple(Pack(**_tuples(pack)) for pack in packing["packs"])
-        tasks = tuple(Task(**{**task, "kind": TaskKind(task["kind"])}) for task in data["tasks"])
         return Plan(
             Packing(packs, tuple(packing["forward"]), tuple(packing["backward"])),
             Policy(**_tuples(data["policy"])),
-            tasks,
+            tuple(Task.parse(task) for task in data["tasks"]),
             data["micro_batches"],
             data["resident_bytes"],
             data["peak_bytes"],

@@ -11,7 +11,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
-from harmony_ds.scheduler.plan import Pack, Packing, Plan
+from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
@@ -25,39 +25,9 @@ def adopt(
         ConfigError: it was made for another model, other dtypes or another kind of update.
         DoesNotFitError: with what was measured now, it does not fit.
     """
-    packing = plan.packing
-    calls = packing.packs[packing.backward[-1]].positions[-1] + 1
-    if calls != len(graph.calls):
-        raise ConfigError(
-            f"harmony.plan was made for a model of {calls} layer calls; this one makes {len(graph.calls)}."
-        )
-    rebuilt = Packer(graph, costs, element).packing(
-        _bounds(packing, packing.backward), _bounds(packing, packing.forward)
-    )
-    for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
-        stays = pack.index in plan.policy.resident
-        if _compared(pack, stays) != _compared(now, stays):
-            raise ConfigError(
-                f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "
-                f"bytes of weights and {pack.gradient_bytes:,} of gradients there, {now.weight_bytes:,} and "
-                f"{now.gradient_bytes:,} here. Plan again."
-            )
-    if plan.policy.deferred_update != request.policy.deferred_update:
-        raise ConfigError(
-            "harmony.plan was made "
-            + ("with" if plan.policy.deferred_update else "without")
-            + " gradient clipping or loss scaling, and is to run "
-            + ("with" if request.policy.deferred_update else "without")
-            + ". Plan again."
-        )
-    for key in ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack"):
-        there, here = getattr(plan.policy, key), getattr(request.policy, key)
-        if there != here:
-            raise ConfigError(
-                f"harmony.plan was made with harmony.{key} {str(there).lower()}, and is to run with "
-                f"{str(here).lower()}. Plan again."
-            )
-    adopted = make_plan(rebuilt, costs, request, plan.policy)
+    packing = _rebuilt(plan.packing, plan.policy.resident, Packer(graph, costs, element), len(graph.calls))
+    _check_policy(plan.policy, request.policy)
+    adopted = make_plan(packing, costs, request, plan.policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(
             f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "
@@ -65,6 +35,40 @@ def adopt(
             "harmony.device_memory_gib, or plan again."
         )
     return Choice(adopted, simulate(adopted, costs, machine), "as saved")
+
+
+def _rebuilt(packing: Packing, resident: tuple[int, ...], packer: Packer, calls: int) -> Packing:
+    """The same packs of this model, which makes so many calls."""
+    saved = packing.fused.positions[-1] + 1
+    if saved != calls:
+        raise ConfigError(f"harmony.plan was made for a model of {saved} layer calls; this one makes {calls}.")
+    rebuilt = packer.packing(_bounds(packing, packing.backward), _bounds(packing, packing.forward))
+    for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
+        if _compared(pack, pack.index in resident) != _compared(now, pack.index in resident):
+            raise ConfigError(
+                f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "
+                f"bytes of weights and {pack.gradient_bytes:,} of gradients there, {now.weight_bytes:,} and "
+                f"{now.gradient_bytes:,} here. Plan again."
+            )
+    return rebuilt
+
+
+def _check_policy(saved: Policy, wanted: Policy) -> None:
+    if saved.deferred_update != wanted.deferred_update:
+        raise ConfigError(
+            "harmony.plan was made "
+            + ("with" if saved.deferred_update else "without")
+            + " gradient clipping or loss scaling, and is to run "
+            + ("with" if wanted.deferred_update else "without")
+            + ". Plan again."
+        )
+    for key in ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack"):
+        there, here = getattr(saved, key), getattr(wanted, key)
+        if there != here:
+            raise ConfigError(
+                f"harmony.plan was made with harmony.{key} {str(there).lower()}, and is to run with "
+                f"{str(here).lower()}. Plan again."
+            )
 
 
 def _compared(pack: Pack, resident: bool) -> Pack:

@@ -7,6 +7,9 @@ the streams of two steps; it leaves out only that jobs slow each other down.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
+
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import Request
@@ -24,10 +27,10 @@ class TimeBounds:
         self._deferred = request.policy.deferred_update
         self._set = request.resident_set
         self._costs = costs
-        self._forward = _running([cost.forward_ms for cost in costs.costs])
-        self._backward = _running([cost.backward_ms for cost in costs.costs])
-        self._fused = _running([cost.fused_ms for cost in costs.costs])
-        self._stash = _running([float(cost.stash_bytes) for cost in costs.costs])
+        self._forward = _running(cost.forward_ms for cost in costs.costs)
+        self._backward = _running(cost.backward_ms for cost in costs.costs)
+        self._fused = _running(cost.fused_ms for cost in costs.costs)
+        self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
     def of(self, packing: Packing, policy: Policy) -> tuple[float, int]:
         """The bound in ms, and the bytes of weights and gradients that are swapped."""
@@ -52,8 +55,8 @@ class TimeBounds:
         # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
         # next step's first swap-in waits for the update as well.
         first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
-        begin = machine.swap_ms + first.weight_bytes / machine.swap_in_bytes_per_ms if first.index not in stay else 0.0
-        end = machine.swap_ms + last.gradient_bytes / machine.swap_out_bytes_per_ms if last in out else 0.0
+        begin = machine.swap_in_ms(first.weight_bytes) if first.index not in stay else 0.0
+        end = machine.swap_out_ms(last.gradient_bytes) if last in out else 0.0
         turn = self._update_ms(last) if last in out and last is first else 0.0
         if not machine.copies_overlap:
             return max(compute + swap_in + swap_out + max(turn, on_device), update), swap_bytes
@@ -141,7 +144,7 @@ class _Walk:
         if index in self._stay or (backward and index in self._kept):
             return
         machine = self._machine
-        ms = machine.swap_ms + self._packing.packs[index].weight_bytes / machine.swap_in_bytes_per_ms
+        ms = machine.swap_in_ms(self._packing.packs[index].weight_bytes)
         updated = max((self._updated.get(i, 0.0) for i in self._owners[index]), default=0.0)
         if not machine.copies_overlap:
             self._computed = max(self._computed, updated) + ms
@@ -165,8 +168,7 @@ class _Walk:
 
     def _move_stash(self, begin: float, one_ms: float, backward: bool, stash_bytes: float) -> None:
         machine, groups = self._machine, self._groups
-        rate = machine.swap_in_bytes_per_ms if backward else machine.swap_out_bytes_per_ms
-        one_copy = machine.swap_ms + stash_bytes / rate
+        one_copy = machine.swap_in_ms(stash_bytes) if backward else machine.swap_out_ms(stash_bytes)
         if not machine.copies_overlap:
             self._computed += groups * one_copy
         elif backward:
@@ -180,8 +182,7 @@ class _Walk:
     def _swap_out(self, pack: Pack) -> None:
         machine, deferred = self._machine, self._policy.deferred_update
         if pack.index not in self._stay:
-            ms = machine.swap_ms + pack.gradient_bytes / machine.swap_out_bytes_per_ms
-            self._gone = self._freed = max(self._gone, self._computed) + ms
+            self._gone = self._freed = max(self._gone, self._computed) + machine.swap_out_ms(pack.gradient_bytes)
             if not machine.copies_overlap:
                 self._computed = self._gone
             norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0
@@ -194,7 +195,7 @@ class _Walk:
         if pack.index in self._stay:
             self._computed += pack.update_elements / machine.device_update_elements_per_ms
             return
-        self._host += machine.update_ms + pack.update_elements / machine.update_elements_per_ms
+        self._host += machine.host_update_ms(pack.update_elements)
         self._updated[pack.index] = self._host
 
     def finish(self) -> float:
@@ -208,9 +209,6 @@ class _Walk:
         return max(self._computed, self._gone)
 
 
-def _running(values: list[float]) -> list[float]:
+def _running(values: Iterable[float]) -> list[float]:
     """Running sums: the sum of values[a:b] is the difference of two of them."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
+    return list(accumulate(values, initial=0.0))

@@ -14,7 +14,9 @@ from typing import Any
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
-from harmony_ds.scheduler.simulate import COMPUTE, STREAMS, UPDATE, Prediction, Span, span_name
+from harmony_ds.scheduler.simulate import Prediction
+from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span, busy_of
+from harmony_ds.scheduler.swaps import stash_bytes
 
 _COLOURS = {
     TaskKind.SWAP_IN: "rail_load",
@@ -66,14 +68,6 @@ class ExecutedStep:
         return busy_of(self.spans)
 
 
-def busy_of(spans: Sequence[Span]) -> dict[str, float]:
-    """How long each stream works, in ms; what shares a link, host memory or cores takes longer than it would alone."""
-    busy = dict.fromkeys(STREAMS, 0.0)
-    for span in spans:
-        busy[span.stream] += span.end_ms - span.begin_ms
-    return busy
-
-
 def trace_of(
     plan: Plan,
     prediction: Prediction,
@@ -114,7 +108,7 @@ def _one_by_one(spans: Sequence[Span]) -> Iterator[Span]:
         share = (span.end_ms - span.begin_ms) / len(span.tasks)
         for place, task in enumerate(span.tasks):
             begin = span.begin_ms + place * share
-            yield Span(span.stream, span_name(span.stream, task), begin, begin + share, (task,))
+            yield Span(span.stream, begin, begin + share, (task,))
 
 
 def _planned_bytes(plan: Plan, costs: CostTable) -> dict[Task, int]:
@@ -184,7 +178,7 @@ class _Process:
             case TaskKind.SWAP_OUT:
                 return pack.gradient_bytes
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                return sum(self._costs.costs[p].stash_bytes for p in pack.positions)
+                return stash_bytes(pack, self._costs)
             case _:
                 return 0
 

@@ -97,7 +97,7 @@ class _Walk:
             TaskKind.STASH_IN: self._stash_in,
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
-            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
+            TaskKind.UPDATE_ON_DEVICE: self._update,
         }
 
     def pass_over(self, task: Task) -> str | None:
@@ -201,29 +201,19 @@ class _Walk:
         self._norm_missing = False
         return None if sorted(self._out.elements()) == self._swapped else "not every gradient has been swapped out"
 
-    def _not_due(self, task: Task) -> str | None:
+    def _update(self, task: Task) -> str | None:
         if self._norm_missing:
             return "updated before the norm is known"
         if not self._policy.just_in_time_update and any(self._backward.values()):
             return "updated before the backward pass is over"
-        if self._unfinished(task) or self._updated[task.pack]:
-            return "updated early, twice or in the wrong place"
-        return None
-
-    def _update(self, task: Task) -> str | None:
-        wrong = self._not_due(task)
-        if wrong:
-            return wrong
-        if task.pack in self._gathered or not self._out[task.pack] or task.pack in self._resident:
-            return "updated early, twice or in the wrong place"
-        self._updated[task.pack] += 1
-        return None
-
-    def _update_on_device(self, task: Task) -> str | None:
-        wrong = self._not_due(task)
-        if wrong:
-            return wrong
-        if task.pack not in self._resident:
+        on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
+        there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered)
+        if (
+            self._unfinished(task)
+            or self._updated[task.pack]
+            or on_device != (task.pack in self._resident)
+            or not there
+        ):
             return "updated early, twice or in the wrong place"
         self._updated[task.pack] += 1
         return None

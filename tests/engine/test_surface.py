@@ -305,7 +305,7 @@ def test_progress_times_and_memory_are_logged_as_asked(caplog: pytest.LogCapture
         caplog.at_level(logging.INFO),
         engine_for(LLAMA.build(0.0), sgd, config_of(2, None, {"pack_layers": 1}, **more)) as engine,
     ):
-        tasks: list[str] = []
+        tasks: list[harmony_ds.Task] = []
         engine.on_progress(lambda done, total, task: tasks.append(task))
         train_groups(engine, [group[:2] for group in GROUPS for _ in range(2)])
         times = engine.get_wall_clock_timers()

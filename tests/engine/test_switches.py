@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from harmony_ds import ConfigError, TaskKind
 from harmony_ds.config.ablations import ABLATIONS, Ablation
-from harmony_ds.scheduler import Plan
-from harmony_ds.scheduler.simulate import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler import Plan, format_plan
+from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import (
     WHOLE,
@@ -122,7 +122,7 @@ def test_the_search_finds_a_plan_within_a_budget(ablation: Ablation) -> None:
         assert engine.plan is not None
         assert engine.memory_report().device_peak_bytes <= engine.plan.peak_bytes <= BUDGET_GIB * 2**30
         assert Plan.from_json(engine.plan.to_json()) == engine.plan
-        assert max(map(len, engine.plan.format().splitlines())) <= 120
+        assert max(map(len, format_plan(engine.plan).splitlines())) <= 120
     assert_same(model, plain, bitwise=True)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, TaskKind
-from harmony_ds.scheduler.simulate import STREAMS
+from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import ElementBytes, Pack, Task
+from harmony_ds.scheduler import ElementBytes, Pack, Packer, Task, uniform_bounds
+from harmony_ds.scheduler.partition import Bounds
 
 GPU = Machine(
     name="a GPU of numbers that add up",
@@ -54,5 +56,22 @@ def packs_of(*needs_backward: bool, weight_bytes: int = 100, gradient_bytes: int
     )
 
 
+def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, pack_layers: int) -> tuple[Pack, ...]:
+    return Packer(graph, costs, element).packs(uniform_bounds(len(graph.calls), pack_layers))
+
+
+def is_cut(bounds: Bounds | None, count: int) -> bool:
+    return (
+        bounds is not None
+        and bounds[0] == 0
+        and bounds[-1] == count
+        and all(first < last for first, last in pairwise(bounds))
+    )
+
+
 def text(tasks: Iterable[Task]) -> str:
     return " ".join(map(str, tasks))
+
+
+def parse(tasks: str) -> tuple[Task, ...]:
+    return tuple(map(Task.parse, tasks.split()))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Plan, Policy, compose_step
-from harmony_ds.scheduler.grid import amount, ranges
+from harmony_ds.scheduler.grid import amount, format_plan, ranges
 from tests.scheduler.examples import packs_of
 
 SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
@@ -17,12 +17,12 @@ SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack
 
 def plan_of(packs: int, micro_batches: int, policy: Policy) -> Plan:
     packing = Packing.reused(packs_of(*[True] * packs, weight_bytes=3 * 2**20, gradient_bytes=2**20))
-    tasks = compose_step(packing, Group(tuple(range(micro_batches))), policy)
+    tasks = compose_step(packing, Group.of(micro_batches), policy)
     return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=5 * 2**30)
 
 
 def test_a_row_for_each_time_that_a_pack_runs() -> None:
-    assert plan_of(3, 4, Policy()).format().splitlines() == [
+    assert format_plan(plan_of(3, 4, Policy())).splitlines() == [
         "2 packs forward, 3 backward (the same packs both ways), 4 micro-batches in a group",
         "device peak 5.0 GiB planned, 64 B of it all the time",
         "stash on the device; updates when the norm of all gradients is known; swap-ins one pack ahead",
@@ -42,7 +42,7 @@ def test_a_row_for_each_time_that_a_pack_runs() -> None:
 
 def test_stash_updates_kept_and_resident_packs_are_shown() -> None:
     policy = Policy(prefetch=False, stash_on_host=1, deferred_update=False, kept=(2,), resident=(3,))
-    lines = plan_of(4, 2, policy).format().splitlines()
+    lines = format_plan(plan_of(4, 2, policy)).splitlines()
 
     assert lines[2] == "stash of 1 forward packs on the host; updates as gradients arrive; swap-ins when needed"
     assert [line.split() for line in lines[5:12]] == [
@@ -57,7 +57,7 @@ def test_stash_updates_kept_and_resident_packs_are_shown() -> None:
 
 
 def test_every_pass_of_a_long_plan_is_cut_in_the_middle() -> None:
-    lines = plan_of(200, 64, Policy(stash_on_host=ALL_PACKS)).format().splitlines()
+    lines = format_plan(plan_of(200, 64, Policy(stash_on_host=ALL_PACKS))).splitlines()
 
     assert [line for line in lines if line.startswith("...")] == ["... 151 more", "... 151 more"]
     assert len(lines) < 120
@@ -71,10 +71,10 @@ def test_any_plan_prints_within_the_width_and_always_the_same(
     some = st.sets(st.integers(0, packs - 1), max_size=5).map(lambda numbers: tuple(sorted(numbers)))
     stash = data.draw(st.integers(0, packs))
     plan = plan_of(packs, micro_batches, Policy(prefetch, stash, defer, kept=data.draw(some), resident=data.draw(some)))
-    lines = plan.format().splitlines()
+    lines = format_plan(plan).splitlines()
 
     assert max(map(len, lines)) <= 120
-    assert plan.format() == Plan.from_json(plan.to_json()).format()
+    assert format_plan(plan) == format_plan(Plan.from_json(plan.to_json()))
     rows = [line for line in lines if line.startswith(("forward", "fused", "backward"))]
     more = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
     assert len(rows) + more == len(plan.packing.forward) + len(plan.packing.backward)
@@ -95,7 +95,7 @@ def test_amounts(nbytes: int, text: str) -> None:
 
 def test_micro_batches_that_pass_alone_are_shown_by_the_first_and_the_last() -> None:
     policy = Policy(deferred_update=False, grouping=False, just_in_time_update=False, overlap_update=False)
-    lines = plan_of(2, 5, policy).format().splitlines()
+    lines = format_plan(plan_of(2, 5, policy)).splitlines()
 
     assert lines[2] == "no grouping: each micro-batch passes all packs on its own"
     assert lines[3] == "no overlap of updates: all else waits for them"
@@ -113,7 +113,7 @@ def test_micro_batches_that_pass_alone_are_shown_by_the_first_and_the_last() -> 
 
 
 def test_a_last_pack_that_is_not_fused_is_kept_between_its_passes() -> None:
-    lines = plan_of(2, 2, Policy(fuse_last_pack=False)).format().splitlines()
+    lines = format_plan(plan_of(2, 2, Policy(fuse_last_pack=False))).splitlines()
 
     assert [(line.split()[0], line.split()[-1]) for line in lines[5:9]] == [
         ("forward", "evicted"),
@@ -127,4 +127,4 @@ def test_a_last_pack_that_is_not_fused_is_kept_between_its_passes() -> None:
 def test_however_it_is_put_together_a_plan_keeps_within_the_width() -> None:
     for flags in itertools.product([False, True], repeat=4):
         policy = Policy(stash_on_host=ALL_PACKS, deferred_update=False, **dict(zip(SWITCHES, flags, strict=True)))
-        assert max(map(len, plan_of(101, 12, policy).format().splitlines())) <= 120
+        assert max(map(len, format_plan(plan_of(101, 12, policy)).splitlines())) <= 120

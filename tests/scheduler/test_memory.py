@@ -19,15 +19,14 @@ from harmony_ds.scheduler import (
     Policy,
     compose_forward,
     compose_step,
-    pack_uniformly,
     walk_memory,
 )
-from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
+from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
     alive_bytes=10_000,
-    staying_bytes=10_000,
+    alive_after_forward_bytes=10_000,
     stash_bytes=8_000,
     shared_bytes=4_000,
     forward_bytes=30_000,
@@ -39,7 +38,7 @@ HELD = 3_000  # of a micro-batch that ran to its end
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
-    tasks = compose_step(Packing.reused(packs), Group(tuple(range(micro_batches))), policy)
+    tasks = compose_step(Packing.reused(packs), Group.of(micro_batches), policy)
     return text(tasks), walk_memory(packs, tasks, costs)
 
 
@@ -201,7 +200,7 @@ def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -
     """Call 1 takes again what call 0 took: on the device that is the same memory."""
     packs = packs_of(True, True, True, gradient_bytes=0)
     first = CallCost(stash_bytes=1_000, needs_backward=True)
-    second = CallCost(borrowed_bytes=1_000, lingering_bytes=1_000, needs_backward=True)
+    second = CallCost(stash_again_at_cut_bytes=1_000, alive_and_stashed_bytes=1_000, needs_backward=True)
     costs = CostTable((0, 1, 2), (first, second, CallCost(needs_backward=True)), 0)
 
     assert peaks(packs, costs, "E1", ON_DEVICE) == [1_000, 1_000]
@@ -212,7 +211,7 @@ def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -
 
 
 def test_a_view_keeps_the_memory_it_is_a_view_of_until_it_has_been_to_the_host() -> None:
-    cost = CallCost(stash_bytes=10, pinned_bytes=1_000, needs_backward=True)
+    cost = CallCost(stash_bytes=10, stash_base_bytes=1_000, needs_backward=True)
 
     assert peaks(TWO, costs_of((0, 1), cost), "E1", ON_DEVICE) == [500 + 1_010]
     assert peaks(TWO, costs_of((0, 1), cost), "T0.0", ON_HOST) == [500 + 10]
@@ -250,7 +249,7 @@ def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they
 def test_ten_thousand_tasks_are_walked_in_a_moment() -> None:
     packs = packs_of(*[True] * 40)
     costs = costs_of(tuple(range(40)), COST)
-    tasks = compose_step(Packing.reused(packs), Group(tuple(range(100))), ON_HOST)
+    tasks = compose_step(Packing.reused(packs), Group.of(100), ON_HOST)
     assert len(tasks) > 10_000
     began = time.perf_counter()
     walk_memory(packs, tasks, costs)
@@ -270,11 +269,11 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             CallCost(
                 alive_bytes=stash + draw(nbytes),
                 stash_bytes=stash,
-                staying_bytes=draw(nbytes),
-                lingering_bytes=draw(nbytes),
-                again_bytes=draw(nbytes),
-                borrowed_bytes=draw(nbytes),
-                pinned_bytes=draw(nbytes),
+                alive_after_forward_bytes=draw(nbytes),
+                alive_and_stashed_bytes=draw(nbytes),
+                stash_again_bytes=draw(nbytes),
+                stash_again_at_cut_bytes=draw(nbytes),
+                stash_base_bytes=draw(nbytes),
                 shared_bytes=draw(nbytes),
                 forward_bytes=graph_bytes + draw(nbytes),
                 graph_bytes=graph_bytes,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.scheduler import ElementBytes, Pack, pack_uniformly
-from tests.scheduler.examples import FP32, costs_of, graph_of
+from harmony_ds.scheduler import ElementBytes, Pack
+from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly
 
 
 def pack(graph: LayerGraph, pack_layers: int, element: ElementBytes = FP32) -> tuple[Pack, ...]:

@@ -16,13 +16,12 @@ from harmony_ds.scheduler import (
     Policy,
     Request,
     compose_step,
-    pack_uniformly,
     validate,
     walk_memory,
 )
 from harmony_ds.scheduler.resident import resident_packs, why_not_resident
 from harmony_ds.scheduler.search import search
-from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of, text
+from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, pack_uniformly, packs_of, text
 
 
 def tied(count: int = 4) -> Packing:

@@ -14,13 +14,13 @@ from harmony_ds import DoesNotFitError, Plan
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan, pack_uniformly
+from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan
 from harmony_ds.scheduler.candidates import candidates
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.search import search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly
 
 
 def _with_state(graph: LayerGraph) -> LayerGraph:
@@ -87,7 +87,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str,
 
 
 def test_a_stash_setting_is_obeyed() -> None:
-    assert not choose(request(60_000, "device")).stash_on_host
+    assert not choose(request(60_000, "device")).policy.stash_on_host
     plan = choose(request(20_000, "host"))
     assert len(plan.packing.forward) >= 1
     assert plan.policy.stash_on_host == len(plan.packing.forward)
@@ -141,7 +141,7 @@ def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recompute
     plan = search(GRAPH, slow, GPU, FP32, request(None))[0].plan
 
     assert len(plan.packs) == 1
-    assert not plan.stash_on_host
+    assert not plan.policy.stash_on_host
 
 
 @pytest.mark.parametrize("pack_layers", [1, 3, 8])
@@ -184,7 +184,7 @@ def test_the_plan_says_what_it_was_made_for() -> None:
     plan = choose(replace(request(None, "host"), micro_batches=7))
 
     assert plan.micro_batches == 7
-    assert plan.stash_on_host
+    assert plan.policy.stash_on_host
 
 
 SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")

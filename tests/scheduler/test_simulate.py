@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import ALL_PACKS, Packer, Plan, Policy, Request, make_plan, uniform_bounds
-from harmony_ds.scheduler.simulate import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE, simulate, swaps_of, with_faster
+from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.swaps import swaps_of
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
 
 COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
@@ -110,7 +112,7 @@ def test_what_limits_a_step_gets_better_when_that_is_faster() -> None:
     prediction = simulate(plan, costs, slow)
 
     assert prediction.bottleneck == SWAP_IN
-    assert simulate(plan, costs, with_faster(slow, SWAP_IN, 2.0)).step_ms < prediction.step_ms
+    assert simulate(plan, costs, slow.with_link(2.0)).step_ms < prediction.step_ms
 
 
 def test_updates_that_are_not_deferred_run_under_the_backward_pass() -> None:

@@ -14,7 +14,8 @@ from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import Group, Packing, Plan, Policy, Task, TaskKind, compose_step, walk_memory
 from harmony_ds.scheduler.plan import ResidentSet
-from harmony_ds.scheduler.simulate import STREAMS, UPDATE, Span, simulate
+from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from tests.scheduler.examples import CPU, GPU, costs_of, packs_of
 
@@ -37,7 +38,7 @@ def executed_of(plan: Plan) -> ExecutedStep:
     """As if each task had taken one millisecond on the compute stream."""
     count = len(plan.tasks)
     times = tuple((float(i), i + 1.0) for i in range(count))
-    spans = tuple(Span("compute", str(task), *times[i], (task,)) for i, task in enumerate(plan.tasks))
+    spans = tuple(Span("compute", *times[i], (task,)) for i, task in enumerate(plan.tasks))
     return ExecutedStep(plan, plan.tasks, times, tuple(range(count)), spans)
 
 
@@ -150,7 +151,7 @@ def test_memory_is_drawn_as_it_was_planned() -> None:
 
 def test_an_executed_step_ends_with_its_last_work_but_updates() -> None:
     task = Task(TaskKind.FORWARD, 0, 0)
-    spans = (Span("compute", "F0.0", 1.0, 6.0, (task,)), Span("update", "U0", 5.0, 20.0))
+    spans = (Span("compute", 1.0, 6.0, (task,)), Span("update", 5.0, 20.0))
     step = ExecutedStep(plan_of(), (task,), ((0.5, 2.0),), (1,), spans)
 
     assert step.step_ms == 6.0

@@ -14,26 +14,15 @@ from harmony_ds.scheduler import (
     Packing,
     PlanError,
     Policy,
-    Task,
-    TaskKind,
     compose_step,
     validate,
 )
-from tests.scheduler.examples import packs_of, text
+from tests.scheduler.examples import packs_of, parse, text
 
 PACKS = packs_of(True, True, True)
 GROUP = Group((0, 1))
 IMMEDIATE = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 E1 I2 L2.0 L2.1 O2 U2 E2 I1 B1.0 B1.1 G2 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
 DEFERRED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 N U0 U1"
-
-
-def parse(tasks: str) -> tuple[Task, ...]:
-    """The inverse of how tasks print."""
-    parsed: list[Task] = []
-    for word in tasks.split():
-        pack, _, micro_batch = word[1:].partition(".")
-        parsed.append(Task(TaskKind(word[0]), int(pack or 0), int(micro_batch or -1)))
-    return tuple(parsed)
 
 
 def check(tasks: str, packs: tuple[Pack, ...] = PACKS, group: Group = GROUP) -> None:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harmony_ds.scheduler.devices.loads import Loads
-from harmony_ds.scheduler.devices.profile import PackCosts
-from harmony_ds.scheduler.partition import (
-    BestCuts,
-    Bounds,
-    Combine,
-    balanced,
-    constant,
-    fits_all,
-    greedy,
-    greedy_reverse,
-    within,
-)
+from benchmarks.vldb22.planner.cuts import allowed, balanced, fits_all, greedy, greedy_reverse, within
+from benchmarks.vldb22.planner.loads import Loads
+from benchmarks.vldb22.planner.profile import PackCosts
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, uniform_bounds
 
 
 class Packings:
@@ -33,43 +24,40 @@ class Packings:
     def __init__(self, costs: PackCosts, loads: Loads, backward: bool, micro_batch: int, cap_bytes: int) -> None:
         self.micro_batch = micro_batch
         self.fits = within(costs.memory(backward, micro_batch), cap_bytes)
-        pack_ms = loads.pack_ms(backward, micro_batch)
+        pack_ms = allowed(loads.pack_ms(backward, micro_batch), self.fits)
         self._times_ms = costs.times_ms(backward, micro_batch)
         memory = costs.memory(backward, micro_batch)
         self._memory = [memory(layer, layer + 1) for layer in range(costs.count)]
-        self._sum = BestCuts(costs.count, pack_ms, Combine.SUM, fits=self.fits)
-        self._bottleneck = BestCuts(costs.count, pack_ms, Combine.MAX, fits=self.fits)
+        self._sum = BestCuts(costs.count, pack_ms, Combine.SUM)
+        self._bottleneck = BestCuts(costs.count, pack_ms, Combine.MAX)
 
     def least_ms(self, parts: int, layers: int) -> float:
         """No cut of the first `layers` into `parts` keeps the devices busy for less, all together."""
         return self._sum.cost(parts, layers)
 
-    def any_number(self, layers: int) -> Iterator[tuple[str, Bounds]]:
+    def any_number(self, layers: int) -> Iterator[Bounds]:
         """Cuts of the first `layers` that determine their number of packs themselves."""
-        for name, bounds in (
-            ("greedy", greedy(layers, self.fits)),
-            ("greedy_reverse", greedy_reverse(layers, self.fits)),
-        ):
+        for bounds in (greedy(layers, self.fits), greedy_reverse(layers, self.fits)):
             if bounds is not None:
-                yield name, bounds
+                yield bounds
         for size in range(1, layers + 1):
             if not any(self.fits(first, first + size) for first in range(layers - size + 1)):
                 return
             for last in range(1, layers + 1):
                 if not self.fits(layers - last, layers):
                     break
-                bounds = (*constant(layers - last, size), layers)
+                bounds = (*uniform_bounds(layers - last, size), layers)
                 if fits_all(bounds, self.fits):
-                    yield "constant", bounds
+                    yield bounds
 
-    def of_number(self, parts: int, layers: int) -> Iterator[tuple[str, Bounds]]:
+    def of_number(self, parts: int, layers: int) -> Iterator[Bounds]:
         """Cuts of the first `layers` into `parts`, the most promising first."""
-        for name, best in (("bottleneck", self._bottleneck), ("sum", self._sum)):
+        for best in (self._bottleneck, self._sum):
             bounds = best.bounds(parts, layers)
             if bounds is None:
                 return
-            yield name, bounds
-        for name, values in (("balanced_time", self._times_ms), ("balanced", self._memory)):
+            yield bounds
+        for values in (self._times_ms, self._memory):
             cut = balanced(values[:layers], parts)
             if fits_all(cut, self.fits):
-                yield name, cut
+                yield cut

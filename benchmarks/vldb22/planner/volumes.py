@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harmony_ds.scheduler.devices.graph import Content, DeviceTask, Medium, Port, TaskGraph, TaskKind
-from harmony_ds.scheduler.devices.profile import PackCosts
+from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Port, TaskGraph, TaskKind
+from benchmarks.vldb22.planner.profile import PackCosts
 
 
 @dataclass(frozen=True, slots=True)

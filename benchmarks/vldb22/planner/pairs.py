@@ -8,11 +8,12 @@ from functools import cache
 
 import numpy as np
 
-from harmony_ds.scheduler.devices.candidates import Packings
-from harmony_ds.scheduler.devices.graph import Schedule
-from harmony_ds.scheduler.devices.loads import Loads, PassLoad, PassLoads
-from harmony_ds.scheduler.devices.profile import PackCosts
-from harmony_ds.scheduler.partition import Bounds, fits_all
+from benchmarks.vldb22.planner.candidates import Packings
+from benchmarks.vldb22.planner.cuts import fits_all
+from benchmarks.vldb22.planner.graph import Schedule
+from benchmarks.vldb22.planner.loads import Loads, PassLoad, PassLoads
+from benchmarks.vldb22.planner.profile import PackCosts
+from harmony_ds.scheduler.partition import Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,6 @@ class Half:
     """
 
     micro_batch: int
-    method: str
     bounds: Bounds
     load: PassLoad
     promise_ms: float = 0.0
@@ -35,13 +35,11 @@ class Pair:
     """A schedule.
 
     Attributes:
-        method: how its passes were cut.
         bound_ms: the least that it takes.
         rank: how many with the same backward packing and forward size have a lower bound.
     """
 
     schedule: Schedule
-    method: str
     bound_ms: float
     rank: int
 
@@ -85,9 +83,9 @@ class Pairs:
     def backward(self, size: int) -> list[Half]:
         """The packings of the backward pass at one micro-batch size, the most promising first."""
         halves = []
-        for method, bounds in self._cuts(True, size, self._costs.count, self._space.most_packs):
+        for bounds in self._cuts(True, size, self._costs.count, self._space.most_packs):
             load = self._loads.backward(size, bounds)
-            halves.append(Half(size, method, bounds, load, self._promise_ms(size, bounds, load)))
+            halves.append(Half(size, bounds, load, self._promise_ms(size, bounds, load)))
         return sorted(halves, key=lambda half: half.promise_ms)
 
     def with_backward(self, half: Half, below_ms: float, keep: int) -> list[Pair]:
@@ -103,7 +101,7 @@ class Pairs:
 
     def _alone(self, half: Half) -> Pair:
         schedule = Schedule(half.micro_batch, (0,), half.micro_batch, half.bounds)
-        return Pair(schedule, half.method, self._loads.bound_ms(half.load), 0)
+        return Pair(schedule, self._loads.bound_ms(half.load), 0)
 
     def _of_size(self, half: Half, size: int, below_ms: float, keep: int) -> list[Pair]:
         packs = len(half.bounds) - 1
@@ -125,25 +123,25 @@ class Pairs:
         bounds = half.bounds[:-1]
         if not fits_all(bounds, self._packings(False, size).fits):
             return None
-        again = Half(size, "reuse", bounds, self._loads.forward(size, bounds))
+        again = Half(size, bounds, self._loads.forward(size, bounds))
         return _Family([again], PassLoads.of([again.load]))
 
     def _make_forward(self, size: int, layers: int) -> _Family | None:
         cuts = self._cuts(False, size, layers, self._space.most_packs)
-        halves = [Half(size, method, bounds, self._loads.forward(size, bounds)) for method, bounds in cuts]
+        halves = [Half(size, bounds, self._loads.forward(size, bounds)) for bounds in cuts]
         return _Family(halves, PassLoads.of([half.load for half in halves])) if halves else None
 
-    def _cuts(self, backward: bool, size: int, layers: int, most: int) -> Iterator[tuple[str, Bounds]]:
-        """Each cut once, under the first of its names."""
+    def _cuts(self, backward: bool, size: int, layers: int, most: int) -> Iterator[Bounds]:
+        """Each cut once."""
         packings, seen = self._packings(backward, size), set()
         numbers = range(1, min(layers, most) + 1)
-        for method, bounds in (
+        for bounds in (
             *(cut for parts in numbers for cut in packings.of_number(parts, layers)),
             *packings.any_number(layers),
         ):
             if bounds not in seen and len(bounds) - 1 in numbers:
                 seen.add(bounds)
-                yield method, bounds
+                yield bounds
 
     def _make_packings(self, backward: bool, size: int) -> Packings:
         return Packings(self._costs, self._loads, backward, size, self._space.cap_bytes)
@@ -162,4 +160,4 @@ class Pairs:
 
 def _pair(forward: Half, backward: Half, bound_ms: float, rank: int) -> Pair:
     schedule = Schedule(forward.micro_batch, forward.bounds, backward.micro_batch, backward.bounds)
-    return Pair(schedule, f"{forward.method}, {backward.method}", bound_ms, rank)
+    return Pair(schedule, bound_ms, rank)

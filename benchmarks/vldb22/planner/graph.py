@@ -159,6 +159,3 @@ class TaskGraph:
     setup: Setup
     tasks: tuple[DeviceTask, ...]
     devices_at_work: int
-
-    def of_device(self, device: int) -> tuple[DeviceTask, ...]:
-        return tuple(task for task in self.tasks if task.device == device)

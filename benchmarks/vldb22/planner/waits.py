@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from harmony_ds.scheduler.devices.graph import DeviceTask, TaskKind
+from benchmarks.vldb22.planner.graph import DeviceTask, TaskKind
 
 Places = tuple[int, ...]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler.devices import Mode, PassCosts, Question, Schedule, Setup, search, simulate
-from harmony_ds.scheduler.devices.candidates import Packings
-from harmony_ds.scheduler.devices.loads import Loads
-from tests.scheduler.devices.examples import LAYERS, MACHINE, bounds, costs_of, setups
+from benchmarks.vldb22.planner import Mode, PassCosts, Question, Schedule, Setup, search, simulate
+from benchmarks.vldb22.planner.candidates import Packings
+from benchmarks.vldb22.planner.loads import Loads
+from tests.benchmarks.vldb22.examples import LAYERS, MACHINE, bounds, costs_of, setups
 
 COSTS = costs_of()
 
@@ -70,8 +70,8 @@ def test_candidates_cover_every_feasible_number_of_packs(cut: tuple[int, ...], c
     """Whatever fits, there is a candidate with as many packs."""
     packings = Packings(COSTS, Loads(Setup(Mode.PIPELINE, 2, 4), COSTS, MACHINE, True, 2), backward, 2, cap_bytes)
     parts = len(cut) - 1
-    found = [bounds for _, bounds in packings.of_number(parts, LAYERS)]
-    alone = [bounds for _, bounds in packings.any_number(LAYERS)]
+    found = list(packings.of_number(parts, LAYERS))
+    alone = list(packings.any_number(LAYERS))
 
     assert all(packings.fits(*pack) for bounds in (*found, *alone) for pack in pairwise(bounds))
     assert all(len(bounds) - 1 == parts for bounds in found)

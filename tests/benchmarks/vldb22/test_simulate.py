@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler.devices import HARMONY_VLDB22, Mode, Schedule, Setup, compose, lower, simulate
-from harmony_ds.scheduler.devices.loads import Loads, PassLoads
-from harmony_ds.scheduler.devices.lowering import taken_with
-from tests.scheduler.devices.examples import MACHINE, costs_of, schedules, setups
+from benchmarks.vldb22.planner import HARMONY_VLDB22, Mode, Schedule, Setup, compose, lower, simulate
+from benchmarks.vldb22.planner.loads import Loads, PassLoads
+from benchmarks.vldb22.planner.lowering import taken_with
+from tests.benchmarks.vldb22.examples import MACHINE, costs_of, schedules, setups
 
 COSTS = costs_of()
 

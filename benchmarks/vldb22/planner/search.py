@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harmony_ds.scheduler.devices.graph import Mode, Schedule, Setup
-from harmony_ds.scheduler.devices.loads import Loads
-from harmony_ds.scheduler.devices.machine import Machine
-from harmony_ds.scheduler.devices.pairs import Pair, Pairs, Space
-from harmony_ds.scheduler.devices.profile import PackCosts
-from harmony_ds.scheduler.devices.simulate import simulate
-from harmony_ds.scheduler.partition import Bounds, Fits, fits_all, within
+from benchmarks.vldb22.planner.cuts import Fits, fits_all, within
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.loads import Loads
+from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.pairs import Pair, Pairs, Space
+from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.planner.simulate import simulate
+from harmony_ds.scheduler.partition import Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,10 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best schedule found, its milliseconds, how it was cut, and how many were simulated."""
+    """The best schedule found, its milliseconds, and how many were simulated."""
 
     schedule: Schedule
     time_ms: float
-    method: str
     simulated: int
 
 
@@ -82,7 +82,6 @@ class _Search:
         self._machine = machine
         self._effort = effort
         self._times_ms: dict[Schedule, float] = {}
-        self._methods: dict[Schedule, str] = {}
         self._best_ms = float("inf")
         self._jobs = 0
 
@@ -96,7 +95,7 @@ class _Search:
         for schedule in self._best_of_each_size()[: self._effort.polished]:
             self._polish(schedule, stop)
         best = min(self._times_ms, key=self._times_ms.__getitem__)
-        return Answer(best, self._times_ms[best], self._methods[best], len(self._times_ms))
+        return Answer(best, self._times_ms[best], len(self._times_ms))
 
     def _spaces(self) -> Iterator[tuple[Space, int]]:
         """With the number of devices at work: all, or in a pipeline as many as there are tasks."""
@@ -141,11 +140,11 @@ class _Search:
                 found += more
                 if more:
                     first = min(more, key=lambda pair: pair.bound_ms)
-                    self._time_ms(first.schedule, first.method)
+                    self._time_ms(first.schedule)
         stop = self._jobs + self._effort.jobs
         for pair in sorted(found, key=lambda pair: (pair.rank, pair.bound_ms)):
             if self._jobs < stop and pair.bound_ms < self._best_ms:
-                self._time_ms(pair.schedule, pair.method)
+                self._time_ms(pair.schedule)
 
     def _best_of_each_size(self) -> list[Schedule]:
         """One for each pair of micro-batch sizes, the fastest first."""
@@ -156,14 +155,13 @@ class _Search:
 
     def _polish(self, schedule: Schedule, stop: int) -> None:
         """Moves to the first neighbour that is faster, until there is none or `stop` jobs have been run."""
-        method = self._methods[schedule].removesuffix(", moved") + ", moved"
         improved = True
         while improved:
             improved = False
             for neighbour in self._neighbours(schedule):
                 if self._jobs >= stop:
                     return
-                if self._time_ms(neighbour, method) < self._times_ms[schedule]:
+                if self._time_ms(neighbour) < self._times_ms[schedule]:
                     schedule, improved = neighbour, True
                     break
 
@@ -186,11 +184,11 @@ class _Search:
                 return
         yield schedule
 
-    def _time_ms(self, schedule: Schedule, method: str) -> float:
+    def _time_ms(self, schedule: Schedule) -> float:
         if schedule not in self._times_ms:
             question = self._question
             simulated = simulate(question.setup, schedule, self._costs, self._machine, question.overlap)
-            self._times_ms[schedule], self._methods[schedule] = simulated.time_ms, method
+            self._times_ms[schedule] = simulated.time_ms
             self._jobs += simulated.jobs
             self._best_ms = min(self._best_ms, simulated.time_ms)
         return self._times_ms[schedule]

@@ -1,9 +1,51 @@
-"""What a step must move at least, and what DeepSpeed's ZeRO-3 offload would move for it."""
+"""Bytes between host and device: what a plan moves, what it must move at least, what ZeRO-3 offload would move."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.plan import Pack, Plan, TaskKind
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps:
+    """Bytes that one step moves, by kind."""
+
+    weights_in: int = 0
+    gradients_out: int = 0
+    stash_out: int = 0
+    stash_in: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights_in + self.gradients_out + self.stash_out + self.stash_in
+
+
+def swaps_of(plan: Plan, costs: CostTable) -> Swaps:
+    """The bytes that the tasks of `plan` move; what the ledger will count."""
+    weights, gradients, out, back = plan.resident_set.weight_bytes, plan.resident_set.gradient_bytes, 0, 0
+    away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
+    for task in plan.tasks:
+        pack = plan.packs[task.pack]
+        match task.kind:
+            case TaskKind.SWAP_IN:
+                weights += pack.weight_bytes
+            case TaskKind.SWAP_OUT:
+                gradients += pack.gradient_bytes
+            case TaskKind.STASH_OUT:
+                out += stash_bytes(pack, costs)
+            case TaskKind.STASH_IN:
+                back += sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+            case _:
+                pass
+    return Swaps(weights, gradients, out, back)
+
+
+def stash_bytes(pack: Pack, costs: CostTable) -> int:
+    """What one micro-batch stashes for a pack."""
+    return sum(costs.costs[p].stash_bytes for p in pack.positions)
 
 
 def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient_bytes: int) -> int:

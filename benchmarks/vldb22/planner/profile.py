@@ -1,6 +1,6 @@
 """What the layers of a model cost, and what a pack of them costs. Knows neither devices nor tasks.
 
-A pack is the layers from a first one to before a last one, as between two bounds of `scheduler.partition`.
+A pack is the layers from a first one to before a last one, as between two bounds of `harmony_ds.scheduler.partition`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harmony_ds.scheduler.partition import PartCost, sum_and_input, sum_of
+from benchmarks.vldb22.planner.cuts import sum_and_input
+from harmony_ds.scheduler.partition import PartCost, sum_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from harmony_ds.scheduler.devices import Medium, Mode, Schedule, Setup, compose, count_volumes
-from tests.scheduler.devices.examples import LAYERS, costs_of, schedules, setups
+from benchmarks.vldb22.planner import Medium, Mode, Schedule, Setup, compose, count_volumes
+from tests.benchmarks.vldb22.examples import LAYERS, costs_of, schedules, setups
 
 COSTS = costs_of()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harmony_ds.scheduler.devices.compose import compose
-from harmony_ds.scheduler.devices.graph import Schedule, Setup
-from harmony_ds.scheduler.devices.lowering import lower
-from harmony_ds.scheduler.devices.machine import Machine
-from harmony_ds.scheduler.devices.profile import PackCosts
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.graph import Schedule, Setup
+from benchmarks.vldb22.planner.lowering import lower
+from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.profile import PackCosts
 from harmony_ds.scheduler.events import run_jobs
 
 

@@ -13,10 +13,10 @@ from bisect import bisect_left
 from functools import cache
 from itertools import accumulate
 
-from harmony_ds.scheduler.devices.graph import Content, DeviceTask, Medium, Mode, Port, TaskGraph, TaskKind
-from harmony_ds.scheduler.devices.machine import Machine
-from harmony_ds.scheduler.devices.profile import PackCosts
-from harmony_ds.scheduler.devices.waits import Done, Overlapped, Places, Serial, Waits
+from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Mode, Port, TaskGraph, TaskKind
+from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial, Waits
 from harmony_ds.scheduler.events import Job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harmony_ds.scheduler.devices.graph import (
+from benchmarks.vldb22.planner.graph import (
     Content,
     DeviceTask,
     Medium,

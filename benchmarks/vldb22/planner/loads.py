@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harmony_ds.scheduler.devices.graph import Mode, Setup
-from harmony_ds.scheduler.devices.machine import Machine
-from harmony_ds.scheduler.devices.profile import PackCosts
+from benchmarks.vldb22.planner.graph import Mode, Setup
+from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.profile import PackCosts
 from harmony_ds.scheduler.partition import Bounds, PartCost
 
 Array = NDArray[Any]

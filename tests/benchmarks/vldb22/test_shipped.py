@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harmony_ds.scheduler.devices import HARMONY_VLDB22, Question, compose, count_volumes, search, simulate
-from tests.scheduler.devices.shipped import CASES, case_of, reference
+from benchmarks.vldb22 import reference
+from benchmarks.vldb22.planner import HARMONY_VLDB22, Question, compose, count_volumes, search, simulate
 
+CASES = [case for model in reference.LARGEST for case in reference.shipped(model)]
 IDS = [f"{case.model}-{case.name}" for case in CASES]
 
 
@@ -41,7 +42,8 @@ def test_bytes_are_those_of_the_original(case: reference.Shipped) -> None:
     ],
 )
 def test_the_search_is_not_worse(model: str, name: str, overlap: bool) -> None:
-    case, costs = case_of(model, name), reference.costs_of(model)
+    case = next(case for case in CASES if (case.model, case.name) == (model, name))
+    costs = reference.costs_of(model)
     question = Question(case.setup, overlap, case.cap_bytes(costs), *reference.LARGEST[model])
     answer = search(question, costs, HARMONY_VLDB22)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from harmony_ds.scheduler.devices import (
+from benchmarks.vldb22.planner import (
     Content,
     DeviceTask,
     Medium,
@@ -20,7 +20,7 @@ from harmony_ds.scheduler.devices import (
     compose,
     split_samples,
 )
-from tests.scheduler.devices.examples import LAYERS, schedules, setups
+from tests.benchmarks.vldb22.examples import LAYERS, schedules, setups
 
 PAIRED = (Medium.PEER, Medium.MESSAGE, Medium.SWAP, Medium.PIN)
 
@@ -28,7 +28,7 @@ PAIRED = (Medium.PEER, Medium.MESSAGE, Medium.SWAP, Medium.PIN)
 def replicas(graph: TaskGraph) -> list[list[DeviceTask]]:
     if graph.setup.mode is Mode.PIPELINE:
         return [list(graph.tasks)]
-    return [list(graph.of_device(device)) for device in range(graph.setup.devices)]
+    return [[task for task in graph.tasks if task.device == device] for device in range(graph.setup.devices)]
 
 
 def of_kind(tasks: list[DeviceTask], kind: TaskKind) -> list[DeviceTask]:

@@ -1,0 +1,1 @@
+"""One question a folder: a script, its data, and what it found."""

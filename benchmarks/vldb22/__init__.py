@@ -1,0 +1,1 @@
+"""The paper's planner, its published schedules, and what a wider search gains over them."""

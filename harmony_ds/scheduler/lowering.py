@@ -1,0 +1,240 @@
+"""Lowers a `Plan` to jobs: its tasks, as the executor would issue them, on the streams of a `Machine`.
+
+    host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
+    swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
+    compute   F, L, B, D     waits for the swap-in of its pack and stash, and behind a G for the gradients on their way
+    swap_out  S, O           waits for the compute so far
+    update    norms, U       waits for the gradients to arrive; without grouping, adds up what each micro-batch sends
+
+Where updates do not overlap, whatever is issued behind them waits for them.
+Where copies do not overlap with compute (the CPU device), the first four are one stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.events import Job
+from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.swaps import stash_bytes
+
+_RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
+_ADDITION = 3.0
+"""Adding gradients up reads two and writes one, where their norm reads one."""
+_Tasks = tuple[Task, ...]
+
+
+class Lowering:
+    """Tasks to jobs. Runs of the same pack's micro-batches, between which nothing else is issued, become one job.
+
+    Attributes:
+        jobs: of all steps so far.
+        work: for each job, its stream and the tasks behind it (none: the resident set).
+    """
+
+    def __init__(self, plan: Plan, costs: CostTable, machine: Machine) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._machine = machine
+        self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
+        self._runs = _merged(plan.tasks)
+        self._rounds = 1 if plan.policy.grouping else plan.micro_batches
+        self.jobs: list[Job] = []
+        self.work: list[tuple[str, _Tasks]] = []
+        self._arrived: dict[int, int] = {}  # pack -> its swap-in
+        self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
+        self._gone: dict[int, int] = {}  # pack -> its gradients' way out
+        self._updated: dict[str, int] = {}  # parameter -> the update of it
+        self._last: dict[str, int] = {}  # stream -> the last job on it
+        self._compute_after: list[int] = []  # what the next compute job waits for
+        self._swap_in_after: list[int] = []
+        self._leaving: int | None = None
+        self._norms: list[int] = []
+        self._updates: list[int] = []
+        self._sent: Counter[int] = Counter()  # pack -> how often its gradients have left in this step
+
+    def step(self) -> range:
+        """Queues one step; returns the places of its jobs."""
+        first = len(self.jobs)
+        self._sent.clear()
+        resident = self._plan.resident_set
+        if resident.weight_bytes:
+            self._compute_after.append(self._copy_in((), resident.weight_bytes, self._owner_updates(("",))))
+        for tasks in self._runs:
+            self._issue(tasks)
+        if resident.gradient_bytes:
+            out = self._copy_out((), resident.gradient_bytes)
+            self._updated[""] = self._update((), resident.update_elements, (out,))
+        return range(first, len(self.jobs))
+
+    # ---- one task
+
+    def _issue(self, tasks: _Tasks) -> None:
+        task, pack = tasks[0], self._plan.packs[tasks[0].pack]
+        match task.kind:
+            case TaskKind.FORWARD | TaskKind.FUSED | TaskKind.BACKWARD:
+                self._run(tasks, pack)
+            case TaskKind.SWAP_IN:
+                after = self._owner_updates(pack.parameters)
+                self._arrived[task.pack] = self._copy_in((task,), pack.weight_bytes, after)
+            case TaskKind.EVICT:
+                self._swap_in_after = list(self._latest(COMPUTE))
+            case TaskKind.SWAP_OUT:
+                self._swap_out(task, pack)
+            case TaskKind.FREE_GRADIENTS:
+                self._compute_after.append(self._gone[task.pack])
+            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
+                self._move_stash(task, pack)
+            case TaskKind.NORM:
+                self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
+            case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
+                self._update_pack(task, pack)
+
+    def _move_stash(self, task: Task, pack: Pack) -> None:
+        if self._leaving is not None:
+            # Compute goes on over the memory of the last stash that left only when its copy is done.
+            self._compute_after.append(self._leaving)
+            self._leaving = None
+        nbytes = stash_bytes(pack, self._costs)
+        if task.kind is TaskKind.STASH_OUT:
+            self._leaving = self._copy_out((task,), nbytes)
+        else:
+            self._stashed[task.pack, task.micro_batch] = self._copy_in((task,), nbytes, self._latest(SWAP_OUT))
+
+    def _update_pack(self, task: Task, pack: Pack) -> None:
+        normed = tuple(self._norms[-1:])
+        if task.kind is TaskKind.UPDATE:
+            done = self._update((task,), pack.update_elements, (self._gone[task.pack], *normed))
+            self._updates.append(done)
+        else:
+            duration = pack.update_elements / self._machine.device_update_elements_per_ms
+            done = self._compute((task,), duration, normed)
+        self._updated.update(dict.fromkeys(pack.owned, done))
+
+    def _run(self, tasks: _Tasks, pack: Pack) -> None:
+        task = tasks[0]
+        arrived = [self._arrived[task.pack]] if task.pack in self._arrived else []
+        stash = self._stashed.pop((task.pack, task.micro_batch), None)
+        after = (*arrived, *self._compute_after, *(() if stash is None else (stash,)))
+        self._compute_after = []
+        first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
+        duration = self._times.of(task.kind, pack, first and task.kind is not TaskKind.BACKWARD)
+        self._compute(tasks, len(tasks) * duration, after)
+
+    def _swap_out(self, task: Task, pack: Pack) -> None:
+        policy, updates = self._plan.policy, self._updates
+        # Where only a few wait, the host waits for a slab that an earlier update has done with.
+        full = not policy.gradients_wait and len(updates) >= policy.gradient_slabs
+        freed = (updates[-policy.gradient_slabs],) if full else ()
+        out = self._gone[pack.index] = self._copy_out((task,), pack.gradient_bytes, freed)
+        norm_ms = pack.update_elements / self._machine.norm_elements_per_ms
+        duration = _ADDITION * norm_ms if self._sent[pack.index] else 0.0
+        self._sent[pack.index] += 1
+        measured = policy.deferred_update and self._sent[pack.index] == self._rounds
+        if measured or duration:
+            done = self._add(UPDATE, (task,), duration + norm_ms * measured, (out,), self._host_demand())
+            self._norms += [done] if measured else []
+
+    def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple({self._updated[name] for name in parameters if name in self._updated})
+
+    # ---- jobs
+
+    def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...]) -> int:
+        demands = (("cores", 1.0),) if self._machine.beside_update < 1.0 else ()
+        issuing_ms = self._machine.task_ms * len(tasks)
+        issued = self._host(tasks[:1], issuing_ms)
+        extra = 0.0 if self._machine.copies_overlap else issuing_ms
+        return self._add(COMPUTE, tasks, duration_ms + extra, (*issued, *after), demands)
+
+    def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
+        machine = self._machine
+        after = (*self._host(tasks, machine.task_ms, updates), *updates, *self._swap_in_after)
+        demands = self._link_demand(machine.swap_in_bytes_per_ms)
+        return self._add(SWAP_IN, tasks, machine.swap_in_ms(nbytes), after, demands)
+
+    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = ()) -> int:
+        machine = self._machine
+        after = (*self._host(tasks, machine.task_ms, freed), *freed, *self._latest(COMPUTE))
+        demands = self._link_demand(machine.swap_out_bytes_per_ms)
+        return self._add(SWAP_OUT, tasks, machine.swap_out_ms(nbytes), after, demands)
+
+    def _update(self, tasks: _Tasks, elements: int, after: tuple[int, ...]) -> int:
+        return self._add(UPDATE, tasks, self._machine.host_update_ms(elements), after, self._host_demand())
+
+    def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The host's part in a task; where nothing overlaps, it is part of the task itself."""
+        if not self._machine.copies_overlap or (not duration_ms and not after):
+            return ()
+        return (self._add(HOST, tasks, duration_ms, after),)
+
+    def _latest(self, stream: str) -> tuple[int, ...]:
+        return (self._last[stream],) if stream in self._last else ()
+
+    def _link_demand(self, bytes_per_ms: float) -> tuple[tuple[str, float], ...]:
+        demands = [("link", bytes_per_ms), ("host memory", bytes_per_ms)]
+        if self._machine.beside_update < 1.0 and not self._machine.copies_overlap:
+            demands.append(("cores", 1.0))
+        return tuple(demands)
+
+    def _host_demand(self) -> tuple[tuple[str, float], ...]:
+        machine = self._machine
+        demands = [("host memory", machine.update_elements_per_ms * machine.update_bytes_per_element)]
+        if machine.beside_update < 1.0:
+            demands.append(("cores", 1.0))
+        return tuple(demands)
+
+    def _add(
+        self,
+        stream: str,
+        tasks: _Tasks,
+        duration_ms: float,
+        after: tuple[int, ...],
+        demands: tuple[tuple[str, float], ...] = (),
+    ) -> int:
+        lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
+        if stream != UPDATE and not self._plan.policy.overlap_update:
+            after = (*after, *self._latest(UPDATE))
+        self._last[stream] = len(self.jobs)
+        self.jobs.append(Job((lane,), duration_ms, after, demands))
+        self.work.append((stream, tasks))
+        return self._last[stream]
+
+
+class _PackTimes:
+    """How long one micro-batch takes through a pack; `parked`: the one whose backward pass begins with the loss."""
+
+    def __init__(self, costs: CostTable, parked: Pack | None) -> None:
+        self._costs = costs
+        self._parked = parked
+        self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
+
+    def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
+        known = self._known.get((kind, pack.positions))
+        if known is None:
+            known = self._known[kind, pack.positions] = self._sum(kind, pack)
+        return known + (self._costs.head_ms if first else 0.0)
+
+    def _sum(self, kind: TaskKind, pack: Pack) -> float:
+        costs = [self._costs.costs[p] for p in pack.positions]
+        if kind is TaskKind.FORWARD:
+            return sum(cost.forward_ms for cost in costs)
+        if kind is TaskKind.BACKWARD:
+            tail_ms = self._costs.tail_ms if pack is self._parked else 0.0
+            return tail_ms + sum(cost.backward_ms for cost in costs)
+        return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
+
+
+def _merged(tasks: _Tasks) -> list[_Tasks]:
+    """Runs of further micro-batches through the same pack go with the first one."""
+    merged: list[list[Task]] = []
+    for task in tasks:
+        before = merged[-1][0] if merged else None
+        if before and task.kind in _RUNS and (before.kind, before.pack) == (task.kind, task.pack):
+            merged[-1].append(task)
+        else:
+            merged.append([task])
+    return [tuple(run) for run in merged]

@@ -1,0 +1,40 @@
+"""What ran, or will run, on which stream and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harmony_ds.scheduler.plan import Task, TaskKind
+
+HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = STREAMS = ("host", "swap_in", "compute", "swap_out", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it.
+
+    `tasks` is empty for the resident set, which no task of the plan moves.
+    """
+
+    stream: str
+    begin_ms: float
+    end_ms: float
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As its tasks print; what the host does with gradients that have arrived is their norm, or their sum."""
+        if not self.tasks:
+            return "resident set"
+        first, more = self.tasks[0], len(self.tasks) - 1
+        arrived = self.stream == UPDATE and first.kind is TaskKind.SWAP_OUT
+        return f"{'gradients ' if arrived else ''}{first}{f'+{more}' if more else ''}"
+
+
+def busy_of(spans: Sequence[Span]) -> dict[str, float]:
+    """How long each stream works, in ms; what shares a link, host memory or cores takes longer than it would alone."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for span in spans:
+        busy[span.stream] += span.end_ms - span.begin_ms
+    return busy
