@@ -27,7 +27,7 @@ def _off(name: str, key: str, instead: str, value: object = False, **more: Any) 
     return Ablation(name, {f"harmony.{key}": value}, instead, **more)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
     """How a plan is carried out. Every plan knows what it was made with: see `harmony_ds.scheduler.plan.Policy`."""
 
@@ -83,7 +83,7 @@ class Switches:
     gradient_slabs: int = _key(forms.COUNT, 3, "host buffers for gradients whose update is not deferred")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonySettings(Switches):
     """The "harmony" block, and all that a plan is asked for beside the model and the machine."""
 

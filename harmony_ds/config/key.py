@@ -52,6 +52,11 @@ class Ablation:
     rounds_on: tuple[str, ...] = ()
     is_choice: bool = False
 
+    @property
+    def harmony(self) -> dict[str, object]:
+        """What it changes in our own block."""
+        return {path.removeprefix("harmony."): v for path, v in self.changes.items() if path.startswith("harmony.")}
+
     def exact_on(self, device: str) -> bool:
         """Whether results on a device of kind `device` are the same bits as without the change."""
         return device not in self.rounds_on

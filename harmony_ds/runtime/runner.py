@@ -6,13 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, positions_of, slab_bytes
 from harmony_ds.errors import DoesNotFitError, EngineFailedError, UnsupportedError, UsageError
@@ -45,40 +46,23 @@ _logger = logging.getLogger(__name__)
 _TOP = 10
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What the ds_config says about plans.
-
-    Attributes:
-        group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, residency: see `harmony_ds.config.HarmonySettings`.
-        policy: when tasks are issued; what the search decides stands at its defaults.
-        plan: to run in the place of a search.
-        profile: the file in which times and rates are kept.
-        element: bytes per element of weights and gradients on the link.
-        sizes: rows of the pieces that layer calls are cut into; None: as the search finds best.
-    """
-
-    group_size: int
-    pack_layers: int | None
-    stash: str
-    policy: Policy
-    element: ElementBytes
-    plan: Plan | None = None
-    profile: Path | None = None
-    residency: str | int = "off"
-    sizes: Sizes | None = WHOLE
-
-
 class Runner:
     """Everything between a queued micro-batch and an updated weight."""
 
-    def __init__(self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, settings: PlanSettings) -> None:
+    def __init__(
+        self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None = None
+    ) -> None:
+        """`saved`: a plan to run in the place of a search."""
         self._parts = parts
         self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
         self._graph = graph
-        self._settings = settings
+        self._settings = config.harmony
+        self._saved = saved
+        self._group_size = config.gradient_accumulation_steps
+        self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+        self._policy = Policy.of(config.harmony, config.deferred_update)
+        self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         self._costs: CostTable | None = None
         self._measured: list[tuple[Shapes, bytes]] = []
         self._choices: tuple[Choice, ...] = ()
@@ -90,7 +74,8 @@ class Runner:
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.executor = Executor(parts, graph.resident)
-        self.measuring = Measuring(parts, self._layers, graph, settings.profile, settings.element.gradient)
+        profile = None if self._settings.profile is None else Path(self._settings.profile)
+        self.measuring = Measuring(parts, self._layers, graph, profile, self._element.gradient)
         self.measuring.abandon = self.executor.abandon
         self._streamer = Streamer(
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
@@ -143,11 +128,6 @@ class Runner:
         return self._choices
 
     @property
-    def wanted_sizes(self) -> Sizes | None:
-        """As configured; None: as the search finds best."""
-        return self._settings.sizes
-
-    @property
     def sizes(self) -> Sizes:
         """Rows of the pieces that layer calls are cut into."""
         return self._sizes
@@ -179,11 +159,9 @@ class Runner:
         self._parts.device_store.drop()
         if self._before_bytes is None:
             self._before_bytes = self._others_bytes()
-        settings = self._settings
-        if settings.sizes is not None:
-            tables: Iterator[tuple[Sizes, CostTable]] = iter(
-                [(settings.sizes, self.measuring.table(sample, settings.sizes))]
-            )
+        wanted = self.wanted_sizes
+        if wanted is not None:
+            tables: Iterator[tuple[Sizes, CostTable]] = iter([(wanted, self.measuring.table(sample, wanted))])
         else:
             tables = self._by_size(sample)
         self._adopt(tables, queued)
@@ -202,7 +180,7 @@ class Runner:
         """Costs in pieces of every size that promises to fit, the fastest first."""
         profile = self.measuring.profile(sample)
         graph = replace(self._graph, calls=profile.calls, resident=self.measuring.resident)
-        group_size = self._settings.group_size
+        group_size = self._group_size
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, group_size, sizes)[0]
@@ -217,7 +195,7 @@ class Runner:
             table = measured if self._costs is None else self._costs.worst(measured)
             graph = replace(self._graph, calls=table.calls, resident=self.measuring.resident)
             try:
-                choices = self._choose(graph, table, self._settings.group_size, sizes)
+                choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
                 failure = error
                 continue
@@ -235,38 +213,34 @@ class Runner:
         raise failure
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        settings = self._settings
         machine = self.measuring.machine
         assert machine is not None
         request = self.request(graph, group_size, sizes)
-        if settings.plan is not None:
-            return (adopt(settings.plan, graph, costs, machine, settings.element, request),)
-        choices = search(graph, costs, machine, settings.element, request, top=_TOP)
-        if isinstance(settings.residency, int):
-            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
+        if self._saved is not None:
+            return (adopt(self._saved, graph, costs, machine, self._element, request),)
+        choices = search(graph, costs, machine, self._element, request, top=_TOP)
+        if isinstance(self._settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                 _logger.warning("%s", reason)
         return choices
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
         """What is asked of the search for a plan."""
-        settings = self._settings
         budget, beside = self._parts.device.budget_bytes, self.beside_bytes
         return Request(
+            settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
-            pack_layers=settings.pack_layers,
-            stash=settings.stash,
-            policy=replace(settings.policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
-            residency=settings.residency,
+            policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
             resident_set=self._resident_set(graph),
         )
 
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
-        return self._parts.device.reserve_bytes(self._settings.group_size) + (self._before_bytes or 0)
+        return self._parts.device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
 
     def _others_bytes(self) -> int:
         """Beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
@@ -274,7 +248,7 @@ class Runner:
         return max(0, self._parts.device.allocated_bytes() - ours)
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
-        element = self._settings.element
+        element = self._element
         specs = [graph.parameter(name) for name in graph.resident]
         trained = [spec for spec in specs if spec.trainable]
         return ResidentSet(
@@ -288,7 +262,7 @@ class Runner:
         gradients = resident.gradient_bytes
         if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
             trained = [graph.parameter(name) for name in graph.resident]
-            gradients += sum(slab_bytes(s.numel, self._settings.element.weight) for s in trained if s.trainable)
+            gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
         return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
     def _work(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Work:
@@ -650,4 +624,4 @@ def _dominates(known: Shapes, shapes: Shapes) -> bool:
     )
 
 
-__all__ = ["DoesNotFitError", "InputChangedError", "OffPlanError", "PlanSettings", "Runner", "layer_graph"]
+__all__ = ["DoesNotFitError", "InputChangedError", "OffPlanError", "Runner", "layer_graph"]
