@@ -9,6 +9,7 @@ import torch
 
 from harmony_ds.config import Config
 from harmony_ds.config.keys import KEYS
+from harmony_ds.config.optimizers import named
 
 
 class Settings:
@@ -63,7 +64,8 @@ class Settings:
         section = self._settings.optimizer
         if section is None:
             return None
-        return section.type.lower() if section.type.lower() in _DEEPSPEEDS else section.type
+        row = named(section.type)
+        return section.type.lower() if row is not None and row.of_deepspeed else section.type
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The ds_config's `optimizer.params`."""
@@ -199,5 +201,3 @@ def _reading(path: str) -> Callable[[Settings], Any]:
 for _key in KEYS:
     if _key.getter:
         setattr(Settings, _key.getter, _reading(_key.path))
-
-_DEEPSPEEDS = frozenset("adagrad adam adamw lamb muadam muadamw musgd lion muon".split())
