@@ -34,13 +34,10 @@ from harmony_ds.runtime.intercept import Interception
 from harmony_ds.runtime.layer_call import LayerCalls
 from harmony_ds.runtime.lending import Lending, belongs_to_engine
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.planner import PlanSettings
 from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.runner import Runner
 from harmony_ds.runtime.timeline import StepTimeline
-from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan, Policy
-from harmony_ds.scheduler.sizes import WHOLE, Sizes
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.weights import initialize_weights
 
 _logger = logging.getLogger(__name__)
@@ -135,19 +132,11 @@ def assemble(
     ledger = Ledger()
     host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
-    plan_settings = PlanSettings(
-        group_size=config.gradient_accumulation_steps,
-        pack_layers=settings.pack_layers,
-        plan=saved,
-        profile=None if settings.profile is None else Path(settings.profile),
-        stash=settings.stash,
-        policy=_policy(config),
-        element=ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize),
-        residency=_residency(config, device, device_optimizer),
-        sizes=_sizes(settings.micro_batch) if saved is None else Sizes.of(saved.policy),
-    )
+    # From here on, the residency is what may be done in this run.
+    residency_wanted = _residency(config, device, device_optimizer)
+    config = replace(config, harmony=replace(settings, residency=residency_wanted))
     graph = layer_graph(decomposition, store.parameters)
-    if plan_settings.residency != "off" or (plan_settings.plan is not None and plan_settings.plan.policy.resident):
+    if residency_wanted != "off" or (saved is not None and saved.policy.resident):
         graph = with_update_bytes(graph, store, device_optimizer)
     # What follows starts a thread: whatever may be refused has been by now.
     timeline = StepTimeline(device)
@@ -175,23 +164,10 @@ def assemble(
         own=OwnGradients(store, updater),
         follow_masters=store.follow_masters,
     )
-    runner = Runner(parts, decomposition, graph, plan_settings)
+    runner = Runner(parts, decomposition, graph, config, saved)
     interception = Interception(decomposition.layers)
     return Assembly(
         device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
-    )
-
-
-def _policy(config: Config) -> Policy:
-    settings = config.harmony
-    return Policy(
-        prefetch=settings.prefetch,
-        deferred_update=config.deferred_update,
-        gradient_slabs=settings.gradient_slabs,
-        grouping=settings.grouping,
-        just_in_time_update=settings.just_in_time_update,
-        overlap_update=settings.overlap_update,
-        fuse_last_pack=settings.fuse_last_pack,
     )
 
 
@@ -204,12 +180,6 @@ def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None
     given = settings.pack_layers is not None or settings.plan is not None
     unable = device.budget_bytes is None or optimizer is None or optimizer.refusal is not None
     return "off" if given or unable else "auto"
-
-
-def _sizes(micro_batch: str | tuple[int, int]) -> Sizes | None:
-    if isinstance(micro_batch, tuple):
-        return Sizes(*micro_batch)
-    return WHOLE if micro_batch == "config" else None
 
 
 def saved_plan(path: str | None) -> Plan | None:

@@ -37,14 +37,12 @@ class Situation:
 
     Attributes:
         states: fp32 numbers per trainable parameter that the optimizer keeps.
-        gradient_slabs: packs whose gradients are on the host at a time, where updates are not deferred.
         host_budget_bytes: host memory (None: not known).
         items: what a micro-batch holds, tokens or samples.
     """
 
     survey: Survey
     states: int
-    gradient_slabs: int
     host_budget_bytes: int | None
     items: int
 
@@ -137,7 +135,7 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     sent = [plan.packs[index].gradient_bytes for index in plan.packing.backward]
-    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), situation.gradient_slabs * max(sent))
+    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), plan.policy.gradient_slabs * max(sent))
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
@@ -153,9 +151,9 @@ def smallest_peak_bytes(survey: Survey) -> int:
     """
     request = survey.request
     early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
-    away = 0 if request.stash == "device" else ALL_PACKS
+    away = 0 if request.settings.stash == "device" else ALL_PACKS
     packer = Packer(survey.graph, survey.costs, survey.element)
-    packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.pack_layers or 1))
+    packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.settings.pack_layers or 1))
     policy = replace(request.policy, prefetch=early, stash_on_host=away)
     return make_plan(packing, survey.costs, request, policy).peak_bytes
 

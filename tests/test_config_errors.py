@@ -59,7 +59,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"gradient_accumulation_steps": [4]}, r'"gradient_accumulation_steps" must be a whole number, not \[4\]'),
     # clipping
     ({"gradient_clipping": -1.0}, '"gradient_clipping" must be a number that is not negative, not -1.0'),
-    ({"gradient_clipping": "one"}, "\"gradient_clipping\": Input should be a valid number, not 'one'"),
+    ({"gradient_clipping": "one"}, "\"gradient_clipping\": Input should be a valid number, .*, not 'one'"),
     ({"gradient_clipping": True}, "must be a number that is not negative, not True"),
     ({"gradient_clipping": None}, '"gradient_clipping": Input should be a valid number, not None'),
     ({"gradient_clipping": NAN}, "must be a number that is not negative, not nan"),
@@ -95,7 +95,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (fp16(loss_scale_window=0), "fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled"),
     (fp16(loss_scale_window=True), "fp16.loss_scale_window must be an integer, not bool"),
     (fp16(min_loss_scale=0), "fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled"),
-    (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, not 'high'"),
+    (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, .*, not 'high'"),
     (fp16(auto_cast=True), '"fp16.auto_cast": cast the inputs to half'),
     (fp16(fp16_master_weights_and_grads=True), "masters are fp32 here"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters are fp32 here"),
@@ -152,8 +152,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"elasticity": {"enabled": True}}, "elastic training is not supported"),
     ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
     # our own block
-    ({"harmony": 3}, '"harmony": Input should be an object, not 3'),
-    ({"harmony": None}, '"harmony": Input should be an object, not None'),
+    ({"harmony": 3}, '"harmony" must be an object, not 3'),
     ({"harmony": {"micro_batch": 0}}, r'harmony.micro_batch is 0: it must be "config", "auto", a whole number'),
     ({"harmony": {"micro_batch": {"forward": 4}}}, r"harmony.micro_batch is \{'forward': 4\}: it must be"),
     ({"harmony": {"micro_batch": 4, "plan": "p.json"}}, "harmony.plan says how layer calls are cut"),

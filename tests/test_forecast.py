@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
@@ -59,13 +60,12 @@ def situation(
         micro_batches=micro_batches,
         budget_bytes=budget_bytes,
         resident_bytes=0,
-        pack_layers=None,
-        stash="auto",
+        settings=HarmonySettings(residency="off"),
         policy=Policy(deferred_update=clipping),
     )
     profile = Profile(replace(MACHINE, **machine), ((1, costs),))
     survey = Survey(graph, profile, profile.tables[-1][1], ElementBytes(2, 4), request)
-    return Situation(survey, states=2, gradient_slabs=3, host_budget_bytes=None, items=100)
+    return Situation(survey, states=2, host_budget_bytes=None, items=100)
 
 
 def tight(micro_batches: int = 4, clipping: bool = True, **machine: Any) -> Situation:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harmony_ds.cli.answer import Answer, Case, answer
 from harmony_ds.cli.estimate import estimated
-from harmony_ds.cli.options import Wanted
+from harmony_ds.cli.options import Planned
 from harmony_ds.forecast import STREAM_NAMES
 from harmony_ds.profiler.hardware import Hardware, hardware_of
 from harmony_ds.subject import BatchShape, load_subject
@@ -66,8 +66,8 @@ def row(model: str, machine: str) -> str:
     """One line of the table."""
     hardware, setting = hardware_of(machine), SETTINGS[machine]
     spec = str(HERE / "models" / f"{model}.json")
-    wanted = Wanted(None, setting.rows, SEQUENCE, setting.steps, None)
-    case = estimated(spec, wanted, hardware, None)
+    wanted = Planned(spec, micro_batch=setting.rows, sequence=SEQUENCE, accumulation=setting.steps)
+    case = estimated(wanted, hardware, None)
     found = answer(case, lambda rows: smaller(spec, rows, case, hardware), advise=False)
     return f"| {model} | {hardware.name} | {setting.rows} x {setting.steps} | {' | '.join(cells(found))} |"
 

@@ -101,9 +101,7 @@ def _host_bytes(billions: int) -> Content:
 def _one_device(billions: int) -> Content:
     """This engine's own plan for one of those cards: estimated costs, its own search and simulator."""
     model = gpt2(BLOCKS * billions, 4096, 32, 1024, 50257, f"GPT2-{billions}B")
-    found = forecast(
-        Situation(survey(model, 1, SAMPLES), states=2, gradient_slabs=3, host_budget_bytes=SERVER_BYTES, items=1)
-    )
+    found = forecast(Situation(survey(model, 1, SAMPLES), states=2, host_budget_bytes=SERVER_BYTES, items=1))
     return {
         "billions": billions,
         "s": found.prediction.step_ms / 1000,

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.snapshot import OptimizerState, Source, listed
+from harmony_ds.config.optimizers import same_formula
 from harmony_ds.offload.host_optimizer import HostOptimizer
 
-_FAMILIES = (
-    ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"),
-    ("DeepSpeedCPULion", "FusedLion"),
-)
 _HOW_NOT_WHAT = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Hyper-parameters that choose a kernel: the engine's own stay."""
 
@@ -29,7 +26,7 @@ def refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | None
     way_out = "load it with load_optimizer_states=False to start the optimizer afresh"
     if saved is None:
         return [f"it has no state for the optimizer {kind}: {way_out}"]
-    if not _same_formula(kind, saved.kind):
+    if not same_formula(kind, saved.kind):
         return [f"its optimizer is {saved.kind} and this engine's {kind}: {way_out}"]
     ours, theirs = optimizer.groups(), tuple(group.parameters for group in saved.groups)
     complaints = []
@@ -43,10 +40,6 @@ def refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | None
             f"its {len(theirs)} parameter groups divide the parameters otherwise than this engine's {len(ours)}: {way_out}"
         )
     return complaints
-
-
-def _same_formula(ours: str, theirs: str) -> bool:
-    return ours == theirs or any({ours, theirs} <= set(family) for family in _FAMILIES)
 
 
 def matching(optimizer: HostOptimizer, saved: OptimizerState) -> Iterator[tuple[str, dict[str, Any] | None]]:

@@ -53,7 +53,6 @@ class Case:
         return Situation(
             survey=self.survey,
             states=update_cost(self.config).states,
-            gradient_slabs=self.config.harmony.gradient_slabs,
             host_budget_bytes=self.host_budget_bytes,
             items=self.subject.items,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from harmony_ds.cli import bench, convert, estimate, machines, plan, profile, trace
+from harmony_ds.cli.options import flat
 
 app = typer.Typer(
     name="harmony-ds",
@@ -13,10 +14,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("estimate")(estimate.command)
-app.command("plan")(plan.command)
-app.command("profile")(profile.command)
-app.command("trace")(trace.command)
-app.command("machines")(machines.command)
-app.command("bench")(bench.command)
-app.command("convert")(convert.command)
+for _room in (estimate, plan, profile, trace, machines, bench, convert):
+    app.command(_room.__name__.rpartition(".")[2])(flat(_room.command))

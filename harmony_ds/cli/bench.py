@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,113 +27,138 @@ from harmony_ds.errors import ConfigError
 
 LOSSES_DIFFER = 4
 
-Engines = Annotated[
-    str | None,
-    typer.Option("--engines", metavar="A,B,...", help="Engines, harmony among them (default: all that can run here)."),
-]
-Accumulations = Annotated[
-    str | None,
-    typer.Option("--accumulation", metavar="N,M,...", help="Micro-batches in a step; several give a curve."),
-]
+
+@dataclass(frozen=True)
+class Raced(options.Wanted):
+    """The model and the ds_config, for several engines."""
+
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            "--engines", metavar="A,B,...", help="Engines, harmony among them (default: all that can run here)."
+        ),
+    ] = None
+    counts: Annotated[
+        str | None,
+        typer.Option("--accumulation", metavar="N,M,...", help="Micro-batches in a step; several give a curve."),
+    ] = None
+    device_memory_gib: Annotated[float | None, options.of_key("harmony.device_memory_gib")] = None
+    device: Annotated[str | None, typer.Option("--device", help='"cpu" or "cuda" (default: CUDA if there is one).')] = (
+        None
+    )
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Per process (CPU: 1; CUDA: all cores).")] = (
+        None
+    )
+    uncapped: Annotated[
+        str | None,
+        typer.Option(
+            "--uncapped", metavar="A,B,...", help="Engines that run without the memory cap, beside the others."
+        ),
+    ] = None
+    ablate: Annotated[bool, typer.Option("--ablate", help="harmony alone, each of its mechanisms switched off.")] = (
+        False
+    )
+
+    @property
+    def on(self) -> str:
+        """The device.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f'--device is "cpu" or "cuda", not "{device}".')
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"torch {torch.__version__} sees no CUDA device here: use --device cpu.")
+        return device
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How much is measured, and how."""
+
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed turns of every engine.")] = 5
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps in a turn.")] = 2
+    warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=1, help="Steps before the first turn.")] = 2
+    one_core: Annotated[bool, typer.Option("--one-core", help="Pin every process to one core.")] = False
+    limit_s: Annotated[float | None, typer.Option("--limit-s", min=1, help="Begin no turn after so many seconds.")] = (
+        None
+    )
+    sweep: Annotated[
+        bool | None,
+        typer.Option(
+            "--sweep/--no-sweep",
+            help="Also run the others at their own best micro-batch (default: where the memory cap holds for all, on "
+            "CUDA).",
+        ),
+    ] = None
+    together: Annotated[
+        bool | None,
+        typer.Option(
+            "--together/--apart", help="All processes live at once, or one at a time (default: together on the CPU)."
+        ),
+    ] = None
+
+    def timing(self, device: str) -> Timing:
+        alive = device == "cpu" if self.together is None else self.together
+        return Timing(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
+
+
 Output = Annotated[
     Path, typer.Option("--output", metavar="FILE", help="The results, as JSON; the page is written beside it.")
 ]
-Uncapped = Annotated[
-    str | None,
-    typer.Option("--uncapped", metavar="A,B,...", help="Engines that run without the memory cap, beside the others."),
-]
-Sweep = Annotated[
-    bool | None,
-    typer.Option(
-        "--sweep/--no-sweep",
-        help="Also run the others at their own best micro-batch (default: where the memory cap holds for all, on CUDA).",
-    ),
-]
-Together = Annotated[
-    bool | None,
-    typer.Option(
-        "--together/--apart", help="All processes live at once, or one at a time (default: together on the CPU)."
-    ),
-]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --output already holds.")]
 
 
-def command(  # noqa: PLR0913, PLR0917 - one per option
-    model: options.Model,
+def command(
+    wanted: Raced,
+    turns: Turns,
     output: Output = Path("harmony-bench.json"),
-    engine_names: Engines = None,
-    ds_config: options.DsConfig = None,
-    micro_batch: options.MicroBatch = None,
-    sequence: options.Sequence = None,
-    accumulation: Accumulations = None,
-    device_memory_gib: options.DeviceMemory = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help='"cpu" or "cuda" (default: CUDA if there is one).')
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed turns of every engine.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps in a turn.")] = 2,
-    warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=1, help="Steps before the first turn.")] = 2,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Per process (CPU: 1; CUDA: all cores).")
-    ] = None,
-    one_core: Annotated[bool, typer.Option("--one-core", help="Pin every process to one core.")] = False,
-    limit_s: Annotated[
-        float | None, typer.Option("--limit-s", min=1, help="Begin no turn after so many seconds.")
-    ] = None,
-    uncapped: Uncapped = None,
-    sweep: Sweep = None,
-    together: Together = None,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="harmony alone, each of its mechanisms switched off.")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output already holds.")] = False,
+    resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
     """Trains MODEL under several engines and compares step times, memory, bytes moved and losses."""
     console = Console(stderr=as_json, highlight=False, soft_wrap=False)
     with one_sentence():
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device not in ("cpu", "cuda"):
-            raise ConfigError(f'--device is "cpu" or "cuda", not "{device}".')
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"torch {torch.__version__} sees no CUDA device here: use --device cpu.")
-        task = _task(options.Wanted(ds_config, micro_batch, sequence, None, device_memory_gib), model, device, threads)
-        core = 0 if one_core else None
-        alive = device == "cpu" if together is None else together
-        timing = Timing(rounds, warmup_steps, steps, alive, core, limit_s)
-        tasks = [replace(task, accumulation=count) for count in _counts(accumulation, task.accumulation)]
         tell = _teller(console)
-        contestants = [
-            c
-            for one in tasks
-            for c in (ablated(one) if ablate else _contestants(one, engine_names, uncapped, len(tasks) > 1, tell))
-        ]
+        contestants = list(_contestants(wanted, tell))
         if not contestants:
             raise ConfigError("none of these engines can run here: name others with --engines.")
+        timing = turns.timing(wanted.on)
         sweeps: dict[str, dict[str, Any]] = {}
-        if not ablate and (device == "cuda" if sweep is None else sweep):
+        if not wanted.ablate and (wanted.on == "cuda" if turns.sweep is None else turns.sweep):
             contestants, sweeps = _with_best(contestants, timing, output, resume, tell)
         results = run(contestants, timing, output, resume, tell)
         results.sweeps.update(sweeps)
         results.save(output)
     page = output.with_suffix(".html")
-    write_page(results, page, "harmony_ds, mechanism by mechanism" if ablate else "Training engines, head to head")
-    _finish(console, results, (output, page), as_json, ablate)
+    write_page(
+        results, page, "harmony_ds, mechanism by mechanism" if wanted.ablate else "Training engines, head to head"
+    )
+    _finish(console, results, (output, page), as_json, wanted.ablate)
 
 
-def _task(wanted: options.Wanted, model: str, device: str, threads: int | None) -> Task:
+def _contestants(wanted: Raced, tell: Tell) -> Iterator[Contestant]:
+    task = _task(wanted)
+    counts = _counts(wanted.counts, task.accumulation)
+    for one in (replace(task, accumulation=count) for count in counts):
+        yield from ablated(one) if wanted.ablate else _engines(one, wanted, len(counts) > 1, tell)
+
+
+def _task(wanted: Raced) -> Task:
     config = wanted.config()
     raw = {key: value for key, value in config.raw.items() if key != "train_batch_size"}
-    memory = config.harmony.device_memory_gib
     return Task(
-        model=model,
+        model=wanted.model,
         ds_config=copy.deepcopy(raw),
         rows=config.micro_batch,
         micro_batch=config.micro_batch,
         accumulation=config.gradient_accumulation_steps,
         sequence=wanted.sequence,
-        device=device,
-        memory_gib=memory,
-        threads=threads or (1 if device == "cpu" else torch.get_num_threads()),
+        device=wanted.on,
+        memory_gib=config.harmony.device_memory_gib,
+        threads=wanted.threads or (1 if wanted.on == "cpu" else torch.get_num_threads()),
     )
 
 
@@ -149,15 +174,13 @@ def _counts(given: str | None, default: int) -> list[int]:
     return counts
 
 
-def _contestants(
-    task: Task, given: str | None, uncapped: str | None, several: bool, tell: Tell
-) -> Iterator[Contestant]:
+def _engines(task: Task, wanted: Raced, several: bool, tell: Tell) -> Iterator[Contestant]:
     """Ours first."""
-    wanted = sorted(engines.names(), key=lambda name: name != "harmony") if given is None else given.split(",")
+    every = sorted(engines.names(), key=lambda name: name != "harmony")
     free = replace(task, memory_gib=None)
     for name, label, own in (
-        *((name, name, task) for name in wanted),
-        *((name, f"{name}, uncapped", free) for name in (uncapped.split(",") if uncapped else ())),
+        *((name, name, task) for name in (every if wanted.engines is None else wanted.engines.split(","))),
+        *((name, f"{name}, uncapped", free) for name in (wanted.uncapped.split(",") if wanted.uncapped else ())),
     ):
         reason = engines.adapter(name).unavailable(task)
         if reason is not None:

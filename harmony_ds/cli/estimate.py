@@ -22,31 +22,29 @@ MachineName = Annotated[
 Advice = Annotated[bool, typer.Option(help="Also say what would help most (plans a few times more).")]
 
 
-def command(  # noqa: PLR0913, PLR0917 - one per option
-    model: options.Model,
+def command(
+    wanted: options.Planned,
     machine: MachineName = "rtx4090",
-    ds_config: options.DsConfig = None,
-    micro_batch: options.MicroBatch = None,
-    sequence: options.Sequence = None,
-    accumulation: options.Accumulation = None,
-    device_memory_gib: options.DeviceMemory = None,
     host_memory_gib: options.HostMemory = None,
     advice: Advice = True,
     as_json: options.Json = False,
 ) -> None:
     """Says whether MODEL fits a machine, how fast it will train there, and what limits it. Allocates nothing."""
-    wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
     with one_sentence():
         hardware = hardware_of(machine)
-        case = estimated(model, wanted, hardware, options.host_bytes(host_memory_gib))
-        found = answer(case, lambda rows: _survey(model, BatchShape(rows, sequence), case.config, hardware), advice)
+        case = estimated(wanted, hardware, options.host_bytes(host_memory_gib))
+
+        def resurvey(rows: int) -> Survey:
+            return _survey(wanted.model, BatchShape(rows, wanted.sequence), case.config, hardware)
+
+        found = answer(case, resurvey, advice)
     reply(found, as_json)
 
 
-def estimated(model: str, wanted: options.Wanted, hardware: Hardware, host_budget_bytes: int | None) -> Case:
+def estimated(wanted: options.Wanted, hardware: Hardware, host_budget_bytes: int | None) -> Case:
     """The case of a model on a machine that is only described."""
     config = wanted.config()
-    subject = load_subject(model, wanted.shape(config), "meta")
+    subject = load_subject(wanted.model, wanted.shape(config), "meta")
     survey = estimate(subject.model, subject.inputs, config, hardware)
     return Case(subject, config, survey, host_budget_bytes or hardware.host_budget_bytes)
 

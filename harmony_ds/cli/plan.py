@@ -27,26 +27,24 @@ ProfileFile = Annotated[
 ]
 
 
-def command(  # noqa: PLR0913, PLR0917 - one per option
-    model: options.Model,
+def command(
+    wanted: options.Planned,
     profile: ProfileFile = None,
-    ds_config: options.DsConfig = None,
-    micro_batch: options.MicroBatch = None,
-    sequence: options.Sequence = None,
-    accumulation: options.Accumulation = None,
-    device_memory_gib: options.DeviceMemory = None,
     host_memory_gib: options.HostMemory = None,
     advice: Advice = True,
     as_json: options.Json = False,
 ) -> None:
     """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
-    wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
     with one_sentence():
         config = wanted.config()
         known = None if profile is None else read_profile(profile)
-        subject, survey = surveyed(model, wanted.shape(config), config, known)
+        subject, survey = surveyed(wanted.model, wanted.shape(config), config, known)
         case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
-        found = answer(case, lambda rows: surveyed(model, BatchShape(rows, sequence), config, known)[1], advice)
+
+        def resurvey(rows: int) -> Survey:
+            return surveyed(wanted.model, BatchShape(rows, wanted.sequence), config, known)[1]
+
+        found = answer(case, resurvey, advice)
     reply(found, as_json)
 
 

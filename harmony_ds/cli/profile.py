@@ -15,18 +15,11 @@ from harmony_ds.survey import measure
 Output = Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the profile is written, as JSON.")]
 
 
-def command(
-    model: options.Model,
-    output: Output,
-    ds_config: options.DsConfig = None,
-    micro_batch: options.MicroBatch = None,
-    sequence: options.Sequence = None,
-) -> None:
+def command(wanted: options.Wanted, output: Output) -> None:
     """Runs one micro-batch of MODEL, with random weights, layer by layer on the ds_config's device."""
     with one_sentence():
-        wanted = options.Wanted(ds_config, micro_batch, sequence, None, None)
         config = wanted.config()
-        subject = load_subject(model, wanted.shape(config), "cpu")
+        subject = load_subject(wanted.model, wanted.shape(config), "cpu")
         profile = measure(subject.model, subject.inputs, config).profile
         output.write_text(profile.to_json(), encoding="utf-8")
     calls = len(profile.calls)

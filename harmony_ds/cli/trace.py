@@ -51,31 +51,25 @@ class _Drawn:
     executed: ExecutedStep | None
 
 
-def command(  # noqa: PLR0913, PLR0917 - one per option
-    model: options.Model,
+def command(
+    wanted: options.Planned,
     output: Output,
     run: Run = False,
     steps: Steps = 3,
     profile: ProfileFile = None,
-    ds_config: options.DsConfig = None,
-    micro_batch: options.MicroBatch = None,
-    sequence: options.Sequence = None,
-    accumulation: options.Accumulation = None,
-    device_memory_gib: options.DeviceMemory = None,
     as_json: options.Json = False,
 ) -> None:
     """Writes a Chrome trace of one step of MODEL on this machine, and prints how long each stream works."""
-    wanted = options.Wanted(ds_config, micro_batch, sequence, accumulation, device_memory_gib)
     with one_sentence():
         if run and profile is not None:
             raise ConfigError("--run measures the model itself: leave --profile away.")
         config = wanted.config()
         try:
             if run:
-                drawn = _executed(load_subject(model, wanted.shape(config), "cpu"), config, steps)
+                drawn = _executed(load_subject(wanted.model, wanted.shape(config), "cpu"), config, steps)
             else:
                 known = None if profile is None else read_profile(profile)
-                drawn = _simulated(*surveyed(model, wanted.shape(config), config, known), config, known)
+                drawn = _simulated(*surveyed(wanted.model, wanted.shape(config), config, known), config, known)
         except DoesNotFitError as error:
             Console(stderr=True, soft_wrap=True, highlight=False).print(f"does not fit: {error}", markup=False)
             raise typer.Exit(DOES_NOT_FIT) from error

@@ -1,6 +1,7 @@
 """The ds_config: what it says, checked, as frozen data."""
 
+from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.config.load import load_config
-from harmony_ds.config.settings import Config, HarmonySettings, LossScale, Section
+from harmony_ds.config.settings import Config, LossScale, Section
 
 __all__ = ["Config", "HarmonySettings", "LossScale", "Section", "load_config"]

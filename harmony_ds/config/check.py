@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from harmony_ds.config.keys import BLOCKS, BY_PATH, Effect, Key, names_in
-from harmony_ds.config.unknown import unknown_key
+from harmony_ds.config.key import Effect, Key
+from harmony_ds.config.keys import BLOCKS, BY_PATH, names_in
 from harmony_ds.errors import ConfigError, ContradictionError
 
 Raw = Mapping[str, Any]
 Values = dict[str, Any]
 
 _ZERO = "zero_optimization"
+_SPOKEN = {"": "the ds_config", "harmony": '"harmony"'}
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -26,10 +28,13 @@ def read_values(raw: Raw) -> Values:
     values = {path: key.default for path, key in BY_PATH.items()}
     for path, value in given.items():
         key = BY_PATH[path]
-        if value == "auto" and path not in _BATCH_KEYS:
+        if value == "auto" and key.effect is not Effect.OURS and path not in _BATCH_KEYS:
             _refuse_auto(key)
             continue
-        values[path] = _value(key, value)
+        try:
+            values[path] = key.form.read(path, value)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         _refuse(key, values[path])
     _follow_aliases(given, values)
     _check_zero(values)
@@ -50,7 +55,7 @@ def _flattened(block: Raw, path: str) -> dict[str, Any]:
     known = names_in(path)
     for name, value in block.items():
         if name not in known:
-            raise ConfigError(unknown_key(str(name), path or "the ds_config", known))
+            raise ConfigError(_unknown(str(name), _SPOKEN.get(path, path), known))
         inner = f"{path}.{name}" if path else name
         if inner not in BLOCKS:
             flat[inner] = value
@@ -81,14 +86,10 @@ def _with_old_names_replaced(raw: Raw) -> Raw:
     return {**raw, _ZERO: changed}
 
 
-def _value(key: Key, value: object) -> object:
-    try:
-        return key.kind.read(value)
-    except ValueError as error:
-        text = str(error)
-        if not text.startswith(key.path):
-            text = f'"{key.path}": {text}, not {value!r}.'
-        raise ConfigError(text) from None
+def _unknown(key: str, where: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(sorted(known))}."
+    return f'unknown key "{key}" in {where}.{hint}'
 
 
 def _refuse_auto(key: Key) -> None:

@@ -1,4 +1,4 @@
-"""Writes the table of keys into docs/config.md, between two marks:
+"""Writes the table of keys into docs/config.md, between marks:
 
 python -m harmony_ds.config.document docs/config.md
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
-from harmony_ds.config.keys import KEYS, Effect, Key
+from harmony_ds.config.harmony import Switches
+from harmony_ds.config.key import Effect, Key
+from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import NOT_RUN
 
-BEGIN = "<!-- made by python -m harmony_ds.config.document -->"
-END = "<!-- end of what is made -->"
+_BEGIN, _END = "<!-- {part}: made by python -m harmony_ds.config.document -->", "<!-- end of what is made -->"
 _TITLES = {
     Effect.SAME: "Honoured, same meaning",
     Effect.DIFFERENT: "Honoured differently",
@@ -27,32 +29,37 @@ _LEADS = {
 }
 
 
-def tables() -> str:
-    """Every key, by what becomes of it."""
-    parts = []
+def tables() -> dict[str, str]:
+    """Every key, by what becomes of it: ours and DeepSpeed's."""
+    parts: list[str] = []
     for effect, title in _TITLES.items():
-        keys = [key for key in KEYS if key.effect is effect]
-        parts += [f"## {title}", ""]
-        parts += [_LEADS[effect], ""] if effect in _LEADS else []
-        parts += ["| key | values | default | |", "|---|---|---|---|"]
-        parts += [_row(key) for key in keys]
-        parts.append("")
+        parts += [f"## {title}", "", *([_LEADS[effect], ""] if effect in _LEADS else []), *_table(effect), ""]
     parts += ["## Optimizers that are not run", "", "| `optimizer.type` | reason |", "|---|---|"]
     parts += [f"| `{name}` | {reason} |" for name, reason in NOT_RUN.items()]
-    return "\n".join(parts) + "\n"
+    return {"ours": "\n".join(_table(Effect.OURS)) + "\n", "DeepSpeed's": "\n".join(parts) + "\n"}
+
+
+def _table(effect: Effect) -> list[str]:
+    rows = [_row(key) for key in KEYS if key.effect is effect]
+    first = len(fields(Switches)) if effect is Effect.OURS else 0  # what a newcomer needs comes before the mechanisms
+    return ["| key | values | default | |", "|---|---|---|---|", *rows[first:], *rows[:first]]
 
 
 def _row(key: Key) -> str:
-    default = "" if key.older else f"`{json.dumps(key.default)}`"
+    name = key.path.removeprefix("harmony.")
+    default = "" if key.older else key.shown or f"`{json.dumps(key.default)}`"
     note = f"{key.note} (of an older DeepSpeed)" if key.older and "older" not in key.note else key.note
-    return f"| `{key.path}` | {key.kind.name} | {default} | {note} |"
+    return f"| `{name}` | {key.form.name} | {default} | {note} |"
 
 
 def with_tables(text: str) -> str:
     """`text` with what stands between the marks made anew."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n{END}{tail}"
+    for part, made in tables().items():
+        begin = _BEGIN.format(part=part)
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(_END)
+        text = f"{head}{begin}\n\n{made}\n{_END}{tail}"
+    return text
 
 
 def main() -> None:

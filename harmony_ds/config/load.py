@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harmony_ds.config.check import Values, given_without_meaning, read_values
-from harmony_ds.config.harmony_block import harmony_settings
-from harmony_ds.config.keys import DTYPES
+from harmony_ds.config.forms import DTYPES
+from harmony_ds.config.harmony import HarmonySettings
+from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
 from harmony_ds.errors import ConfigError, ContradictionError
@@ -24,24 +26,22 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_config(
-    source: Mapping[str, Any] | str | Path, world_size: int = 1, sizes: Mapping[str, int] | None = None
+    source: Mapping[str, Any] | str | Path, world_size: int = 1, instead: Mapping[str, object] | None = None
 ) -> Config:
     """Reads a ds_config from a dict or a JSON file.
 
     Args:
-        sizes: micro-batch and accumulation steps, by DeepSpeed's keys, in the place of those in `source`.
+        instead: values in the place of those in `source`, by the paths of their keys.
 
     Raises:
         ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
     """
-    raw = read_config(source)
-    if sizes:
-        raw = _resized(raw, sizes)
+    raw = _with_values_instead(read_config(source), instead or {})
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
     values = read_values(raw)
     compute, loss_scale = _precision(raw, values)
     micro_batch, steps, batch = _batch_triple(raw, world_size)
-    clipping = _clipping(values)
+    clipping = _clipping(raw, values)
     return Config(
         micro_batch=micro_batch,
         gradient_accumulation_steps=steps,
@@ -54,23 +54,35 @@ def load_config(
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
         steps_per_print=_steps_per_print(raw.get("steps_per_print")),
-        harmony=harmony_settings(
-            # A micro-batch that is left to the engine is a whole batch, taken through layers as the search finds best.
-            raw.get("harmony", {}),
-            _pin_memory(values),
-            "auto" if raw.get(_MICRO_BATCH) == "auto" else "config",
-        ),
+        harmony=_harmony(raw, values),
         raw=raw,
         values=values,
         without_meaning=given_without_meaning(raw),
     )
 
 
-def _resized(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    changed = {**raw, **sizes}
-    if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= changed.keys():
+def _with_values_instead(raw: dict[str, Any], instead: Mapping[str, object]) -> dict[str, Any]:
+    changed = with_values(raw, instead)
+    if instead and {_MICRO_BATCH, _STEPS} <= changed.keys():
         changed.pop("train_batch_size", None)
     return changed
+
+
+def _harmony(raw: Mapping[str, Any], values: Values) -> HarmonySettings:
+    """Our own keys; two of them follow DeepSpeed's where they are not given."""
+    given = _block(raw, "harmony")
+    if "pin_memory" not in given:
+        blocks = ("offload_optimizer", "offload_param")
+        values["harmony.pin_memory"] = all(values[f"zero_optimization.{block}.pin_memory"] for block in blocks)
+    if "micro_batch" not in given and raw.get(_MICRO_BATCH) == "auto":
+        # A micro-batch that is left to the engine is a whole batch, taken through layers as the search finds best.
+        values["harmony.micro_batch"] = "auto"
+    settings = HarmonySettings(**{one.name: values[f"harmony.{one.name}"] for one in fields(HarmonySettings)})
+    if settings.plan is not None and settings.pack_layers is not None:
+        raise ConfigError("harmony.plan and harmony.pack_layers are two ways to say which packs to run: leave one out.")
+    if settings.plan is not None and settings.micro_batch != "config":
+        raise ConfigError("harmony.plan says how layer calls are cut: leave harmony.micro_batch out.")
+    return settings
 
 
 def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -82,15 +94,12 @@ def _block(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _clipping(values: Values) -> float:
+def _clipping(raw: Mapping[str, Any], values: Values) -> float:
     norm: float = values["gradient_clipping"]
-    if isinstance(norm, bool) or not math.isfinite(norm) or norm < 0:
-        raise ConfigError(f'"gradient_clipping" must be a number that is not negative, not {norm!r}.')
-    return float(norm)
-
-
-def _pin_memory(values: Values) -> bool:
-    return all(values[f"zero_optimization.{block}.pin_memory"] for block in ("offload_optimizer", "offload_param"))
+    if isinstance(raw.get("gradient_clipping"), bool) or not math.isfinite(norm) or norm < 0:
+        given = raw["gradient_clipping"]
+        raise ConfigError(f'"gradient_clipping" must be a number that is not negative, not {given!r}.')
+    return norm
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Section | None:
@@ -141,14 +150,8 @@ def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, Los
     for key in ("loss_scale_window", "min_loss_scale"):
         if scale == 0 and values[f"fp16.{key}"] <= 0:
             raise ConfigError(f"fp16.{key} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
-    return compute, LossScale(
-        static=scale,
-        initial_scale_power=values["fp16.initial_scale_power"],
-        loss_scale_window=values["fp16.loss_scale_window"],
-        hysteresis=values["fp16.hysteresis"],
-        consecutive_hysteresis=values["fp16.consecutive_hysteresis"],
-        min_loss_scale=float(values["fp16.min_loss_scale"]),
-    )
+    rules = {one.name: values[f"fp16.{one.name}"] for one in fields(LossScale) if one.name != "static"}
+    return compute, LossScale(scale, **rules)
 
 
 def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
@@ -199,7 +202,7 @@ def _steps_per_print(value: object) -> int | None:
     return value
 
 
-_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_MICRO_BATCH, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SPOKEN = {
     "train_batch_size": "Train batch size",
     "train_micro_batch_size_per_gpu": "Micro batch size per gpu",

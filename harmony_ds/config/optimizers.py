@@ -1,24 +1,129 @@
-"""The optimizers that a ds_config may name and that are not run, each with its reason."""
+"""Every optimizer that a ds_config, a program or a checkpoint may name and that is not just any of torch's: one row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from harmony_ds.config.settings import Section
 from harmony_ds.errors import ConfigError
 
-NOT_RUN = {
-    "lamb": "its kernel is CUDA's and steps whole layers on the device",
-    "muadam": "it belongs to the package mup, with optimizers of its own: pass one as optimizer=...",
-    "muadamw": "it belongs to the package mup, with optimizers of its own: pass one as optimizer=...",
-    "musgd": "it belongs to the package mup, with optimizers of its own: pass one as optimizer=...",
-    "muon": "DeepSpeed's keeps Adam beside it for other parameters: pass torch.optim.Muon as optimizer=...",
-    "onebitadam": "1-bit optimizers compress what processes exchange, and there is one process",
-    "zerooneadam": "1-bit optimizers compress what processes exchange, and there is one process",
-    "onebitlamb": "1-bit optimizers compress what processes exchange, and there is one process",
-}
-"""By DeepSpeed's name, in small letters; the 1-bit ones are an older DeepSpeed's."""
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """DeepSpeed's compiled optimizer for the host.
+
+    Attributes:
+        cls, module: its class, and where that is.
+        op, update: the attribute that holds its compiled op, and the update function in it.
+        macro: that our stand-in for the update function is compiled with (csrc/gil_free.cpp).
+    """
+
+    cls: str
+    module: str
+    op: str
+    update: str
+    macro: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer.
+
+    Attributes:
+        names: in a ds_config, in small letters.
+        keeps: its state for every number of a parameter, by the names of DeepSpeed's class.
+        needs: an option without which it keeps nothing.
+        classes: of the same formula: each may go on with the state of another. DeepSpeed's own first.
+        native: how DeepSpeed compiles it for the host.
+        on_device: the class that takes the compiled one's place on an accelerator.
+        kept_as: names of its state in that class, where they differ ("": nothing reads it).
+        refusal: why it is not run.
+        of_deepspeed: whether DeepSpeed 0.19.8 knows the name.
+        whole: it does not treat parameters one by one.
+    """
+
+    names: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    needs: str = ""
+    classes: tuple[str, ...] = ()
+    native: Native | None = None
+    on_device: str = ""
+    kept_as: Mapping[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    of_deepspeed: bool = True
+    whole: bool = False
+
+
+_MUP = "it belongs to the package mup, with optimizers of its own: pass one as optimizer=..."
+_ONE_BIT = "1-bit optimizers compress what processes exchange, and there is one process"
+OPTIMIZERS = (
+    Row(
+        ("adam", "adamw"),
+        ("exp_avg", "exp_avg_sq"),
+        classes=("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam", "AdamW", "Adam"),
+        native=Native("DeepSpeedCPUAdam", "deepspeed.ops.adam", "ds_opt_adam", "adam_update", "HARMONY_ADAM"),
+        on_device="AdamW",
+    ),
+    Row(
+        ("lion",),
+        ("exp_avg",),
+        classes=("DeepSpeedCPULion", "FusedLion"),
+        native=Native("DeepSpeedCPULion", "deepspeed.ops.lion", "ds_opt_lion", "lion_update", "HARMONY_LION"),
+        on_device="Lion",
+        kept_as={"exp_avg_sq": ""},
+    ),
+    Row(
+        ("adagrad",),
+        ("exp_avg_sq",),
+        classes=("DeepSpeedCPUAdagrad",),
+        native=Native(
+            "DeepSpeedCPUAdagrad", "deepspeed.ops.adagrad", "ds_opt_adagrad", "adagrad_update", "HARMONY_ADAGRAD"
+        ),
+        on_device="Adagrad",
+        kept_as={"exp_avg_sq": "sum"},
+    ),
+    Row(("sgd",), ("momentum_buffer",), needs="momentum", classes=("SGD",), of_deepspeed=False),
+    Row((), ("sum",), classes=("Adagrad",), of_deepspeed=False),
+    Row(("asgd",), ("ax",), classes=("ASGD",), of_deepspeed=False),
+    Row(("rmsprop",), ("square_avg",), classes=("RMSprop",), of_deepspeed=False),
+    Row(("adafactor",), classes=("Adafactor",), of_deepspeed=False),
+    Row(("lbfgs",), classes=("LBFGS",), of_deepspeed=False, whole=True),
+    Row(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), of_deepspeed=False, whole=True),
+    Row(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
+    Row(("muadam", "muadamw", "musgd"), refusal=_MUP),
+    Row(
+        ("muon",),
+        refusal="DeepSpeed's keeps Adam beside it for other parameters: pass torch.optim.Muon as optimizer=...",
+    ),
+    Row(("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT, of_deepspeed=False),  # an older DeepSpeed's
+)
+NOT_RUN = {name: row.refusal for row in OPTIMIZERS if row.refusal for name in row.names}
+"""What a ds_config may name and is not run, each with its reason."""
+
+
+def named(name: str) -> Row | None:
+    """The row of a name in a ds_config, in any case of letters."""
+    return next((row for row in OPTIMIZERS if name.lower() in row.names), None)
+
+
+def of_class(classes: Iterable[type]) -> Row | None:
+    """The row of the first of `classes`, a class and its bases, that has one."""
+    return next((row for cls in classes for row in OPTIMIZERS if cls.__name__ in row.classes), None)
+
+
+def same_formula(one: str, other: str) -> bool:
+    """Whether an optimizer of one class can go on with the state of one of another."""
+    return one == other or any({one, other} <= set(row.classes) for row in OPTIMIZERS)
+
+
+def keeper_of(keys: Iterable[str], counts_in_tensors: bool) -> str | None:
+    """The class that keeps states of these names; torch's count steps in tensors, DeepSpeed's do not."""
+    row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) <= set(keys)), None)
+    if row is None:
+        return None
+    return row.on_device if counts_in_tensors and row.on_device in row.classes else row.classes[0]
 
 
 def refuse_what_is_not_run(section: Section | None) -> None:
@@ -28,15 +133,10 @@ def refuse_what_is_not_run(section: Section | None) -> None:
         raise ConfigError(f'"optimizer.type": {section.type} is not run: {reason}.')
 
 
-_STATES = {
-    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "lion", "deepspeedcpulion", "asgd", "rmsprop"), 1),
-    **dict.fromkeys(("sgd", "adafactor"), 0),
-}
-
-
 def state_numbers(name: str, options: Mapping[str, Any]) -> int | None:
-    """fp32 numbers that the optimizer of this name keeps per parameter; None if it is not known."""
+    """fp32 numbers that the optimizer of this name, or of this class, keeps per parameter; None if it is not known."""
     name = name.lower()
-    if name == "sgd" and options.get("momentum"):
-        return 1
-    return _STATES.get(name, 2 if "adam" in name else None)
+    row = next((row for row in OPTIMIZERS if name in (*row.names, *map(str.lower, row.classes))), None)
+    if row is None or row.refusal:
+        return 2 if "adam" in name else None
+    return 0 if row.needs and not options.get(row.needs) else len(row.keeps)

@@ -110,7 +110,7 @@ class Surface(Settings, nn.Module):
             "overflow": self.global_steps > 0 and not self._applied,
             "cur_scale": self.cur_scale,
             "loss_scale": self.cur_scale,
-            "dynamic_loss_scale": self.fp16_enabled() and self.dynamic_loss_scale(),
+            "dynamic_loss_scale": self._settings.values["fp16.enabled"] and self.dynamic_loss_scale(),
         }
         for name, value in told.items():
             setattr(self.optimizer, name, value)
@@ -167,7 +167,7 @@ class Surface(Settings, nn.Module):
         return make_loader(
             dataset,
             self._settings.micro_batch if batch_size is None else batch_size,
-            self.dataloader_drop_last(),
+            self._settings.values["dataloader_drop_last"],
             collate_fn or self.collate_fn,
             data_sampler,
             num_local_io_workers,

@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.config.optimizers import Row
 from harmony_ds.device.live_bytes import LiveBytes
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
+from harmony_ds.offload.native import native_of
 
 _FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.SGD)  # AdamW is an Adam
 _GRAIN = 512
@@ -73,11 +75,14 @@ class DeviceOptimizer:
     def __init__(self, host: HostOptimizer, device: torch.device) -> None:
         self._host = host
         self._on_host = device.type == "cpu"
-        stand_in = _stand_in(host.optimizer) if host.native else None
+        row = native_of(host.optimizer)
+        stand_in = None if row is None else _stand_in(row, host.optimizer)
         self._fused = device.type == "cuda" and isinstance(stand_in or host.optimizer, _FUSED_ON_CUDA)
         # Memory is asked of the stand-in in any case: compiled code cannot step tensors that have no memory.
         self._asked = part_of(stand_in or host.optimizer)
         self._replaced = stand_in is not None and not self._on_host
+        self._kept_as = row.kept_as if row is not None and self._replaced else {}
+        self._kept_back = {there: here for here, there in self._kept_as.items() if there}
         self._part = part_of(stand_in if stand_in is not None and self._replaced else host.part)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._part.state = self.state
@@ -146,10 +151,11 @@ class DeviceOptimizer:
             if self._replaced and isinstance(self._part, torch.optim.Adagrad):  # torch's makes it when constructed
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
             return 0
-        if isinstance(self._part, Lion):  # DeepSpeed's makes a second moment that nothing reads
-            known = {key: value for key, value in known.items() if key != "exp_avg_sq"}
-        self.state[parameter] = {self._there(key): self._arrived(key, value, parameter) for key, value in known.items()}
-        return sum(_bytes(value) for value in known.values())
+        read = {key: value for key, value in known.items() if self._kept_as.get(key, key)}
+        self.state[parameter] = {
+            self._kept_as.get(key, key): self._arrived(key, value, parameter) for key, value in read.items()
+        }
+        return sum(_bytes(value) for value in read.values())
 
     def peek(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The state beside `parameter` as the host's of `name` would be, but with the device's own tensors."""
@@ -160,7 +166,7 @@ class DeviceOptimizer:
         return {**(self._host.state_of(name) or {}), **here} if self._replaced else here
 
     def _named_as_on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {key if not self._replaced else _BACK.get(key, key): value for key, value in state.items()}
+        return {self._kept_back.get(key, key): value for key, value in state.items()}
 
     def give(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
@@ -176,9 +182,6 @@ class DeviceOptimizer:
     def forget(self, parameter: nn.Parameter) -> None:
         """Drops the state beside `parameter`."""
         self.state.pop(parameter, None)
-
-    def _there(self, key: str) -> str:
-        return _THERE.get(key, key) if self._replaced and isinstance(self._part, torch.optim.Adagrad) else key
 
     def _arrived(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
         if self._replaced and key == "step" and not isinstance(self._part, Lion):
@@ -251,20 +254,12 @@ class DeviceOptimizer:
         return Footprint(sum(_rounded(value) for value in state), 0 if self._fused else working)
 
 
-_THERE = {"exp_avg_sq": "sum"}
-"""DeepSpeed's name of Adagrad's sum of squares, and torch's."""
-_BACK = {"sum": "exp_avg_sq"}
-
-
-def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of torch's with the formula of DeepSpeed's `optimizer`."""
-    name = next(base.__name__ for base in type(optimizer).__mro__ if base.__name__.startswith("DeepSpeedCPU"))
-    dummy = [nn.Parameter(torch.empty(0))]
-    if name == "DeepSpeedCPUAdagrad":
-        return torch.optim.Adagrad(dummy)
-    if name == "DeepSpeedCPULion":
-        return Lion(dummy)
-    return torch.optim.AdamW(dummy) if getattr(optimizer, "adam_w_mode", True) else torch.optim.Adam(dummy)
+def _stand_in(row: Row, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with the formula of DeepSpeed's `optimizer` that an accelerator can run."""
+    coupled = row.on_device == "AdamW" and not getattr(optimizer, "adam_w_mode", True)
+    cls: Any = Lion if row.on_device == "Lion" else getattr(torch.optim, "Adam" if coupled else row.on_device)
+    stand_in: torch.optim.Optimizer = cls([nn.Parameter(torch.empty(0))])
+    return stand_in
 
 
 def _bytes(value: object) -> int:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.config.optimizers import of_class
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, is_native
@@ -26,8 +27,6 @@ from harmony_ds.offload.watched_state import WatchedState, plain
 
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
-
-_NOT_ELEMENTWISE = ("LBFGS", "SparseAdam")
 
 
 class HostOptimizer:
@@ -41,7 +40,8 @@ class HostOptimizer:
         Raises:
             OptimizerError: `optimizer` needs all parameters at once, or knows one that is not the model's.
         """
-        if any(base.__name__ in _NOT_ELEMENTWISE for base in type(optimizer).__mro__):
+        row = of_class(type(optimizer).__mro__)
+        if row is not None and row.whole:
             raise OptimizerError(
                 f"{type(optimizer).__name__} does not treat parameters one by one, so it cannot be stepped layer by "
                 "layer on the host. Use an elementwise optimizer such as torch.optim.AdamW, or name one in the ds_config."

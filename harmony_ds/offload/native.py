@@ -16,22 +16,23 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from harmony_ds.config.optimizers import OPTIMIZERS, Row, of_class
 from harmony_ds.errors import CompilerMissingError
 from harmony_ds.offload import compiled
 
 _SOURCE = Path(__file__).parent / "csrc" / "gil_free.cpp"
 
-_OPS = {
-    # DeepSpeed's class: (its module, the attribute that holds its compiled op, the update function in it, our macro)
-    "DeepSpeedCPUAdam": ("deepspeed.ops.adam", "ds_opt_adam", "adam_update", "HARMONY_ADAM"),
-    "DeepSpeedCPUAdagrad": ("deepspeed.ops.adagrad", "ds_opt_adagrad", "adagrad_update", "HARMONY_ADAGRAD"),
-    "DeepSpeedCPULion": ("deepspeed.ops.lion", "ds_opt_lion", "lion_update", "HARMONY_LION"),
-}
+
+def native_of(optimizer: torch.optim.Optimizer) -> Row | None:
+    """The row of `optimizer` if it is one of DeepSpeed's compiled CPU optimizers."""
+    row = of_class(type(optimizer).__mro__)
+    names = {base.__name__ for base in type(optimizer).__mro__}
+    return row if row is not None and row.native is not None and row.native.cls in names else None
 
 
 def is_native(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is one of DeepSpeed's compiled CPU optimizers."""
-    return any(base.__name__ in _OPS for base in type(optimizer).__mro__)
+    return native_of(optimizer) is not None
 
 
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -41,7 +42,8 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
         CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
     _check_compiler(name)
-    cls = getattr(import_module(_OPS[name][0]), name)
+    native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
+    cls = getattr(import_module(native.module), name)
     with compiled.instead_of_torch():
         optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer
@@ -53,13 +55,15 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     Raises:
         CompilerMissingError: the stand-in cannot be compiled here.
     """
-    name = next(base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _OPS)
-    _, attribute, update, macro = _OPS[name]
-    op = getattr(optimizer, attribute)
-    _check_compiler(name)
-    flags = {"extra_cflags": [f"-D{macro}", "-O1"], "extra_ldflags": [op.__file__]}
-    extension = _or_explain(name, lambda: compiled.load(f"harmony_gil_free_{update}", [str(_SOURCE)], **flags))
-    return attribute, GilFreeOp(op, update, getattr(extension, update))
+    row = native_of(optimizer)
+    assert row is not None and row.native is not None
+    native = row.native
+    op = getattr(optimizer, native.op)
+    _check_compiler(native.cls)
+    flags = {"extra_cflags": [f"-D{native.macro}", "-O1"], "extra_ldflags": [op.__file__]}
+    name = f"harmony_gil_free_{native.update}"
+    extension = _or_explain(native.cls, lambda: compiled.load(name, [str(_SOURCE)], **flags))
+    return native.op, GilFreeOp(op, native.update, getattr(extension, native.update))
 
 
 class GilFreeOp:

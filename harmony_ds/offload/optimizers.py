@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Section
+from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
 from harmony_ds.offload.native import make_native
 
 ParameterGroups = Iterable[Any]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-
-_NATIVE = {"adagrad": "DeepSpeedCPUAdagrad", "lion": "DeepSpeedCPULion"}
 
 
 def members(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
@@ -97,16 +96,15 @@ def build_optimizer(
 
 
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    options = dict(section.params)
-    name = section.type.lower()
-    if name in ("adam", "adamw"):
-        return _adam(name, options, groups)
-    if name in _NATIVE:
-        return make_native(_NATIVE[name], groups, _with_tuple_betas(options))
+    row = named(section.type)
+    if row is not None and row.native is not None:
+        if row.native.cls == "DeepSpeedCPUAdam":
+            return make_adam(section, groups)
+        return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
     for known in dir(torch.optim):
         cls = getattr(torch.optim, known)
-        if known.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-            optimizer: torch.optim.Optimizer = cls(groups, **options)
+        if known.lower() == section.type.lower() and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            optimizer: torch.optim.Optimizer = cls(groups, **section.params)
             return optimizer
     raise ContradictionError(
         f"{section.type} is not a supported DeepSpeed Optimizer: name Adam, AdamW, Adagrad, Lion or one of torch.optim in "
@@ -114,18 +112,25 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
     )
 
 
-def _adam(name: str, options: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    torch_adam = options.pop("torch_adam", False)
-    decoupled = options.pop("adam_w_mode", True) or name == "adamw"
-    options = _with_tuple_betas(options)
-    if torch_adam:
-        options.pop("bias_correction", None)
-        options.pop("fp32_optimizer_states", None)
-        options.pop("foreach", None)  # fused is as fast as any, and takes no memory for lists of tensors
-        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-        return cls(groups, fused=True, **options)
-    return make_native("DeepSpeedCPUAdam", groups, {**options, "adamw_mode": decoupled})
+def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:
+    """DeepSpeed's CPU Adam, or torch's fused one if the ds_config or the caller wants `torchs`."""
+    options = _with_tuple_betas(section.params)
+    torchs = options.pop("torch_adam", False) or torchs
+    decoupled = decoupled_decay(section)
+    options.pop("adam_w_mode", None)
+    if not torchs:
+        return make_native("DeepSpeedCPUAdam", parameters, {**options, "adamw_mode": decoupled})
+    # fused is as fast as any, and takes no memory for lists of tensors
+    for name in ("bias_correction", "fp32_optimizer_states", "foreach"):
+        options.pop(name, None)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return cls(parameters, fused=True, **options)
 
 
-def _with_tuple_betas(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "betas": tuple(options["betas"])} if "betas" in options else options
+def decoupled_decay(section: Section) -> bool:
+    """Whether weight decay is AdamW's, as DeepSpeed reads the block."""
+    return bool(section.params.get("adam_w_mode", True)) or section.type.lower() == "adamw"
+
+
+def _with_tuple_betas(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options, "betas": tuple(options["betas"])} if "betas" in options else dict(options)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
 from harmony_ds.errors import DoesNotFitError
@@ -34,37 +35,21 @@ _logger = logging.getLogger(__name__)
 _TOP = 10
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What the ds_config says about plans.
-
-    Attributes:
-        group_size: micro-batches per optimizer step, as configured.
-        pack_layers, stash, residency: see `harmony_ds.config.HarmonySettings`.
-        policy: when tasks are issued; what the search decides stands at its defaults.
-        plan: to run in the place of a search.
-        profile: the file in which times and rates are kept.
-        element: bytes per element of weights and gradients on the link.
-        sizes: rows of the pieces that layer calls are cut into; None: as the search finds best.
-    """
-
-    group_size: int
-    pack_layers: int | None
-    stash: str
-    policy: Policy
-    element: ElementBytes
-    plan: Plan | None = None
-    profile: Path | None = None
-    residency: str | int = "off"
-    sizes: Sizes | None = WHOLE
-
-
 class Planner:
     """Measures micro-batches, searches for plans, and says what a group of micro-batches has to do."""
 
-    def __init__(self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, settings: PlanSettings) -> None:
+    def __init__(
+        self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
+    ) -> None:
+        """`saved`: a plan to run in the place of a search."""
         self._parts = parts
-        self._settings = settings
+        self._settings = config.harmony
+        self._saved = saved
+        self._group_size = config.gradient_accumulation_steps
+        self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+        self._policy = Policy.of(config.harmony, config.deferred_update)
+        self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
+        """As configured; None: as the search finds best."""
         self._graph = graph
         self._costs: CostTable | None = None
         self._sizes = WHOLE
@@ -74,7 +59,8 @@ class Planner:
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
-        self.measuring = Measuring(parts, decomposition.layers, graph, settings.profile, settings.element.gradient)
+        profile = None if config.harmony.profile is None else Path(config.harmony.profile)
+        self.measuring = Measuring(parts, decomposition.layers, graph, profile, self._element.gradient)
 
     @property
     def plan(self) -> Plan | None:
@@ -90,11 +76,6 @@ class Planner:
     def sizes(self) -> Sizes:
         """Rows of the pieces that layer calls are cut into."""
         return self._sizes
-
-    @property
-    def wanted_sizes(self) -> Sizes | None:
-        """As configured; None: as the search finds best."""
-        return self._settings.sizes
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
@@ -115,7 +96,7 @@ class Planner:
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
-        wanted = self._settings.sizes
+        wanted = self.wanted_sizes
         if wanted is not None:
             moved = self._adopt(iter([(wanted, self.measuring.table(sample, wanted))]))
         else:
@@ -129,7 +110,7 @@ class Planner:
         graph = replace(self._graph, calls=profile.calls, resident=self.measuring.resident)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
-            return self._choose(graph, costs, self._settings.group_size, sizes)[0]
+            return self._choose(graph, costs, self._group_size, sizes)[0]
 
         for sizes in rank_sizes(profile, sample.rows, choose):
             yield sizes, self.measuring.in_pieces(sample, profile, sizes)
@@ -141,7 +122,7 @@ class Planner:
             table = measured if self._costs is None else self._costs.worst(measured)
             graph = replace(self._graph, calls=table.calls, resident=self.measuring.resident)
             try:
-                self.choices = self._choose(graph, table, self._settings.group_size, sizes)
+                self.choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
                 failure = error
                 continue
@@ -153,41 +134,37 @@ class Planner:
         raise failure
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        settings = self._settings
         machine = self.measuring.machine
         assert machine is not None
         request = self.request(graph, group_size, sizes)
-        if settings.plan is not None:
-            return (adopt(settings.plan, graph, costs, machine, settings.element, request),)
-        choices = search(graph, costs, machine, settings.element, request, top=_TOP)
-        if isinstance(settings.residency, int):
-            for reason in why_not_resident(choices[0].plan.packing, settings.residency):
+        if self._saved is not None:
+            return (adopt(self._saved, graph, costs, machine, self._element, request),)
+        choices = search(graph, costs, machine, self._element, request, top=_TOP)
+        if isinstance(self._settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                 _logger.warning("%s", reason)
         return choices
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
         """What is asked of the search for a plan."""
-        settings = self._settings
         budget, beside = self._parts.device.budget_bytes, self.beside_bytes
         return Request(
+            settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
-            pack_layers=settings.pack_layers,
-            stash=settings.stash,
-            policy=replace(settings.policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
-            residency=settings.residency,
+            policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
             resident_set=self._resident_set(graph),
         )
 
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
-        return self._parts.device.reserve_bytes(self._settings.group_size) + (self._before_bytes or 0)
+        return self._parts.device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
 
     def _resident_set(self, graph: LayerGraph) -> ResidentSet:
-        element = self._settings.element
+        element = self._element
         specs = [graph.parameter(name) for name in graph.resident]
         trained = [spec for spec in specs if spec.trainable]
         return ResidentSet(
@@ -201,7 +178,7 @@ class Planner:
         gradients = resident.gradient_bytes
         if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
             trained = [graph.parameter(name) for name in graph.resident]
-            gradients += sum(slab_bytes(s.numel, self._settings.element.weight) for s in trained if s.trainable)
+            gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
         return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
     # ---- what is to be done

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import EngineFailedError, UnsupportedError, UsageError
@@ -18,9 +19,10 @@ from harmony_ds.runtime.call_state import CallStates
 from harmony_ds.runtime.executor import Executor, Work
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.planner import Planner, PlanSettings, others_bytes
+from harmony_ds.runtime.planner import Planner, others_bytes
 from harmony_ds.runtime.sample import Sample
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.trace import ExecutedStep
 
 _logger = logging.getLogger(__name__)
@@ -29,14 +31,17 @@ _logger = logging.getLogger(__name__)
 class Runner:
     """Everything between a queued micro-batch and an updated weight."""
 
-    def __init__(self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, settings: PlanSettings) -> None:
+    def __init__(
+        self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
+    ) -> None:
+        """`saved`: a plan to run in the place of a search."""
         self._parts = parts
         self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
         self._said_alone: str | None = None
         self._said_left = False
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
-        self.planner = Planner(parts, decomposition, graph, settings)
+        self.planner = Planner(parts, decomposition, graph, config, saved)
         self.executor = Executor(parts)
         self._streamer = Streamer(
             parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls

@@ -75,8 +75,11 @@ def packings(
 
 def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request) -> Iterator[tuple[Bounds, str]]:
     count = len(graph.calls)
-    if request.pack_layers is not None:
-        yield uniform_bounds(count, request.pack_layers), f"of {request.pack_layers} calls, as configured"
+    if request.settings.pack_layers is not None:
+        yield (
+            uniform_bounds(count, request.settings.pack_layers),
+            f"of {request.settings.pack_layers} calls, as configured",
+        )
         return
     for size in _sizes(count):
         yield uniform_bounds(count, size), f"of {size} calls"
@@ -131,9 +134,9 @@ def policies(packing: Packing, copies_overlap: bool, request: Request) -> Iterat
 
 def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
     count = len(packing.forward)
-    if request.stash == "device" or not count:
+    if request.settings.stash == "device" or not count:
         return [(0, "stash on the device")]
-    if request.stash == "host":
+    if request.settings.stash == "host":
         return [(count, "stash on the host")]
     counts = sorted({round(share * count) for share in (0.0, *_SHARES)})
     return [(n, f"stash of {n} of {count} packs on the host" if n else "stash on the device") for n in counts]
@@ -141,12 +144,12 @@ def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
 
 def _stays(packing: Packing, request: Request) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
     """Kept packs, resident packs and a name: none, kept ones, resident ones, both."""
-    if isinstance(request.residency, int):
-        chosen = resident_packs(packing, request.residency)
+    if isinstance(request.settings.residency, int):
+        chosen = resident_packs(packing, request.settings.residency)
         yield (), chosen, f", {len(chosen)} packs resident" if chosen else ""
         return
     yield (), (), ""
-    if request.residency == "off" or request.budget_bytes is None:
+    if request.settings.residency == "off" or request.budget_bytes is None:
         return
     both = [i for i in reversed(packing.forward) if i in packing.backward and packing.packs[i].needs_backward]
     for kept_share in (0.0, *_SHARES):

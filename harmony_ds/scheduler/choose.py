@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
@@ -16,24 +17,20 @@ class Request:
     """What a plan is wanted for.
 
     Attributes:
+        settings: the ds_config's "harmony" block; its residency says what may be done in this run.
         micro_batches: the size of the group.
         budget_bytes: device memory for the plan (None: unlimited).
         beside_bytes: what was taken off for what is no part of a plan.
         resident_bytes: what stays on the device besides packs.
-        pack_layers: calls in a pack (None: as the search finds best).
-        stash: "auto", "device" or "host".
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
-        residency: which packs stay on the device while memory is to spare: "auto", "off", or so many from the end.
         resident_set: the part of `resident_bytes` that is swapped.
     """
 
+    settings: HarmonySettings
     micro_batches: int
     budget_bytes: int | None
     resident_bytes: int
-    pack_layers: int | None
-    stash: str
     policy: Policy
-    residency: str | int = "off"
     resident_set: ResidentSet = field(default_factory=ResidentSet)
     beside_bytes: int = 0
 
@@ -50,7 +47,7 @@ class Request:
     @property
     def is_manual(self) -> bool:
         """Whether packs are given and not searched for."""
-        return self.pack_layers is not None
+        return self.settings.pack_layers is not None
 
 
 def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
@@ -85,6 +82,7 @@ def explain(plan: Plan, request: Request) -> str:
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
-        f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.pack_layers or 'chosen'}); "
-        "(4) name smaller layers in harmony.layers" + ("; (5) lower harmony.residency." if request.residency else ".")
+        f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.settings.pack_layers or 'chosen'}); "
+        "(4) name smaller layers in harmony.layers"
+        + ("; (5) lower harmony.residency." if request.settings.residency else ".")
     )

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
+
+from harmony_ds.config.harmony import Switches
 
 
 class TaskKind(Enum):
@@ -112,41 +114,33 @@ class Packing:
         return self.packs[self.backward[-1]]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Where things wait, and when tasks are issued.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(Switches):
+    """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
 
     Of one kind of update (`deferred_update`), and one size of pieces, every policy gives the same bits.
 
     Attributes:
-        prefetch: swap the next pack in while this one computes.
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
             and backward (they wait longest); the others' wait on the device.
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
-        gradient_slabs: packs whose gradients may wait on the host for an update that is not deferred.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
-        grouping: a pack on the device runs all micro-batches; else each micro-batch passes all packs on its own, and
-            its gradients are added up on the host.
-        just_in_time_update: updates that are not deferred begin as gradients arrive; else behind the backward pass.
-        overlap_update: the host works on gradients and weights while the device computes. If not, the executor waits
-            for it behind each task that gives it work; the tasks are the same.
-        fuse_last_pack: forward, loss and backward of the last pack are one task for each micro-batch.
     """
 
-    prefetch: bool = True
     stash_on_host: int = 0
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
-    gradient_slabs: int = 3
     forward_rows: int = 0
     backward_rows: int = 0
-    grouping: bool = True
-    just_in_time_update: bool = True
-    overlap_update: bool = True
-    fuse_last_pack: bool = True
+
+    @staticmethod
+    def of(switches: Switches, deferred_update: bool) -> Policy:
+        """As the ds_config says; what the search decides is left as it is."""
+        given = {one.name: getattr(switches, one.name) for one in fields(Switches)}
+        return Policy(**given, deferred_update=deferred_update)
 
     @property
     def updates_last(self) -> bool:

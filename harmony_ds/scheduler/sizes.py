@@ -31,6 +31,13 @@ class Sizes:
         """Those of a plan."""
         return Sizes(policy.forward_rows, policy.backward_rows)
 
+    @staticmethod
+    def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:
+        """Those that harmony.micro_batch names; None: as the search finds best."""
+        if isinstance(micro_batch, tuple):
+            return Sizes(*micro_batch)
+        return WHOLE if micro_batch == "config" else None
+
     def __str__(self) -> str:
         return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
 

@@ -101,7 +101,7 @@ def test_a_model_without_any_gradient_only_runs() -> None:
 
 def test_a_single_pack_is_fused() -> None:
     for prefetch in (False, True):
-        policy = Policy(prefetch, deferred_update=True)
+        policy = Policy(prefetch=prefetch, deferred_update=True)
         assert step(packs_of(True), TWO_FRESH, policy) == "I0 L0.0 L0.1 O0 E0 G0 N U0"
 
 

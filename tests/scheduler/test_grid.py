@@ -70,7 +70,17 @@ def test_any_plan_prints_within_the_width_and_always_the_same(
 ) -> None:
     some = st.sets(st.integers(0, packs - 1), max_size=5).map(lambda numbers: tuple(sorted(numbers)))
     stash = data.draw(st.integers(0, packs))
-    plan = plan_of(packs, micro_batches, Policy(prefetch, stash, defer, kept=data.draw(some), resident=data.draw(some)))
+    plan = plan_of(
+        packs,
+        micro_batches,
+        Policy(
+            prefetch=prefetch,
+            stash_on_host=stash,
+            deferred_update=defer,
+            kept=data.draw(some),
+            resident=data.draw(some),
+        ),
+    )
     lines = format_plan(plan).splitlines()
 
     assert max(map(len, lines)) <= 120

@@ -66,7 +66,7 @@ def test_activations_of_one_micro_batch_by_hand() -> None:
     Then: nothing, since no call is left.
     """
     costs = costs_of((0, 1), COST, tail_bytes=5_000, held_bytes=3_000)
-    tasks, profile = walk(TWO, costs, 1, Policy(False, 0, False))
+    tasks, profile = walk(TWO, costs, 1, Policy(prefetch=False, stash_on_host=0, deferred_update=False))
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert at["F0.0"] == 10_000 + 30_000
@@ -79,13 +79,15 @@ def test_activations_of_one_micro_batch_by_hand() -> None:
 
 def test_a_large_tail_counts_in_the_fused_pack() -> None:
     costs = costs_of((0, 1), COST, tail_bytes=70_000, held_bytes=3_000)
-    tasks, profile = walk(TWO, costs, 1, Policy(False, 0, False))
+    tasks, profile = walk(TWO, costs, 1, Policy(prefetch=False, stash_on_host=0, deferred_update=False))
 
     assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["L1.0"] == 500 + 10_000 + 90_000 + 8_000
 
 
 def test_waiting_micro_batches_add_up_while_one_runs() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, 0, False))
+    tasks, profile = walk(
+        TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(prefetch=False, stash_on_host=0, deferred_update=False)
+    )
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert [at[f"F0.{m}"] for m in range(3)] == [40_000 + m * (10_000 + 8_000) for m in range(3)]
@@ -93,7 +95,12 @@ def test_waiting_micro_batches_add_up_while_one_runs() -> None:
 
 
 def test_a_stash_that_goes_to_the_host_is_gone_when_the_next_one_moves() -> None:
-    tasks, profile = walk(TWO, costs_of((0, 1), COST, held_bytes=3_000), 3, Policy(False, ALL_PACKS, False))
+    tasks, profile = walk(
+        TWO,
+        costs_of((0, 1), COST, held_bytes=3_000),
+        3,
+        Policy(prefetch=False, stash_on_host=ALL_PACKS, deferred_update=False),
+    )
     at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
     assert tasks.startswith("I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1")
@@ -102,7 +109,9 @@ def test_a_stash_that_goes_to_the_host_is_gone_when_the_next_one_moves() -> None
 
 def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
     packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
-    tasks, profile = walk(packs, costs_of((0, 1, 2), COST), 1, Policy(False, 0, False))
+    tasks, profile = walk(
+        packs, costs_of((0, 1, 2), COST), 1, Policy(prefetch=False, stash_on_host=0, deferred_update=False)
+    )
 
     assert dict(zip(tasks.split(), profile.activation_bytes, strict=True))["F0.0"] == 8_000 + 10_000 + 30_000
 
@@ -118,7 +127,7 @@ def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> No
 def test_a_pack_without_backward_has_no_gradients() -> None:
     packs = packs_of(False, True, weight_bytes=1000, gradient_bytes=500)
     costs = CostTable((0, 1), (CallCost(), CallCost(needs_backward=True)), 0)
-    tasks, profile = walk(packs, costs, 1, Policy(False, 0, False))
+    tasks, profile = walk(packs, costs, 1, Policy(prefetch=False, stash_on_host=0, deferred_update=False))
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 G1"
     assert profile.activation_bytes == (0, 0, 0, 0, *[500] * 4, 0)
     assert profile.peak_bytes == 1500
@@ -135,7 +144,10 @@ def peaks(packs: tuple[Pack, ...], costs: CostTable, task: str, policy: Policy, 
     return [nbytes for name, nbytes in zip(tasks.split(), profile.activation_bytes, strict=True) if name == task]
 
 
-ON_DEVICE, ON_HOST = Policy(False, 0, False), Policy(False, ALL_PACKS, False)
+ON_DEVICE, ON_HOST = (
+    Policy(prefetch=False, stash_on_host=0, deferred_update=False),
+    Policy(prefetch=False, stash_on_host=ALL_PACKS, deferred_update=False),
+)
 
 
 def test_graphs_of_a_fused_pack_add_up_and_go_one_by_one() -> None:
@@ -286,7 +298,8 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             )
         )
     table = CostTable(graph.calls, tuple(costs), *(draw(nbytes) for _ in range(5)))
-    policy = Policy(draw(st.booleans()), draw(st.integers(0, 3)), draw(st.booleans()))
+    flags = st.booleans()
+    policy = Policy(prefetch=draw(flags), stash_on_host=draw(st.integers(0, 3)), deferred_update=draw(flags))
     return pack_uniformly(graph, table, FP32, draw(st.integers(1, count))), table, policy
 
 
@@ -332,6 +345,11 @@ def test_prefetch_never_needs_less(case: tuple[tuple[Pack, ...], CostTable, Poli
 @pytest.mark.parametrize("field", ["alive_bytes", "stash_bytes", "forward_bytes", "backward_bytes"])
 def test_every_cost_shows_in_the_peak(field: str) -> None:
     larger = replace(COST, **{field: 100_000})
-    peaks = [walk(TWO, costs_of((0, 1), cost), 2, Policy(False, 0, False))[1].peak_bytes for cost in (COST, larger)]
+    peaks = [
+        walk(TWO, costs_of((0, 1), cost), 2, Policy(prefetch=False, stash_on_host=0, deferred_update=False))[
+            1
+        ].peak_bytes
+        for cost in (COST, larger)
+    ]
 
     assert peaks[1] > peaks[0] + 30_000

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds import Plan, Task, TaskKind
+from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Policy, Request, compose_step
 from harmony_ds.scheduler.search import search
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of
@@ -57,7 +58,8 @@ def test_a_plan_saves_as_json_and_comes_back_equal() -> None:
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 7), st.booleans())
 def test_any_chosen_plan_survives_json(numels: list[int], micro_batches: int, pack_layers: int, defer: bool) -> None:
     graph = graph_of(numels)
-    request = Request(micro_batches, None, 7, pack_layers, "auto", Policy(deferred_update=defer))
+    settings = HarmonySettings(pack_layers=pack_layers, residency="off")
+    request = Request(settings, micro_batches, None, 7, Policy(deferred_update=defer))
     plan = search(graph, costs_of(graph.calls), GPU, FP32, request)[0].plan
 
     assert Plan.from_json(plan.to_json()) == plan

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import ParameterSpec
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler import (
     Group,
     Packer,
     Packing,
+    Plan,
     PlanError,
     Policy,
     Request,
@@ -71,8 +73,12 @@ def test_a_plan_counts_weights_masters_state_and_the_update_of_resident_packs() 
     specs = tuple(ParameterSpec(s.name, s.shape, True, state_bytes=1000, update_bytes=5000) for s in graph.parameters)
     graph = replace(graph, parameters=specs)
     costs = costs_of(graph.calls)
-    without = search(graph, costs, GPU, FP32, Request(2, None, 7, 1, "device", Policy()))[0].plan
-    plan = search(graph, costs, GPU, FP32, Request(2, None, 7, 1, "device", Policy(), residency=2))[0].plan
+
+    def planned(residency: str | int) -> Plan:
+        settings = HarmonySettings(pack_layers=1, stash="device", residency=residency)
+        return search(graph, costs, GPU, FP32, Request(settings, 2, None, 7, Policy()))[0].plan
+
+    without, plan = planned("off"), planned(2)
     assert plan.policy.resident == (1, 2)
     assert without.resident_bytes == 7
     assert plan.resident_bytes == 7 + 2 * (64 + 1000)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harmony_ds import DoesNotFitError, Plan
+from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
@@ -47,8 +48,11 @@ COSTS = costs_of(
 )
 
 
-def request(budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None) -> Request:
-    return Request(4, budget_bytes, resident_bytes=128, pack_layers=pack_layers, stash=stash, policy=Policy())
+def request(
+    budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None, residency: str | int = "off"
+) -> Request:
+    settings = HarmonySettings(pack_layers=pack_layers, stash=stash, residency=residency)
+    return Request(settings, 4, budget_bytes, resident_bytes=128, policy=Policy())
 
 
 def choose(wanted: Request) -> Plan:
@@ -74,7 +78,7 @@ SWEEP = range(4_000, 60_000, 4_500)
 def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str, residency: str) -> None:
     times: list[int] = []
     for budget in SWEEP:
-        wanted = replace(request(budget, stash), residency=residency)
+        wanted = request(budget, stash, residency=residency)
         try:
             choice = search(GRAPH, COSTS, machine, FP32, wanted)[0]
         except DoesNotFitError:
@@ -98,7 +102,7 @@ def test_a_stash_setting_is_obeyed() -> None:
 def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: list[int], budget: int) -> None:
     graph = _with_state(graph_of(sizes))
     costs = replace(COSTS, calls=graph.calls, costs=COSTS.costs[: len(sizes)])
-    wanted = replace(request(budget), residency="auto")
+    wanted = request(budget, residency="auto")
     every = []
     for candidate in candidates(graph, costs, FP32, wanted, TimeBounds(costs, GPU, wanted)):
         plan = make_plan(candidate.packing, costs, wanted, candidate.policy)
@@ -197,7 +201,7 @@ def test_bounds_and_peaks_hold_with_mechanisms_switched_off(
     off: tuple[str, ...], machine: Machine, deferred: bool
 ) -> None:
     policy = replace(Policy(deferred_update=deferred), **dict.fromkeys(off, False))  # type: ignore[arg-type]
-    wanted = replace(request(None), policy=policy, residency="auto", micro_batches=7, budget_bytes=40_000)
+    wanted = replace(request(40_000, residency="auto"), policy=policy, micro_batches=7)
     bounds, peaks = TimeBounds(COSTS, machine, wanted), Peaks(COSTS, wanted)
     for candidate in itertools.islice(candidates(GRAPH, COSTS, FP32, wanted, bounds), 0, None, 31):
         plan = make_plan(candidate.packing, COSTS, wanted, candidate.policy)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import ALL_PACKS, Packer, Plan, Policy, Request, make_plan, uniform_bounds
@@ -26,7 +27,7 @@ def planned(
     graph = graph_of([numel] * layers)
     costs = replace(costs_of(graph.calls, COST), head_ms=0.25, tail_ms=0.5)
     packing = Packer(graph, costs, FP32).packing(uniform_bounds(layers, pack_layers))
-    return make_plan(packing, costs, Request(micro_batches, None, 0, None, "auto", policy), policy), costs
+    return make_plan(packing, costs, Request(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
 
 
 @st.composite

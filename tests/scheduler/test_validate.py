@@ -57,11 +57,12 @@ def test_the_lists_that_are_broken_below_are_valid() -> None:
 @pytest.mark.parametrize("group", [Group((0,)), Group((0, 1, 2)), Group((0, 2), (1,)), Group((), (0, 1))])
 def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
     packs = packs_of(*needs)
-    for flags in itertools.product([False, True], [0, 1, ALL_PACKS], [False, True]):
+    values = {"stash_on_host": [0, 1, ALL_PACKS]}
+    names = "prefetch stash_on_host deferred_update grouping just_in_time_update fuse_last_pack".split()
+    for chosen in itertools.product(*(values.get(name, [False, True]) for name in names)):
         packing = Packing.reused(packs)
-        for grouping, just_in_time, fuse in itertools.product([False, True], repeat=3):
-            policy = Policy(*flags, grouping=grouping, just_in_time_update=just_in_time, fuse_last_pack=fuse)
-            validate(packing, compose_step(packing, group, policy), group, policy)
+        policy = Policy(**dict(zip(names, chosen, strict=True)))
+        validate(packing, compose_step(packing, group, policy), group, policy)
 
 
 @pytest.mark.parametrize(

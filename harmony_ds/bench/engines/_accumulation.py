@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.bench.task import Batch, Task
-from harmony_ds.offload.native import make_native
+from harmony_ds.config import Section
+from harmony_ds.offload.optimizers import make_adam
 from harmony_ds.runtime.micro_batch import loss_of
 
 
@@ -84,22 +85,19 @@ def unavailable(task: Task) -> str | None:
 
 def adam(parameters: list[nn.Parameter], task: Task) -> torch.optim.Optimizer:
     """DeepSpeed's Adam on the host, torch's fused one on the device."""
-    decoupled, given = adam_settings(task)
-    if task.device == "cuda":
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        return kind(parameters, fused=True, **given)
-    return make_native("DeepSpeedCPUAdam", parameters, {"adamw_mode": decoupled, **given})
+    return make_adam(adam_section(task), parameters, torchs=task.device == "cuda")
 
 
-def adam_settings(task: Task) -> tuple[bool, dict[str, Any]]:
-    """Whether weight decay is decoupled, as DeepSpeed reads the ds_config, and the optimizer's arguments."""
-    section = task.settings.optimizer
-    given: dict[str, Any] = {} if section is None else {**section.params}
-    given.pop("torch_adam", None)
-    decoupled = bool(given.pop("adam_w_mode", True))
-    if "betas" in given:
-        given["betas"] = tuple(given["betas"])
-    return decoupled, {"weight_decay": 0.0, **given}
+def adam_section(task: Task) -> Section:
+    """The ds_config's, with DeepSpeed's default of no weight decay, and without the choice of an implementation."""
+    section = task.settings.optimizer or Section("Adam")
+    params = {key: value for key, value in section.params.items() if key != "torch_adam"}
+    return Section(section.type, {"weight_decay": 0.0, **params})
+
+
+def adam_options(task: Task) -> dict[str, Any]:
+    """What any Adam takes."""
+    return {key: value for key, value in adam_section(task).params.items() if key != "adam_w_mode"}
 
 
 def checkpoint(model: nn.Module) -> bool:

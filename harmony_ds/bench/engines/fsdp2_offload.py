@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.bench.engines._accumulation import adam_settings, checkpoint, on_device
+from harmony_ds.bench.engines._accumulation import adam_options, checkpoint, on_device
 from harmony_ds.bench.engines._accumulation import unavailable as _adam_alone
 from harmony_ds.bench.task import Batch, Task
 from harmony_ds.decomposer.find import find_layers
@@ -39,7 +39,7 @@ class Fsdp2Offload:
         fully_shard(model, **policy)
         self._model: Any = model
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, fused=True, **adam_settings(task)[1])
+        self._optimizer = torch.optim.AdamW(self._parameters, fused=True, **adam_options(task))
 
     def step(self, batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self._device)

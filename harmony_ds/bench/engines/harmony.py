@@ -15,10 +15,8 @@ class Harmony:
 
     def __init__(self, task: Task) -> None:
         self._config: dict[str, Any] = task.config()
-        block = {**self._config.get("harmony", {}), "device": task.device, "seed": task.seed}
-        if task.memory_gib is not None:
-            block["device_memory_gib"] = task.memory_gib
-        self._config["harmony"] = block
+        own = {"device": task.device, "seed": task.seed, "device_memory_gib": task.memory_gib}
+        self._config["harmony"] = {**self._config.get("harmony", {}), **own}
         self._engine, *_ = initialize(model=task.subject.model, config=self._config)
 
     def step(self, batches: list[Batch]) -> Tensor:

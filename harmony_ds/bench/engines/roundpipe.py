@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.bench.engines._accumulation import adam_settings
+from harmony_ds.bench.engines._accumulation import adam_options, adam_section
 from harmony_ds.bench.engines._accumulation import unavailable as _adam_alone
 from harmony_ds.bench.task import Batch, Task
+from harmony_ds.offload.optimizers import decoupled_decay
 
 _PRESETS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
 
@@ -27,9 +28,10 @@ class RoundPipe:
         self._model = roundpipe.wrap_model_to_roundpipe(
             task.subject.model, use_sequential_preset=True, model_run_config=config, optim_dtype=torch.float32
         )
-        decoupled, given = adam_settings(task)
         self._parameters = list(self._model.optim_parameters())
-        self._optimizer = roundpipe.optim.Adam(self._parameters, decoupled_weight_decay=decoupled, **given)
+        self._optimizer = roundpipe.optim.Adam(
+            self._parameters, decoupled_weight_decay=decoupled_decay(adam_section(task)), **adam_options(task)
+        )
 
     def step(self, batches: list[Batch]) -> Tensor:
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

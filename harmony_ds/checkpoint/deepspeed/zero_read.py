@@ -13,6 +13,7 @@ from torch import Tensor
 from harmony_ds.checkpoint.deepspeed.flat import Parts, Shapes, split_each, split_in_order
 from harmony_ds.checkpoint.deepspeed.pickles import Record, load_pickle
 from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Progress, SchedulerState, Snapshot, Source, listed
+from harmony_ds.config.optimizers import keeper_of
 from harmony_ds.errors import CheckpointError
 
 OWNED = frozenset(
@@ -213,13 +214,5 @@ def _counter(value: Any) -> Any:
 def _kind(states: dict[str, dict[str, Any]]) -> str:
     """The files do not name the optimizer: what it keeps tells its formula, and how it counts tells whose it is."""
     state = next(iter(states.values()), {})
-    counts_in_tensors = isinstance(state.get("step"), Source)
-    if {"exp_avg", "exp_avg_sq"} <= state.keys():
-        return "AdamW" if counts_in_tensors else "DeepSpeedCPUAdam"
-    if "exp_avg" in state:
-        return "DeepSpeedCPULion"
-    if "momentum_buffer" in state:
-        return "SGD"
-    if "sum" in state:
-        return "Adagrad"
-    return f"one that keeps {listed(sorted(state)) or 'nothing'}"
+    found = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), Source))
+    return found or f"one that keeps {listed(sorted(state)) or 'nothing'}"
