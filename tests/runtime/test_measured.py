@@ -69,7 +69,9 @@ def chain() -> tuple[list[SeenCall], list[Slot]]:
     """Three calls, each fed by the one before; the last one's output goes to the loss. 10, 20 and 40 bytes."""
     slots = [slot(call, nbytes) for call, nbytes in enumerate((10, 20, 40))]
     calls = [
-        SeenCall(backward=100, needs_backward=True, made=[slots[place]], taken=slots[place - 1 : place] if place else [])
+        SeenCall(
+            backward=100, needs_backward=True, made=[slots[place]], taken=slots[place - 1 : place] if place else []
+        )
         for place in range(3)
     ]
     return calls, slots

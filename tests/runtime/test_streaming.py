@@ -34,9 +34,7 @@ class Net(nn.Module):
 
     def __init__(self, device: ScriptedDevice) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            Logged(device, WIDTHS[0], WIDTHS[i + 1], number=i) for i in range(3)
-        )
+        self.layers = nn.ModuleList(Logged(device, WIDTHS[0], WIDTHS[i + 1], number=i) for i in range(3))
         self.order = (0, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
