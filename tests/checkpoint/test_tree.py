@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from harmony_ds.checkpoint.tree import decode, encode
 TEXT = st.one_of(st.text(max_size=4), st.sampled_from(["$tensor", "$", "$tuple", "a.b", "keys", "0"]))
 HASHABLE = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, st.binary(max_size=4)),
-    lambda children: st.lists(children, max_size=2).map(tuple),
+    lambda children: st.one_of(st.lists(children, max_size=2).map(tuple), st.frozensets(children, max_size=2)),
     max_leaves=4,
 )
 PLAIN = st.one_of(
@@ -62,6 +62,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(VALUES)
+@example({"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}})  # two places of one name
+@example({1: torch.tensor(1), "1": torch.tensor(2)})
+@example({frozenset({1}): "a key"})
 def test_what_is_written_is_read(value: Any) -> None:
     assert same(through_json(value), value)
 
