@@ -153,6 +153,23 @@ def test_slabs_that_are_few_change_nothing_and_come_back(requests: list[Request]
         assert b.gradients.host_bytes <= limit * (2 * 64 + 64)
 
 
+@given(st.lists(NUMBERS, min_size=3, max_size=6))
+def test_deliveries_that_have_gathered_are_added_up_in_their_order(seeds: list[int]) -> None:
+    """The thread is held up meanwhile: no sum has been begun."""
+    with bench() as b:
+        both = Both(b)
+        both.deliver(2, 1)
+        b.optimizer.gate.clear()
+        both.update(2, 0)
+        assert b.optimizer.entered.wait(30)
+        for seed in seeds:
+            both.deliver(0, seed)
+        b.optimizer.gate.set()
+        both.look(0, 0)
+        both.update(0, 0)
+        both.finish()
+
+
 @given(st.permutations(range(3)), st.lists(st.integers(0, 2), max_size=8))
 def test_of_updates_that_wait_the_lowest_pack_goes_first(order: list[int], later: list[int]) -> None:
     """The first one to be queued has begun; the others go by their numbers, and equal ones in turn."""

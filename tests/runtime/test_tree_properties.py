@@ -152,6 +152,18 @@ def test_what_nobody_writes_has_not_changed(tree: Any) -> None:
     assert list(changed(made)) == []
 
 
+@given(st.sampled_from([dict, collections.OrderedDict, SimpleNamespace]), st.permutations("abc"))
+def test_another_order_or_another_name_is_a_change(kind: Any, order: list[str]) -> None:
+    """Of the same values."""
+    leaves, shape = flatten(kind(a=1, b=1, c=1))
+    made: list[Made] = []
+    fresh = unflatten(leaves, shape, made)
+    held = fresh if isinstance(fresh, dict) else vars(fresh)
+    held.clear()
+    held.update(dict.fromkeys(order, 1))
+    assert len(list(changed(made))) == (order != list("abc"))
+
+
 def write(containers_met: list[Any], place: int, value: Any) -> None:
     """Puts `value` into one of them."""
     target = containers_met[place % len(containers_met)]
