@@ -50,6 +50,9 @@ class Family:
     batch: Callable[[int], Batch]
     bitwise: bool
 
+    def __str__(self) -> str:
+        return self.name
+
 
 # Micro-batches of the Hugging Face families. B = 2 samples, T tokens.
 

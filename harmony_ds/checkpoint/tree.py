@@ -17,6 +17,7 @@ from torch import Tensor
 from harmony_ds.errors import CheckpointError
 
 _MARK = "$"
+_SEQUENCES = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -26,8 +27,11 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         CheckpointError: something in it is neither plain data nor a tensor.
     """
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {"$tensor": where}
+        name = where
+        while name in tensors:  # two places may have one name: {"a.b": x, "a": {"b": y}}
+            name += "'"
+        tensors[name] = value.detach()
+        return {"$tensor": name}
     if isinstance(value, Mapping):
         return _encode_mapping(value, where, tensors)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -71,7 +75,8 @@ def _encode_sequence(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     items = [encode(item, f"{where}.{place}", tensors) for place, item in enumerate(ordered)]
     if isinstance(value, list):
         return items
-    return {"$tuple" if isinstance(value, tuple) else "$set": items}
+    mark = next(mark for kind, mark in _SEQUENCES.items() if isinstance(value, kind))
+    return {mark: items}
 
 
 def _called(cls: type) -> str:
@@ -109,5 +114,6 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "$tensor": _tensor,
     "$tuple": lambda value, tensors: tuple(decode(item, tensors) for item in value),
     "$set": lambda value, tensors: {decode(item, tensors) for item in value},
+    "$frozenset": lambda value, tensors: frozenset(decode(item, tensors) for item in value),
     "$pairs": lambda value, tensors: {decode(key, tensors): decode(item, tensors) for key, item in value},
 }

@@ -17,6 +17,7 @@ from harmony_ds import (
     EngineFailedError,
     HarmonyEngine,
 )
+from tests.cover import pairs
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -120,6 +121,15 @@ FAILURES: dict[str, Callable[[int], Trap]] = {
 }
 
 
+PLACES = [("forward", 0), ("forward", 2), ("forward", 5), ("backward", 0), ("backward", 2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    """The weights of plain PyTorch after all groups."""
+    return weights_of(plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)[0])
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Python's own handler of Ctrl-C, which it does not install where a shell's background jobs ignore the signal."""
@@ -129,14 +139,12 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("way", ["train_batch", "loop"])
-@pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize(
-    ("where", "at"), [("forward", 0), ("forward", 2), ("forward", 5), ("backward", 0), ("backward", 2)]
-)
-def test_a_failed_step_is_as_if_it_had_not_been_tried(where: str, at: int, kind: str, way: str) -> None:
+@pytest.mark.parametrize(("place", "kind", "way"), pairs(PLACES, list(FAILURES), ("train_batch", "loop")))
+def test_a_failed_step_is_as_if_it_had_not_been_tried(
+    place: tuple[str, int], kind: str, way: str, undisturbed: dict[str, Tensor]
+) -> None:
     """Clipping on: no layer is updated before all is known, so the engine is usable whatever failed."""
-    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
+    where, at = place
     trap = FAILURES[kind](at)
     model = trapped_llama(trap, where)
     config = config_of(4, 0.5, {"pack_layers": 1})
@@ -156,7 +164,7 @@ def test_a_failed_step_is_as_if_it_had_not_been_tried(where: str, at: int, kind:
         run(engine, way, GROUPS[1])
         train_groups(engine, GROUPS[2:])
         assert engine.swap_report().ratio == 1.0
-    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+    assert_same(unwrapped(model), undisturbed, bitwise=True)
 
 
 def restart(engine: HarmonyEngine) -> None:

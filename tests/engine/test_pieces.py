@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import DoesNotFitError
+from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,
     SEED,
@@ -87,8 +88,7 @@ def plain_gradients(one: Family, groups: list[list[Batch]]) -> tuple[dict[str, T
 
 @pytest.mark.parametrize(
     ("one", "sizes"),
-    [(one, SIZES[i % 3]) for i, one in enumerate(EVERY_FAMILY)]
-    + [(family(name), sizes) for name in ("llama", "t5") for sizes in SIZES],
+    spread(EVERY_FAMILY, SIZES),
     ids=lambda value: value.name if isinstance(value, Family) else f"{value[0]}-{value[1]}",
 )
 def test_gradients_are_those_of_whole_micro_batches(one: Family, sizes: tuple[int, int]) -> None:

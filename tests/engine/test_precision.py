@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,
     Groups,
@@ -37,8 +38,7 @@ def half_groups(one: Family, steps: int, accumulation: int, dtype: torch.dtype =
     return [[with_floating_dtype(b, dtype) for b in group] for group in groups_of(one, steps, accumulation)]
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("one", [pytest.param(f, id=f.name) for f in BITWISE])
+@pytest.mark.parametrize(("one", "clip"), spread(BITWISE, (None, 0.5)), ids=str)
 def test_bf16_equals_the_plain_mixed_precision_loop(one: Family, clip: float | None) -> None:
     groups = half_groups(one, 2, 3)
     plain = one.build(0.1)

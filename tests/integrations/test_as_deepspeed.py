@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import harmony_ds
+from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
 from tests.integrations.test_trainer import arguments, assert_same, llama, text
 
 DS_CONFIG: dict[str, Any] = {
@@ -28,22 +27,11 @@ DS_CONFIG: dict[str, Any] = {
 }
 
 
-def _forget_accelerate() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-
-
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("initialize", "DeepSpeedEngine", "init_distributed"):
-        monkeypatch.setattr(deepspeed, name, getattr(deepspeed, name))
-    for name in ("Init", "GatheredParameters"):
-        monkeypatch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    _forget_accelerate()
-    harmony_ds.install_as_deepspeed()
-    yield
-    _forget_accelerate()
+def installed() -> Iterator[None]:
+    with deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        yield
 
 
 def test_an_accelerate_loop(installed: None) -> None:
@@ -90,7 +78,7 @@ def test_an_accelerate_loop(installed: None) -> None:
 def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
     stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(24))
     stock.train()
-    _forget_accelerate()
+    forget_accelerate()
     ours = Trainer(
         model=llama(),
         args=arguments(tmp_path, use_cpu=False, deepspeed=dict(DS_CONFIG), logging_nan_inf_filter=False),

@@ -1,0 +1,55 @@
+"""What the pages show that can be run: Python in fences that say so, JSON too, and lines for a shell anywhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRAMS = "harmony-ds|python3?|make|pip|pytest"
+_SHELL = re.compile(rf"^ *((?:{_PROGRAMS}) [^`\n]+?)(?:  +#.*| *\| .*)?$|`((?:{_PROGRAMS}) [^`]+)`", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Something on a page, and where it begins."""
+
+    page: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def fenced(page: Path, language: str) -> list[Snippet]:
+    """The fences of that language on a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(page, text[: found.start()].count("\n") + 2, found[2])
+        for found in _FENCE.finditer(text)
+        if found[1] == language
+    ]
+
+
+def shell_lines(page: Path) -> list[Snippet]:
+    """Every command on a page, in a block or between backticks, without what stands behind it."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(page, text[: found.start()].count("\n") + 1, " ".join((found[1] or found[2]).split()))
+        for found in _SHELL.finditer(text)
+    ]
+
+
+def indented(page: Path) -> list[Snippet]:
+    """Lines of blocks that no fence says the language of."""
+    text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
+    return [
+        Snippet(page, number, line.strip())
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.startswith("    ")
+    ]

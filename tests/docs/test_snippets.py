@@ -1,0 +1,222 @@
+"""Every piece of Python on a page runs, with what the page takes for granted around it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harmony_ds
+from tests.docs.pages import DOCUMENTS, ROOT, Snippet, fenced, indented
+from tests.families import FAMILIES, Batch
+from tests.integrations.as_deepspeed import deepspeed_as_it_was
+
+Names = dict[str, Any]
+SNIPPETS = [snippet for page in DOCUMENTS for snippet in fenced(page, "python")]
+GPT2 = next(family for family in FAMILIES if family.name == "gpt2")
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "harmony": {"device": "cpu"},
+}
+
+
+def batches_of(count: int) -> Iterator[Batch]:
+    return iter([GPT2.batch(index) for index in range(count)])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        made: Tensor = self.layers(inputs)
+        return made
+
+
+# ---- what each snippet takes for granted, and what must be true behind it
+
+
+def readme() -> Names:
+    """Its own settings, but for a GPU."""
+    (settings,) = fenced(ROOT / "README.md", "json")
+    config = json.loads(settings.text)
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's takes minutes to compile
+    Path("ds_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return {"model": GPT2.build(0.0), "steps": 2, "batches": batches_of(2 * config["gradient_accumulation_steps"])}
+
+
+def in_training() -> Names:
+    engine, *_ = harmony_ds.initialize(model=GPT2.build(0.0), config=CONFIG)
+    engine.train_batch(batches_of(2))
+    return {"engine": engine, "batches": batches_of(2)}
+
+
+def a_seed() -> Names:
+    return {"torch": torch, "harmony_ds": harmony_ds, "seed": 1, "step": 2, "index": 3}
+
+
+def plain_loop() -> Names:
+    model = Net()
+    return {
+        "harmony_ds": harmony_ds,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "config": CONFIG,
+        "criterion": nn.MSELoss(),
+        "batches": [(torch.ones(2, 4), torch.zeros(2, 2)) for _ in range(2 * 2)],
+    }
+
+
+def a_trainer() -> Names:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{key: value[0] for key, value in GPT2.batch(0).items()} for _ in range(4)]
+    Path("ds_config.json").write_text(json.dumps({"harmony": {"device": "cpu"}}), encoding="utf-8")
+    return {"Trainer": Trainer, "TrainingArguments": TrainingArguments, "model": GPT2.build(0.0), "data": rows}
+
+
+def a_trainer_of_deepspeed() -> Names:
+    """What the page has before it is changed: DeepSpeed's own engine would want a launcher."""
+    names = a_trainer()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "harmony": {"device": "cpu"},
+    }
+    Path("ds_config.json").write_text(json.dumps(config), encoding="utf-8")
+    harmony_ds.install_as_deepspeed()
+    return names
+
+
+def trl() -> Names:
+    found = pytest.importorskip("trl")
+    return {"SFTTrainer": found.SFTTrainer, "GRPOTrainer": found.GRPOTrainer}
+
+
+def saved_model() -> Names:
+    from transformers import AutoModelForCausalLM
+
+    GPT2.build(0.0).save_pretrained("saved")
+    return {"AutoModelForCausalLM": AutoModelForCausalLM, "harmony_ds": harmony_ds, "path": "saved", "config": CONFIG}
+
+
+def saved_weights() -> Names:
+    from safetensors.torch import save_file
+
+    Path("weights").mkdir()
+    save_file(Net().state_dict(), "weights/model.safetensors")
+    return {"torch": torch, "harmony_ds": harmony_ds, "Net": Net, "config": CONFIG}
+
+
+def to_record() -> Names:
+    return {**in_training(), "json": json, "Path": Path}
+
+
+def trained(steps: int) -> Callable[[Names], None]:
+    def check(names: Names) -> None:
+        assert names["engine"].global_steps == steps
+
+    return check
+
+
+def seeded(names: Names) -> None:
+    assert torch.initial_seed() == harmony_ds.micro_batch_seed(1, 2, 3)
+
+
+def saved(names: Names) -> None:
+    assert names["client_state"] == {"epoch": 3}
+    assert Path(names["folder"]).is_dir()
+    assert Path("out/pytorch_model.bin").is_file()
+    assert Path("out/config.json").is_file()
+
+
+def trains(names: Names) -> None:
+    names["trainer"].train()
+
+
+def installed(names: Names) -> None:
+    import deepspeed
+
+    assert deepspeed.initialize is harmony_ds.initialize
+
+
+def mixed(names: Names) -> None:
+    assert issubclass(names["SFT"], harmony_ds.integrations.transformers.HarmonyMixin)
+
+
+def loaded(names: Names) -> None:
+    assert not any(parameter.is_meta for parameter in names["model"].parameters())
+    assert names["engine"].global_steps == 0
+
+
+def drawn(names: Names) -> None:
+    assert json.loads(Path("trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
+AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
+    ("README.md", readme, trained(2)),
+    ("docs/checkpoints.md", in_training, saved),
+    ("docs/huggingface.md", a_trainer_of_deepspeed, trains),
+    ("docs/huggingface.md", a_trainer, trains),
+    ("docs/huggingface.md", trl, mixed),
+    ("docs/huggingface.md", dict, installed),
+    ("docs/loops.md", in_training, trained(2)),
+    ("docs/loops.md", a_seed, seeded),
+    ("docs/loops.md", plain_loop, trained(4)),
+    ("docs/memory.md", saved_model, loaded),
+    ("docs/memory.md", saved_weights, loaded),
+    ("docs/planning.md", to_record, drawn),
+]
+
+
+def test_every_snippet_has_its_surroundings() -> None:
+    assert [str(snippet).split(":")[0] for snippet in SNIPPETS] == [page for page, _, _ in AROUND]
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[str(snippet) for snippet in SNIPPETS])
+def test_it_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet: Snippet = SNIPPETS[number]
+    _, prelude, check = AROUND[number]
+    with deepspeed_as_it_was():
+        names = prelude()
+        try:
+            exec(compile(snippet.text, str(snippet), "exec"), names)
+            check(names)
+        finally:
+            if "engine" in names:
+                names["engine"].destroy()
+
+
+def test_no_python_hides_outside_of_a_fence() -> None:
+    """What is only indented is printed by somebody, or drawn."""
+    for page in DOCUMENTS:
+        for line in indented(page):
+            assert not is_python(line.text), f"{line} is Python: put ```python around it"
+
+
+def is_python(line: str) -> bool:
+    try:
+        (statement,) = ast.parse(line).body
+    except (SyntaxError, ValueError):
+        return False
+    return isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign, ast.ClassDef)) or "engine." in line
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("import torch", True), ("model = Net()", True), ("engine.save()", True), ("1.0 GiB of it", False), ("x", False)],
+)
+def test_python_is_known_by_its_statements(line: str, expected: bool) -> None:
+    assert is_python(line) is expected

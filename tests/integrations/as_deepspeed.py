@@ -1,0 +1,32 @@
+"""What `install_as_deepspeed` changes for good, put back for the next test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import deepspeed
+import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+
+def forget_accelerate() -> None:
+    """accelerate keeps how a process trains in its classes."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+@contextmanager
+def deepspeed_as_it_was() -> Iterator[None]:
+    """In the end, deepspeed is itself, and accelerate knows nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("initialize", "DeepSpeedEngine", "init_distributed"):
+            patch.setattr(deepspeed, name, getattr(deepspeed, name))
+        for name in ("Init", "GatheredParameters"):
+            patch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
+        patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+        forget_accelerate()
+        try:
+            yield
+        finally:
+            forget_accelerate()

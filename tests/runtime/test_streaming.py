@@ -1,0 +1,154 @@
+"""Forward passes without gradients: what comes to the device when, and what is left there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.assembly import Assembly
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.runtime.streaming import Streamer
+from tests.runtime.scripted import ScriptedDevice, assembled
+
+WIDTHS = (3, 20, 40, 60)  # no two layers have buffers of one size
+
+
+class Logged(nn.Linear):
+    """Notes in the device's log when it runs."""
+
+    def __init__(self, device: ScriptedDevice, inputs: int, outputs: int, number: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scripted, self.number = device, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scripted.log.append(f"run {self.number}")
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """Three layers, called in the order that `order` says, as often as it says."""
+
+    def __init__(self, device: ScriptedDevice) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Logged(device, WIDTHS[0], WIDTHS[i + 1], number=i) for i in range(3))
+        self.order = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layers[number](x) for number in self.order], dim=1)
+
+
+class Bench:
+    """A model, its device and its streamer."""
+
+    def __init__(self, assembly: Assembly, model: Net, device: ScriptedDevice) -> None:
+        parts = assembly.parts
+        self.parts, self.model, self.device = parts, model, device
+        self.streamer = Streamer(
+            device, assembly.layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
+        )
+        self.sizes = {
+            sum(slab_bytes(p.numel(), 4) for p in layer.parameters()) // 4: number
+            for number, layer in enumerate(model.layers)
+        }
+
+    def log(self) -> str:
+        """What came (in), ran and went (out), by layer."""
+        said = [entry.split() for entry in self.device.log]
+        return " ".join(f"{what}{number if what == 'run' else self.sizes[int(number)]}" for what, number in said)
+
+    def stream(self, order: tuple[int, ...], resident: tuple[str, ...] = ()) -> Tensor:
+        self.device.log.clear()
+        with self.streamer.streaming(resident, order):
+            made: Tensor = self.model(torch.ones(1, WIDTHS[0]))
+        return made
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    device = ScriptedDevice()
+    model = Net(device)
+    with assembled(model, device) as assembly:
+        yield Bench(assembly, model, device)
+
+
+def test_the_next_layer_comes_before_the_one_that_is_called_runs(bench: Bench) -> None:
+    bench.stream((0, 1, 2))
+    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+
+
+def test_in_an_order_that_is_not_known_layers_come_as_they_are_called(bench: Bench) -> None:
+    bench.stream(())
+    assert bench.log() == "in0 run0 out0 in1 run1 out1 in2 run2 out2"
+
+
+def test_what_came_ahead_in_vain_goes_again(bench: Bench) -> None:
+    bench.model.order = (0, 2, 1)
+    bench.stream((0, 1, 2))
+    assert bench.log() == "in0 in1 run0 out0 out1 in2 run2 out2 in1 in2 run1 out1 out2"
+
+
+def test_a_layer_that_is_called_twice_in_a_row_is_not_fetched_beside_itself(bench: Bench) -> None:
+    bench.model.order = (0, 0, 1)
+    bench.stream((0, 0, 1))
+    # Behind 0 comes 0 or 1, as the last of both says: 1, in vain the first time.
+    assert bench.log() == "in0 in1 run0 out0 out1 in0 in1 run0 out0 run1 out1"
+    bench.model.order = (0, 0)
+    bench.stream((0, 0))
+    assert bench.log() == "in0 run0 out0 in0 run0 out0"
+
+
+def test_the_resident_set_stays_to_the_end(bench: Bench) -> None:
+    names = tuple(f"layers.1.{name}" for name in ("weight", "bias"))
+    bench.stream((0, 1, 2), names)
+    assert bench.log() == "in1 in0 run0 out0 in2 run1 run2 out2 out1"
+
+
+def test_results_are_the_models_own_and_nothing_stays(bench: Bench) -> None:
+    made = bench.stream((0, 1, 2))
+    x = torch.ones(1, WIDTHS[0])
+    plain = [nn.functional.linear(x, layer.weight, layer.bias) for layer in bench.model.layers]
+    assert torch.equal(made, torch.cat(plain, dim=1))
+    assert not made.requires_grad
+    assert bench.device.allocated_bytes() == 0
+
+
+def test_nothing_stays_where_a_layer_fails(bench: Bench) -> None:
+    hook = bench.model.layers[1].register_forward_pre_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        bench.stream((0, 1, 2))
+    hook.remove()
+    assert bench.device.allocated_bytes() == 0
+    bench.stream((0, 1, 2))
+    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_within_a_pass_that_streams_nothing_is_opened_again(bench: Bench) -> None:
+    with bench.streamer.streaming((), (0, 1, 2)):
+        bench.stream((2, 1, 0))
+        assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+
+
+class Between(Net):
+    """Uses a layer's weight outside its call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.layers[0].bias.sum()
+
+
+def test_a_parameter_that_is_used_between_layers_comes_once_and_stays_to_the_end() -> None:
+    device = ScriptedDevice()
+    model = Between(device)
+    with assembled(model, device) as assembly:
+        bench = Bench(assembly, model, device)
+        bench.sizes[slab_bytes(WIDTHS[1], 4) // 4] = 9  # the bias alone
+        made = bench.stream((0, 1, 2))
+        assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2 in9 out9"
+        assert torch.isfinite(made).all()
