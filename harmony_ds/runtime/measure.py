@@ -124,8 +124,8 @@ class Measurement:
             if stashed.storage.expired():
                 seen.calls[stashed.number].gone += stashed.nbytes
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
-        seen.held_lingering = self._drop_recorded()
-        seen.held = max(0, held - seen.held_lingering)
+        seen.held_and_stashed = self._drop_recorded()
+        seen.held = max(0, held - seen.held_and_stashed)
         self._settle(probe)
 
     def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
@@ -162,10 +162,10 @@ class Measurement:
         else:
             seen.lead = probe.peak_bytes() - self._base
         known = {id(tensor) for tensor in self._inputs}
-        self._borrowed = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
+        self._just_taken = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
         self._inputs = tensors_in((request.args, request.kwargs))
-        lingering = self._stashed_bytes()
-        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - lingering), lingering)
+        stashed = self._stashed_bytes()
+        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed)
         seen.calls.append(call)
         return call
 
@@ -194,22 +194,22 @@ class Measurement:
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
         self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
-        borrowed = {_place(t) for t in self._inputs if id(t) in self._borrowed}
+        just_taken = {_place(t) for t in self._inputs if id(t) in self._just_taken}
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
-        pinned: dict[int, int] = {}
+        bases: dict[int, int] = {}
         for entry in recorded.entries:
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
-            if _place(entry.device_tensor) in borrowed:
-                call.borrowed += entry.nbytes
+            if _place(entry.device_tensor) in just_taken:
+                call.stash_again_at_cut += entry.nbytes
             elif StorageWeakRef(storage).cdata in earlier:
-                call.again += entry.nbytes
+                call.stash_again += entry.nbytes
             else:
                 call.stash += entry.nbytes
                 self._stashed.append(_Stashed(StorageWeakRef(storage), storage.nbytes(), recorded.number))
                 key = StorageWeakRef(storage).cdata
-                pinned[key] = pinned.get(key, storage.nbytes()) - entry.nbytes
-        call.pinned = sum(max(0, nbytes) for nbytes in pinned.values())
+                bases[key] = bases.get(key, storage.nbytes()) - entry.nbytes
+        call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
         call.needs_backward = True
         call.made = [slot for slot in recorded.slots if slot is not None]
         call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
@@ -299,12 +299,12 @@ class Measurement:
         Returns:
             The bytes that they alone held and that a step stashes, for no shorter than they hold them.
         """
-        lingering = 0
+        stashed = 0
         while self._recorded:
             number = self._recorded.pop().number
-            lingering += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
+            stashed += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
             self._stashed = [s for s in self._stashed if not s.storage.expired()]
-        return lingering
+        return stashed
 
     def _take_gradients(self) -> list[Slot]:
         """The outputs whose gradients came into being since the last time; drops those."""

@@ -17,14 +17,14 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        alive, lingering: before it, beyond what was alive before the first call: what is not stashed too, and what is.
+        alive, alive_and_stashed: before it, beyond what was alive before the first call: what is not stashed too, and what is.
         gone: inputs that it took first and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
         glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran through the code behind it, those that waited for that not counted.
-        leaf, gradients, stash, again, borrowed, pinned: see `_cost`, and what `CallCost` says of them.
+        leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
         resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that propagating through it hands on.
@@ -33,7 +33,7 @@ class SeenCall:
 
     layer: int = -1
     alive: int = 0
-    lingering: int = 0
+    alive_and_stashed: int = 0
     gone: int = 0
     forward: int = 0
     graph: int = 0
@@ -43,9 +43,9 @@ class SeenCall:
     settle: int = 0
     leaf: int = 0
     stash: int = 0
-    again: int = 0
-    borrowed: int = 0
-    pinned: int = 0
+    stash_again: int = 0
+    stash_again_at_cut: int = 0
+    stash_base: int = 0
     gradients: int = 0
     resident: dict[str, int] = field(default_factory=dict)
     needs_backward: bool = False
@@ -62,7 +62,7 @@ class Seen:
         calls: in order.
         tail: what comes behind the last call; its `forward` is the most of it, its `taken` what it propagates to.
         lead: the most before the first call.
-        held, held_lingering: see `CostTable`.
+        held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share glue, see `Glue.spans`.
     """
@@ -71,7 +71,7 @@ class Seen:
     tail: SeenCall = field(default_factory=SeenCall)
     lead: int = 0
     held: int = 0
-    held_lingering: int = 0
+    held_and_stashed: int = 0
     scalar: int = 0
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Seen:
             self.tail.forward,
             self.held,
             scalar_bytes=self.scalar,
-            held_and_stashed_bytes=self.held_lingering,
+            held_and_stashed_bytes=self.held_and_stashed,
         )
 
     def _cost(self, position: int) -> CallCost:
@@ -102,12 +102,12 @@ class Seen:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return CallCost(
             alive_bytes=call.alive,
-            alive_and_stashed_bytes=call.lingering,
+            alive_and_stashed_bytes=call.alive_and_stashed,
             alive_after_forward_bytes=max(0, call.alive - call.gone),
             stash_bytes=call.stash,
-            stash_again_bytes=call.again,
-            stash_again_at_cut_bytes=call.borrowed,
-            stash_base_bytes=call.pinned,
+            stash_again_bytes=call.stash_again,
+            stash_again_at_cut_bytes=call.stash_again_at_cut,
+            stash_base_bytes=call.stash_base,
             shared_bytes=waiting,
             forward_bytes=forward,
             graph_bytes=call.graph + call.glue_kept,

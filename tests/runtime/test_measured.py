@@ -21,16 +21,26 @@ def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
 
 def test_what_is_seen_of_a_call_is_handed_on() -> None:
     (cost,) = costs_of(
-        SeenCall(alive=10, lingering=2, gone=4, stash=5, again=6, borrowed=7, pinned=8, leaf=9, gradients=11)
+        SeenCall(
+            alive=10,
+            alive_and_stashed=2,
+            gone=4,
+            stash=5,
+            stash_again=6,
+            stash_again_at_cut=7,
+            stash_base=8,
+            leaf=9,
+            gradients=11,
+        )
     )
     assert cost == CallCost(
         alive_bytes=10,
-        lingering_bytes=2,
-        staying_bytes=6,
+        alive_and_stashed_bytes=2,
+        alive_after_forward_bytes=6,
         stash_bytes=5,
-        again_bytes=6,
-        borrowed_bytes=7,
-        pinned_bytes=8,
+        stash_again_bytes=6,
+        stash_again_at_cut_bytes=7,
+        stash_base_bytes=8,
         leaf_bytes=9,
         gradient_bytes=11,
     )
@@ -38,9 +48,9 @@ def test_what_is_seen_of_a_call_is_handed_on() -> None:
 
 def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
     table = Seen(
-        [SeenCall(layer=2), SeenCall(layer=0)], SeenCall(forward=30), held=7, held_lingering=5, scalar=4
+        [SeenCall(layer=2), SeenCall(layer=0)], SeenCall(forward=30), held=7, held_and_stashed=5, scalar=4
     ).table()
-    assert table == CostTable((2, 0), (CallCost(), CallCost()), 30, 7, scalar_bytes=4, held_lingering_bytes=5)
+    assert table == CostTable((2, 0), (CallCost(), CallCost()), 30, 7, scalar_bytes=4, held_and_stashed_bytes=5)
 
 
 def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
@@ -62,7 +72,7 @@ def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
 
 def test_no_more_stays_than_there_was() -> None:
     (cost,) = costs_of(SeenCall(alive=3, gone=5))
-    assert cost.staying_bytes == 0
+    assert cost.alive_after_forward_bytes == 0
 
 
 def chain() -> tuple[list[SeenCall], list[Slot]]:
