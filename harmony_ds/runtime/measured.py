@@ -17,7 +17,7 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        alive, alive_and_stashed: before it, beyond what was alive before the first call: what is not stashed too, and what is.
+        alive, alive_and_stashed: before it, beyond what was there before the first call: what is not stashed, and what is.
         gone: inputs that it took first and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
