@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harmony_ds import utils, zero
     from harmony_ds.arguments import add_config_arguments
+    from harmony_ds.calls.random_streams import micro_batch_seed
     from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     )
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
-    from harmony_ds.runtime.random_streams import micro_batch_seed
     from harmony_ds.scheduler.grid import format_plan
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
     from harmony_ds.scheduler.trace import ExecutedStep

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.intercept import Interception
+from harmony_ds.calls.layer_call import LayerCalls
+from harmony_ds.calls.lending import Lending, belongs_to_engine
+from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
@@ -29,15 +34,10 @@ from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
-from harmony_ds.runtime.call_state import CallStates
-from harmony_ds.runtime.intercept import Interception
-from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending, belongs_to_engine
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.random_streams import RandomStreams
-from harmony_ds.runtime.runner import Runner
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.stepping.runner import Runner
 from harmony_ds.weights import initialize_weights
 
 _logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
-from harmony_ds.runtime.plain_copies import Added, copy_all, leave_out_added
 
 _ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 

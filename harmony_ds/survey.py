@@ -16,20 +16,20 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import DoesNotFitError, ModelError, ProfileError
+from harmony_ds.measuring.measuring import SEVERAL
+from harmony_ds.measuring.row_probe import few_rows
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
-from harmony_ds.runtime.measuring import SEVERAL
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.runtime.row_probe import few_rows
-from harmony_ds.runtime.sample import Sample
-from harmony_ds.runtime.trees import map_tensors
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.search import Choice, search

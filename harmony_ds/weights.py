@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from harmony_ds.calls.lending import belongs_to_engine
 from harmony_ds.errors import CheckpointError, ModelError
-from harmony_ds.runtime.lending import belongs_to_engine
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMED_IN_ERRORS = 8

@@ -16,11 +16,11 @@ from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
+from harmony_ds.measuring.measure import Measurement
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
-from harmony_ds.runtime.measure import Measurement
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from harmony_ds.config import Config
     from harmony_ds.offload.updater import GradientNorm
-    from harmony_ds.runtime.group import GroupParts, StepGroup
-    from harmony_ds.runtime.runner import Runner
+    from harmony_ds.stepping.group import GroupParts, StepGroup
+    from harmony_ds.stepping.runner import Runner
 
 _logger = logging.getLogger(__name__)
 

@@ -37,14 +37,14 @@ from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
-from harmony_ds.runtime.group import GroupParts, StepGroup
-from harmony_ds.runtime.inputs import Arguments
-from harmony_ds.runtime.output_kinds import OutputKinds
-from harmony_ds.runtime.pending import PendingLoss
 from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
+from harmony_ds.stepping.group import GroupParts, StepGroup
+from harmony_ds.stepping.inputs import Arguments
+from harmony_ds.stepping.output_kinds import OutputKinds
+from harmony_ds.stepping.pending import PendingLoss
 
 LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32

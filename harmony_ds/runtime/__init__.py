@@ -1,1 +1,1 @@
-"""Executes plans: lanes, layer calls, the executor, losses that are not computed yet."""
+"""How a plan is run: the executor, and what it holds while it does."""

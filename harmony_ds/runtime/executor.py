@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from harmony_ds.calls.boundary import Glue
+from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping, GradientNorm
-from harmony_ds.runtime.boundary import Glue
 from harmony_ds.runtime.gathered import GatheredGradients
-from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts

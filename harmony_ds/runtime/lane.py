@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.intercept import Autocast, Request, handled_by
 
 
 class LaneAborted(BaseException):

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from harmony_ds.calls.attributes import Place
+from harmony_ds.calls.boundary import Glue, cut
+from harmony_ds.calls.call_state import CallState
+from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.layer_call import RecordedCall
+from harmony_ds.calls.trees import exchange, map_tensors, tensors_in
 from harmony_ds.errors import BatchError
-from harmony_ds.runtime.attributes import Place
-from harmony_ds.runtime.boundary import Glue, cut
-from harmony_ds.runtime.call_state import CallState
-from harmony_ds.runtime.intercept import Autocast
 from harmony_ds.runtime.lane import Lane
-from harmony_ds.runtime.layer_call import RecordedCall
-from harmony_ds.runtime.trees import exchange, map_tensors, tensors_in
 from harmony_ds.scheduler.plan import Pack
 
 Objective = Callable[[Any], Tensor | None]

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.layer_call import LayerCalls
+from harmony_ds.calls.lending import Lending
+from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
@@ -13,10 +17,6 @@ from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
-from harmony_ds.runtime.call_state import CallStates
-from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending
-from harmony_ds.runtime.random_streams import RandomStreams
 from harmony_ds.runtime.timeline import StepTimeline
 
 

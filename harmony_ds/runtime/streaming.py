@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.layer_call import LayerCalls
+from harmony_ds.calls.lending import Lending
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.residency import DeviceCopy, Residency
-from harmony_ds.runtime.intercept import Request, handled_by
-from harmony_ds.runtime.layer_call import LayerCalls
-from harmony_ds.runtime.lending import Lending
 
 
 class Streamer:

@@ -15,8 +15,8 @@ from torch import nn
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
-from harmony_ds.runtime import planner
 from harmony_ds.scheduler import Choice, make_plan
+from harmony_ds.stepping import planner
 from tests.cover import spread
 from tests.engine.drive import (
     Groups,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyError
-from harmony_ds.runtime import rates
+from harmony_ds.measuring import rates
 from tests.exactness.case import CASES, Case, Found, Tolerance
 from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
 from tests.oracle import assert_same, difference_between

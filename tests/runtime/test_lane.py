@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.intercept import Autocast, Interception
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
-from harmony_ds.runtime.intercept import Autocast, Interception
 from harmony_ds.runtime.lane import Lane
 
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")

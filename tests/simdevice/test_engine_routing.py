@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import harmony_ds
-from harmony_ds.runtime.routing import RoutingWatch, extremes
+from harmony_ds.measuring.routing import RoutingWatch, extremes
 from tests import simdevice
 from tests.simdevice.device import SimDevice
 

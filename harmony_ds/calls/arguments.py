@@ -1,0 +1,127 @@
+"""The arguments of layer calls, and what layers hand over beside their results.
+
+Tensors are taken out of a call's arguments, so that the call can be made again over others. Layers may also write into
+lists, dictionaries and objects that they are given, leave tensors on attributes of their modules, and transformers'
+layers hand tensors (router logits, attentions) to a collector.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.trees import Made, Shape, Written, flatten, unflatten
+
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
+Writes = list[Written]
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+@dataclass(slots=True, eq=False)
+class Arguments:
+    """What a layer call takes, with its tensors taken out: arguments, and attributes of the layer's modules."""
+
+    leaves: list[Any]
+    shape: Shape
+    places: list[list[int]]  # per distinct tensor: the leaves that it stands in
+
+    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Made]]:
+        """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
+        leaves = list(self.leaves)
+        for tensor, places in zip(tensors, self.places, strict=True):
+            for place in places:
+                leaves[place] = tensor
+        made: list[Made] = []
+        args, kwargs, attributes = unflatten(leaves, self.shape, made)
+        return args, kwargs, attributes, made
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether there is nothing among them that a layer could write into without its being seen."""
+        return all(map(is_plain, self.leaves))
+
+
+def is_plain(leaf: object) -> bool:
+    """Whether `leaf`, which is no tensor, cannot be changed by who is given it."""
+    return leaf is None or isinstance(leaf, _PLAIN) or callable(leaf)
+
+
+def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
+    """What a call takes without its tensors, and those, each once."""
+    leaves, shape = flatten((request.args, request.kwargs, list(attributes)))
+    places: dict[int, list[int]] = {}
+    tensors: dict[int, Tensor] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors[id(leaf)] = leaf
+            places.setdefault(id(leaf), []).append(place)
+            leaves[place] = None
+    return Arguments(leaves, shape, list(places.values())), list(tensors.values())
+
+
+def without_cache(request: Request) -> Request:
+    """In training there is no cache to fill, and a recomputation would fill it twice (as transformers' own
+    gradient checkpointing does).
+    """
+    kwargs = dict(request.kwargs)
+    for key in _CACHE_ARGUMENTS:
+        if kwargs.get(key) is not None:
+            kwargs[key] = None
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    args = tuple(None if type(a).__name__.endswith("Cache") else a for a in request.args)
+    return Request(request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast)
+
+
+# ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
+
+
+def _collector_variable() -> Any:
+    # Never imported for its own sake: a model that uses it has imported it.
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    variable = getattr(capturing, "_active_collector", None)
+    return getattr(variable, "context_var", variable)
+
+
+@contextmanager
+def collecting(request: Request) -> Iterator[dict[str, list[Any]]]:
+    """While open, what the layer collects goes into the yielded lists instead of the caller's."""
+    variable = _collector_variable()
+    outer = request.context.run(variable.get) if variable is not None else None
+    if outer is None:
+        yield {}
+        return
+    inner: dict[str, Any] = {key: [] if isinstance(value, list) else value for key, value in outer.items()}
+    token = request.context.run(variable.set, inner)
+    collected: dict[str, list[Any]] = {}
+    try:
+        yield collected
+    finally:
+        request.context.run(variable.reset, token)
+        collected.update({key: value for key, value in inner.items() if isinstance(value, list) and value})
+
+
+def give_back(request: Request, collected: dict[str, list[Any]], written: Writes, values: list[list[Any]]) -> None:
+    """Lets the caller see what the layer collected, and wrote into what it was given, with cut tensors."""
+    if collected:
+        outer = request.context.run(_collector_variable().get)
+        for key, kept in collected.items():
+            outer[key].extend(kept)
+    for into, children in zip(written, values, strict=True):
+        into.give_back(children)
+
+
+def forget_collected(request: Request) -> None:
+    """Leaves nothing in the call's context that later layers collect: a recorded call would keep it, graphs included."""
+    variable = _collector_variable()
+    outer = request.context.run(variable.get) if variable is not None else None
+    if outer is not None:
+        request.context.run(variable.set, {k: [] if isinstance(v, list) else v for k, v in outer.items()})

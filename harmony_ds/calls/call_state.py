@@ -1,0 +1,243 @@
+"""What a call of the engine saw of the model and of the process, so that its micro-batch sees that when it runs later.
+
+    take       at the call: the attributes of the modules and of what they hold, torch's switches
+    entered    around whatever a micro-batch runs: its own values in the place of the newest
+    running    around what the engine runs: what changes meanwhile is forward's own doing
+
+A value that forward changes (a counter) is told from one that the user changes by when it changes: while the engine
+runs, or between two calls. The former is left where forward left it from then on, and is nobody's own.
+
+What cannot be put in place for one micro-batch (hooks, modules, tensors that were changed in place) is refused while
+others wait for their forward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from harmony_ds.calls.call_places import Checked, Found, Key, Place, Walk, same
+from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.watched_buffers import WatchedBuffers
+from harmony_ds.errors import CallChangedError
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallState:
+    """The values that a call saw, and the modes that it was made in (training and requires_grad flags)."""
+
+    values: dict[Key, Any]
+    places: dict[Key, Place]
+    modes: bytes
+
+
+class Queue(Protocol):
+    """Calls whose micro-batches have not run to their end."""
+
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
+
+    def catch_up(self) -> None:
+        """Runs the forward passes that wait, if their order matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A value that a micro-batch has of its own, and the newest."""
+
+    place: Place
+    own: Any
+    newest: Any
+
+
+class CallStates:
+    """Takes what calls of one model see, and puts it in place again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._advanced: dict[Key, Place] = {}
+        self._writes = False  # whether forward writes to buffers or other tensors that stay
+        self._watching = False
+        self._running = False
+        self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
+        self._look()
+        self.alone: str | None = None
+        """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
+        self._queue: weakref.ref[Queue] | None = None
+
+    def follow(self, queue: Queue) -> None:
+        """From now on, calls are queued there; it is not kept alive."""
+        self._queue = weakref.ref(queue)
+
+    def _queue_now(self) -> Queue | None:
+        return None if self._queue is None else self._queue()
+
+    # ---- at the call
+
+    def take(self) -> CallState:
+        """What a call made now sees; the same object as long as nothing changes.
+
+        Raises:
+            CallChangedError: something was changed since the last call that those who wait would not see as it was.
+        """
+        if self._running:
+            return self._newest
+        self._refuse(self._written())
+        self._versions = self._found.versions()
+        if self._found.changed():
+            found = Walk(self._model, self._advanced).run()
+            self._refuse(_replaced(self._found.checked, found.checked))
+            self._keep(found)
+        return self._newest
+
+    def _refuse(self, change: str | None) -> None:
+        queue = self._queue_now()
+        if change is not None and queue is not None and queue.has_waiting():
+            raise CallChangedError(
+                f"{change} while micro-batches wait whose calls came before: their forward passes have not run, and "
+                "would see it too. Change it before the first micro-batch of a step, or look at the losses of those "
+                "that wait first, which runs their forward passes: loss.item()."
+            )
+
+    def _written(self) -> str | None:
+        """A tensor that somebody else than the engine has written to since the versions were read."""
+        now = self._found.versions()
+        if now == self._versions:
+            return None
+        return next(
+            f"{name} was changed in place"
+            for (_, name), one, other in zip(self._found.tensors, now, self._versions, strict=True)
+            if one != other
+        )
+
+    def _look(self) -> None:
+        self._keep(Walk(self._model, self._advanced).run())
+
+    def _keep(self, found: Found) -> None:
+        self._found = found
+        self._newest = CallState(found.values, found.places, found.modes)
+        self._writes |= any(map(changes_buffers_unseen, found.statistics))
+        self._versions = self._found.versions()
+
+    # ---- while the engine runs
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine runs the model now."""
+        return self._running
+
+    @contextmanager
+    def running(self, users: bool = False) -> Iterator[None]:
+        """What changes while open is forward's own doing; modes are not, if the `users` code runs as well.
+
+        Raises: as `take`.
+        """
+        if self._running:
+            yield
+            return
+        self.take()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            self._differences.clear()
+            self._learn(users)
+
+    @property
+    def advances(self) -> bool:
+        """Whether one forward pass changes what the next may see, so that their order is that of the calls."""
+        return self._writes or bool(self._advanced)
+
+    def watch_buffers(self) -> None:
+        """From now on, whoever looks at a buffer sees what forward passes that wait make of it."""
+        if self._watching:
+            return
+        self._watching = True
+        for module in self._model.modules():
+            held = module.__dict__["_buffers"]
+            if held and not isinstance(held, WatchedBuffers):
+                module.__dict__["_buffers"] = WatchedBuffers(held, self._catch_up)
+        self._look()
+
+    def _catch_up(self) -> None:
+        queue = self._queue_now()
+        if queue is not None and not self._running:
+            queue.catch_up()
+
+    def remove(self) -> None:
+        """Gives every module a plain dictionary of its buffers."""
+        self._queue = None
+        for module in self._model.modules():
+            module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
+
+    def _learn(self, users: bool) -> None:
+        self._writes |= self._found.versions() != self._versions
+        if not self._found.changed():
+            self._versions = self._found.versions()
+            return
+        before = self._newest
+        self._look()
+        advanced = [key for key in _differing(before, self._newest) if not (users and key[1] == "training")]
+        if advanced:
+            self._advanced |= {key: (before.places | self._newest.places)[key] for key in advanced}
+            self._look()
+
+    @contextmanager
+    def entered(self, state: CallState | None) -> Iterator[None]:
+        """What `state` saw, in place while open.
+
+        Raises:
+            CallChangedError: what runs changes a value that the user changes as well.
+        """
+        owns = () if state is None or state is self._newest else self._owns(state)
+        if not owns:
+            yield
+            return
+        for own in owns:
+            own.place.put(own.own, _MISSING)
+        try:
+            yield
+            self._check_kept(owns)
+        finally:
+            for own in owns:
+                own.place.put(own.newest, _MISSING)
+
+    def _owns(self, state: CallState) -> tuple[_Own, ...]:
+        known = self._differences.get(id(state))
+        if known is None or known[0] is not state or known[1] is not self._newest:
+            places = self._newest.places | state.places
+            owns = tuple(
+                _Own(places[key], state.values.get(key, _MISSING), self._newest.values.get(key, _MISSING))
+                for key in _differing(state, self._newest)
+                if key not in self._advanced
+            )
+            known = self._differences[id(state)] = (state, self._newest, owns)
+        return known[2]
+
+    @staticmethod
+    def _check_kept(owns: tuple[_Own, ...]) -> None:
+        for own in owns:
+            if not same(own.place.read(_MISSING), own.own):
+                raise CallChangedError(
+                    f"{own.place.name} is changed both between the calls of a step and by the forward pass, whose "
+                    "micro-batches run later than they are called. Change it before the first micro-batch of a step."
+                )
+
+
+def _differing(one: CallState, other: CallState) -> list[Key]:
+    keys = [*one.values, *(key for key in other.values if key not in one.values)]
+    return [key for key in keys if not same(one.values.get(key, _MISSING), other.values.get(key, _MISSING))]
+
+
+def _replaced(before: dict[Key, Checked], now: dict[Key, Checked]) -> str | None:
+    return next(
+        (known.changed for key, known in before.items() if key in now and not same(known.value, now[key].value)), None
+    )

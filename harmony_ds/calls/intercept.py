@@ -1,0 +1,158 @@
+"""Puts the engine between a model and its layers, without changing either's class or signature.
+
+Each layer's `forward` becomes an `InterceptedForward`, which asks whoever is active on the calling thread what to do:
+a `Lane` parks, a `Streamer` runs the layer at once, and nobody at all means that the layer runs as it always did.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
+from harmony_ds.decomposer.find import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context to enter again later, on another thread. One that is off is entered too, where one is on."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool = True
+
+    @staticmethod
+    def current(device_type: str) -> Autocast | None:
+        """The calling thread's; None where the device has none."""
+        if not torch.amp.is_autocast_available(device_type):
+            return None
+        return Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+    @staticmethod
+    @contextmanager
+    def entered(state: Autocast | None) -> Iterator[None]:
+        """`state` entered. Without a weight cache: it is keyed by tensors that are swapped."""
+        if state is None or not (state.enabled or torch.is_autocast_enabled(state.device_type)):
+            yield
+        else:
+            with torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False):
+                yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One layer call that a model is about to make.
+
+    Attributes:
+        layer: index of the layer.
+        forward: the layer's own forward, bound.
+        context: the caller's context variables.
+        grad: the caller's grad mode.
+        autocast: the caller's autocast.
+    """
+
+    layer: int
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: contextvars.Context
+    grad: bool
+    autocast: Autocast | None
+
+
+class Handler(Protocol):
+    """Who decides what becomes of a layer call."""
+
+    device_type: str
+
+    def call(self, request: Request) -> Any:
+        """The outputs of the layer call."""
+
+
+class _Active(threading.local):
+    handler: Handler | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def handled_by(handler: Handler | None) -> Iterator[None]:
+    """Layer calls of this thread go to `handler` while the context is open."""
+    before, _active.handler = _active.handler, handler
+    try:
+        with passed_through() if handler is not None else nullcontext():
+            yield
+    finally:
+        _active.handler = before
+
+
+class InterceptedForward(Added):
+    """Stands in a layer's instance attributes as its `forward`. A copy is the own forward of the layer's copy."""
+
+    def __init__(self, layer: Layer) -> None:
+        # Others may have put a forward of their own on the instance (accelerate does).
+        self.before = layer.module.__dict__.get("forward")
+        functools.update_wrapper(self, layer.module.forward)
+        self._layer = layer
+        self._forward = layer.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = _active.handler
+        if handler is None:
+            return self._forward(*args, **kwargs)
+        return handler.call(
+            Request(
+                self._layer.index,
+                self._forward,
+                args,
+                kwargs,
+                contextvars.copy_context(),
+                torch.is_grad_enabled(),
+                Autocast.current(handler.device_type),
+            )
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._layer.module, "forward")
+
+
+class Interception:
+    """Intercepts the layers of one model until `remove`."""
+
+    def __init__(self, layers: tuple[Layer, ...]) -> None:
+        self._layers = layers
+        self._modules = [layer.module for layer in layers]
+        self._forwards = [InterceptedForward(layer) for layer in layers]
+        for module, forward in zip(self._modules, self._forwards, strict=True):
+            module.__dict__["forward"] = forward
+            leave_out_added(module)
+
+    def follow(self) -> bool:
+        """Takes over what somebody has put in the place of a layer's `forward` since; whether anybody has."""
+        replaced = [
+            place
+            for place, (module, forward) in enumerate(zip(self._modules, self._forwards, strict=True))
+            if module.__dict__.get("forward") is not forward
+        ]
+        for place in replaced:
+            forward = self._forwards[place] = InterceptedForward(self._layers[place])
+            self._modules[place].__dict__["forward"] = forward
+        return bool(replaced)
+
+    def remove(self) -> None:
+        """Gives every layer its own forward back."""
+        for module in self._modules:
+            copy_all(module)
+            intercepted = module.__dict__.pop("forward")
+            if intercepted.before is not None:
+                module.__dict__["forward"] = intercepted.before
+        self._modules.clear()

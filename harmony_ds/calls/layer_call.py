@@ -1,0 +1,559 @@
+"""Runs one layer for one micro-batch: forward and cut, again in backward, or attached to the micro-batch's own graph.
+
+The forward pass builds an autograd graph and throws it away: kernels are chosen by whether a gradient is required, and
+the recomputation must give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.arguments import (
+    Arguments,
+    collecting,
+    forget_collected,
+    give_back,
+    take_tensors,
+    without_cache,
+)
+from harmony_ds.calls.attributes import Place, Places, held, write_all
+from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.intercept import Autocast, Request
+from harmony_ds.calls.lending import Lending, changes_buffers_unseen
+from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
+from harmony_ds.calls.random_streams import State
+from harmony_ds.calls.trees import Shape, Written, changed, flatten, map_tensors, tensors_in, unflatten
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.offload.stash import Stash, StashEntry
+
+
+class _DeadEnd:
+    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+
+    def add(self, gradient: Tensor) -> None:
+        raise ModelError(
+            f"a gradient reaches layer {self._layer} by a tensor that left it neither as a result nor in an argument or "
+            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
+            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
+        )
+
+    def take(self) -> Tensor | None:
+        return None
+
+    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
+        return {name: self._guard(copy) for name, copy in copies.items()}
+
+    def _guard(self, copy: Tensor) -> Tensor:
+        known: Tensor | None = getattr(copy, _GUARD, None)
+        if known is not None:
+            return known
+        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
+        if copy.requires_grad:
+            alias.register_hook(self.add)
+        setattr(copy, _GUARD, alias)
+        return alias
+
+
+_GUARD = "_harmony_guard"
+Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCall:
+    """What it takes to run a layer call again and to propagate through it.
+
+    Attributes:
+        request: the call as the model made it, without its arguments.
+        number: place among the calls of its micro-batch.
+        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
+        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        sinks: per tensor argument: where its gradient goes, or None.
+        states: random state before the call, or before each of its pieces if it draws random numbers.
+        cut: how the call is cut into pieces; None: not at all.
+        buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
+        slots: per tensor output: the sum of its gradients, or None where none flows.
+    """
+
+    request: Request
+    number: int
+    arguments: Arguments
+    tensors: list[StashEntry | Kept]
+    sinks: list[Sink | None]
+    states: list[State]
+    cut: Cut | None = None
+    buffers: Buffers | None = None
+    slots: list[Slot | None] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[StashEntry]:
+        return [t for t in self.tensors if isinstance(t, StashEntry)]
+
+    def propagated(self) -> None:
+        """From now on, a gradient of an output is an error."""
+        for slot in self.slots:
+            if slot is not None:
+                slot.propagated = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A tensor argument that stays where it is, and its version when the layer was called."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a run of a layer left: its output leaves, and how to give them back.
+
+    Attributes:
+        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+    """
+
+    inputs: list[Tensor]
+    leaves: list[Any]
+    shape: Shape
+    written: list[Written]
+    altered: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """Tensors that a call takes and gives, and whether anything speaks against cutting it."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    may_be_cut: bool
+
+
+class LayerCalls:
+    """Runs the layer calls of one model.
+
+    Attributes:
+        rows: how calls are cut into pieces.
+        replayed: layers that depend on buffers which they change: a recomputation begins with what they were.
+    """
+
+    def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
+        self._layers = layers
+        self._slots = [lending.slots(layer.module) for layer in layers]
+        self._dead_ends = [_DeadEnd(layer.name) for layer in layers]
+        self._stash = stash
+        self.rows = Rows()
+        self._changes_inputs: set[int] = set()
+        self._changes_buffers: set[int] = set()
+        self.replayed: set[int] = set()
+        self._attributes: dict[int, Places] = {}
+        self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
+
+    @property
+    def changing_buffers(self) -> frozenset[int]:
+        """Layers that have been seen to change buffers."""
+        return frozenset(self._changes_buffers)
+
+    def watch(self, layer: int, places: Iterable[Place]) -> bool:
+        """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
+        known = self._attributes.get(layer, ())
+        new = [place for place in places if place not in known]
+        if new:
+            self._attributes[layer] = (*known, *new)
+        return bool(new)
+
+    def _watched(self, layer: int) -> Places:
+        return self._attributes.get(layer, ())
+
+    def _sinks(self, request: Request, tensors: list[Tensor], glue: Glue) -> list[Sink | None]:
+        """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
+        sinks: list[Sink | None] = []
+        for tensor in tensors:
+            try:
+                sinks.append(glue.sink(tensor) if tensor.requires_grad else None)
+            except ModelError:
+                if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
+                    raise
+                sinks.append(self._dead_ends[request.layer])
+        return sinks
+
+    def _take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
+        return take_tensors(request, [place.read() for place in self._watched(request.layer)])
+
+    # ---- attached: part of the caller's own graph, or of none
+
+    def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+        """Runs the call as the model wrote it, on device copies of the layer's parameters."""
+        if request.grad:
+            request = without_cache(request)
+        with self._slots[request.layer].filled(copies), _caller_state(request):
+            outputs = request.context.run(request.forward, *request.args, **request.kwargs)
+            lent = _memory_of(copies.values())
+            if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
+                outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
+            return outputs
+
+    def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+        """As `attached`, for a call without gradients, in pieces where it can be cut."""
+        if not self.rows.cuts:
+            return self.attached(request, copies)
+        without = without_cache(request)
+        arguments, tensors = self._take(without)
+        cut = self.rows.cut(request.layer, tensors)
+        if cut is None or not self._may_cut(request.layer, arguments):
+            return self.attached(request, copies)
+        call = RecordedCall(without, 0, arguments, [], [None] * len(tensors), [], cut)
+        outcome = self._run_pieces(call, tensors, copies, State)
+        return self._hand_over(call, outcome, outcome.leaves, tensors)
+
+    # ---- cut: forward now, backward later
+
+    def forward(
+        self, request: Request, number: int, copies: Mapping[str, Tensor], glue: Glue, state: Callable[[], State]
+    ) -> tuple[Any, RecordedCall | None]:
+        """Runs the call and cuts its outputs from its graph.
+
+        Returns:
+            The outputs for the model, and the record for `backward`; None where no gradient can flow.
+        """
+        if not request.grad:
+            return self.unrecorded(request, copies), None
+        glue.origin.model = id(self)
+        request = without_cache(request)
+        arguments, tensors = self._take(request)
+        call = RecordedCall(
+            request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
+            number=number,
+            arguments=arguments,
+            tensors=[],
+            sinks=self._sinks(request, tensors, glue),
+            states=[],
+            cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
+            buffers=self.copied_buffers(request.layer) if request.layer in self.replayed else None,
+        )
+        given = tensors
+        if request.layer in self._changes_inputs:
+            given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        name = self._layers[request.layer].name
+        call.tensors = [self._keep(tensor, name) for tensor in given]
+        versions = [t._version for t in tensors]
+        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
+        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()), glue)
+        forget_collected(request)
+        arguments.shape.forget_originals()
+        if request.layer in self.replayed and call.buffers is None:
+            raise InputChangedError(f"layer {name} changes a buffer, which was not seen when the model was measured.")
+        if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
+            self._changes_inputs.add(request.layer)
+            raise InputChangedError(
+                f"layer {name} changes its input in place, which was not seen when the model was measured."
+            )
+        if not any(call.slots):
+            self.forget(call)
+            return outputs, None
+        return outputs, call
+
+    def backward(
+        self,
+        call: RecordedCall,
+        copies: Mapping[str, Tensor],
+        replay: Callable[[State], None],
+        gather: Callable[[], None],
+    ) -> bool:
+        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`.
+
+        Args:
+            gather: called between the pieces of a call that is cut: adds up what has reached `copies`.
+
+        Returns:
+            Whether there was anything to propagate.
+        """
+        gradients = [slot.take() if slot is not None else None for slot in call.slots]
+        if all(gradient is None for gradient in gradients):
+            self.forget(call)
+            return False
+        tensors = [self._tensor(call, kept) for kept in call.tensors]
+        if call.request.layer in self._changes_inputs:
+            tensors = [t.clone() for t in tensors]
+        layer, buffers = call.request.layer, call.buffers
+        if buffers is None and layer in self._changes_buffers:
+            buffers = self.copied_buffers(layer)  # nobody reads them; statistics must not be gathered twice
+        with buffers_apart(buffers or []):
+            if call.cut is None:
+                replay(call.states[0])
+                self._propagate(call, tensors, gradients, copies, call.sinks)
+            else:
+                sinks = PieceSinks(call.cut, call.sinks, tensors)
+                for number, piece in enumerate(call.cut.pieces(call.cut.backward)):
+                    if number:
+                        gather()
+                    replay(call.states[min(number, len(call.states) - 1)])
+                    sinks.begin(piece)
+                    own, given = call.cut.inputs_of(piece, tensors), call.cut.gradients_of(piece, gradients)
+                    self._propagate(call, own, given, copies, sinks.sinks)
+                sinks.finish()
+        self.forget(call)
+        return True
+
+    def _propagate(
+        self,
+        call: RecordedCall,
+        tensors: list[Tensor],
+        gradients: list[Tensor | None],
+        copies: Mapping[str, Tensor],
+        sinks: list[Sink | None],
+    ) -> None:
+        outcome = self._run(call, tensors, copies, sinks)
+        outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
+        self._check(call, outputs)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        del outcome, outputs
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _check(self, call: RecordedCall, outputs: list[Tensor]) -> None:
+        """Whether a recomputation gave what the forward pass gave, as far as that is seen at once."""
+        whole = call.cut is None
+        given = [s and (s.dtype, s.shape if whole else None) for s in call.slots]
+        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(call.slots, outputs, strict=False)]
+        if len(outputs) != len(given) or found != given:
+            raise RecomputeError(
+                f"layer {self._layers[call.request.layer].name} returned {len(given)} tensors in forward, {given}, and "
+                f"{len(outputs)} when it was recomputed, {found}: its outputs must depend on its arguments, on the "
+                "attributes and buffers of its modules and on random numbers alone."
+            )
+
+    def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
+        """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
+        and nothing is handed back.
+        """
+        request = without_cache(request)
+        arguments, tensors = self._take(request)
+        sinks: list[Sink | None] = [self._dead_ends[request.layer] if t.requires_grad else None for t in tensors]
+        call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
+        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, State)
+        outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
+        return Trial(tensors, outputs, self._may_cut(request.layer, arguments))
+
+    def _may_cut(self, layer: int, arguments: Arguments) -> bool:
+        """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
+        changes = layer in self._changes_inputs or layer in self._changes_buffers or layer in self._attributes
+        return not changes and arguments.may_be_cut
+
+    def _run_pieces(
+        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
+    ) -> Outcome:
+        """The call over detached `tensors`, forward, piece by piece if it is cut."""
+        dead_end = self._dead_ends[call.request.layer]
+        sinks = [dead_end if sink else None for sink in call.sinks]
+        copies = dead_end.guarded(copies)
+        call.states.append(state())
+        if call.cut is None:
+            return self._run(call, tensors, copies, sinks)
+        layer, whole = call.request.layer, Assembled(call.cut, tensors)
+        first: Outcome | None = None
+        for piece in call.cut.pieces(call.cut.forward):
+            if piece.first and layer in self.rows.drawing:
+                call.states.append(state())
+            outcome = self._run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
+            whole.add(piece, outcome.inputs, outcome.leaves)
+            first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
+            del outcome
+        assert first is not None
+        if layer not in self.rows.drawing and differ(call.states[0], state()):
+            self.rows.drawing.add(layer)
+            raise InputChangedError(
+                f"layer {self._layers[layer].name} draws random numbers, which was not seen when the model was measured."
+            )
+        return first
+
+    def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
+        # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
+        # is small and taken by every layer.
+        if sinks_of(tensor.grad_fn) is not None or tensor.requires_grad:
+            return self._stash.put(tensor, name)
+        return Kept(tensor.detach(), tensor._version)
+
+    def _tensor(self, call: RecordedCall, kept: StashEntry | Kept) -> Tensor:
+        if isinstance(kept, StashEntry):
+            return self._stash.tensor(kept).detach()
+        if kept.tensor._version != kept.version:
+            raise ModelError(
+                f"an argument of layer {self._layers[call.request.layer].name} was changed in place after the layer "
+                "was called, so the layer cannot be recomputed. Make the operation out of place."
+            )
+        return kept.tensor
+
+    def forget(self, call: RecordedCall) -> None:
+        """Gives up what is kept of `call`: nobody will propagate through it."""
+        for entry in call.entries:
+            self._stash.release(entry)
+        call.tensors = []
+
+    def _run(
+        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], sinks: list[Any]
+    ) -> Outcome:
+        request = call.request
+        ends = [place for place, sink in enumerate(sinks) if sink is not None]
+        inputs = list(tensors)
+        for place, tensor in zip(ends, cut([tensors[p] for p in ends], [sinks[p] for p in ends]), strict=True):
+            inputs[place] = tensor
+        args, kwargs, attributes, made = call.arguments.filled(inputs)
+        nodes = [tensor.grad_fn for tensor in inputs]
+        buffered, places = self._buffered[request.layer], self._watched(request.layer)
+        before = _versions(buffered)
+        with (
+            self._slots[request.layer].filled(copies),
+            _caller_state(request),
+            held(places, attributes) as left,
+            collecting(request) as collected,
+        ):
+            result = request.context.run(request.forward, *args, **kwargs)
+        if buffered:
+            self._look_at_buffers(request.layer, before)
+        written = list(changed(made))
+        same = {id(one.value): one.branch.original for one in made}
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        # Views: the tensors themselves may be among the results, as what the caller gave.
+        views = [inputs[p].view_as(inputs[p]) for p in altered]
+        leaves, shape = flatten((result, collected, [children for _, children in written], left, views), same)
+        return Outcome(inputs, leaves, shape, [into for into, _ in written], altered)
+
+    def _look_at_buffers(self, layer: int, before: list[tuple[Tensor, int]]) -> None:
+        """Notes whether a call has changed buffers of its layer."""
+        if layer in self._changes_buffers and layer in self.replayed:
+            return
+        after = _versions(self._buffered[layer])
+        seen = len(after) != len(before) or any(
+            a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
+        )
+        if seen:
+            self.replayed.add(layer)
+        if seen or any(map(changes_buffers_unseen, self._buffered[layer])):
+            self._changes_buffers.add(layer)
+
+    def _hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
+        """The result; what was written elsewhere goes where the layer put it."""
+        result, collected, values, left, views = unflatten(leaves, outcome.shape)
+        for place, view in zip(outcome.altered, views, strict=True):
+            sources[place].copy_(view)  # its memory holds that already: now its graph does, too
+        give_back(call.request, collected, outcome.written, values)
+        write_all(self._watched(call.request.layer), left)
+        return result
+
+    def _cut_outputs(
+        self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None], glue: Glue
+    ) -> Any:
+        """The outputs for the model: inputs that came back are the model's own, the rest is cut.
+
+        Args:
+            lent: memory of the parameters, which will be evicted: outputs that lie in it are copied.
+        """
+        source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
+        leaves = list(outcome.leaves)
+        cut_places: list[int] = []
+        slots: list[Slot] = []
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            slot = None
+            if id(leaf) in source_of:
+                leaves[place] = source_of[id(leaf)]
+            elif leaf.requires_grad:
+                slot = Slot(call.number, leaf, glue.origin)
+                slots.append(slot)
+                cut_places.append(place)
+            if id(leaf) not in source_of:
+                leaves[place] = _apart(leaf.detach()) if _memory(leaf) in lent else leaf.detach()
+            call.slots.append(slot)
+        for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
+            leaves[place] = tensor
+        return self._hand_over(call, outcome, leaves, sources)
+
+    def copied_buffers(self, layer: int) -> Buffers:
+        """What the buffers of a layer hold, for `buffers_apart`."""
+        return [
+            (module, {key: None if b is None else b.clone() for key, b in module._buffers.items()})
+            for module in self._buffered[layer]
+        ]
+
+
+@contextmanager
+def buffers_apart(own: Buffers) -> Iterator[None]:
+    """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
+    newest = [(module, module._buffers) for module, _ in own]
+    try:
+        for module, buffers in own:
+            module.__dict__["_buffers"] = buffers
+        yield
+    finally:
+        for module, buffers in newest:
+            module.__dict__["_buffers"] = buffers
+
+
+class InputChangedError(ModelError):
+    """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
+
+
+@contextmanager
+def _caller_state(request: Request) -> Iterator[None]:
+    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast), passed_through():
+        yield
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor in memory of its own, as it was laid out: the kernels that read it are chosen by its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _apart(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _taken_apart(tensor: Tensor) -> Tensor:
+    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
+    memory = tensor.as_strided((extent,), (1,)).clone()
+    return torch.empty_like(memory).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Which memory a tensor lies in; None for what has none (a phantom)."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
+    return {memory for tensor in tensors if (memory := _memory(tensor)) is not None}
+
+
+def differ(a: State, b: State) -> bool:
+    """Whether random numbers were drawn between two states."""
+    return a.others != b.others or any(not torch.equal(x, y) for x, y in zip(a.device, b.device, strict=True))
+
+
+def _versions(modules: list[nn.Module]) -> list[tuple[Tensor, int]]:
+    """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
+    return [
+        (b, b._version) for m in modules if not changes_buffers_unseen(m) for b in m._buffers.values() if b is not None
+    ]

@@ -1,0 +1,236 @@
+"""Layer calls in pieces: a micro-batch's rows taken through a layer a few at a time.
+
+    micro-batch      0 1 2 3 4 5 6 7        what the loss is over, as the ds_config says
+    forward          0 1 2 3 4 5 | 6 7      forward_rows = 6
+    backward         0 1 2 | 3 4 5 | 6 7    backward_rows = 3, each recomputed and propagated through
+
+A layer sees fewer rows at a time and so needs less working memory; the model's own code between layers, and the loss,
+see the whole micro-batch, and what reaches them is what an uncut call would have given, up to the rounding of sums.
+Where a tensor holds the rows, and whether a layer treats each row by itself, is found out by `row_probe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.boundary import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class RowDims:
+    """Where the rows are in the tensors of one layer's calls.
+
+    Attributes:
+        inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.
+        counted_by: an input whose dimension is as long as there are rows (another's may be a multiple: tokens of all
+            rows in one dimension).
+    """
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    counted_by: int
+
+
+@dataclass(slots=True)
+class Rows:
+    """How layer calls are cut.
+
+    Attributes:
+        forward, backward: the most rows of a piece in either pass; 0: as many as there are.
+        dims: by layer; a layer that is not among them is never cut.
+        drawing: layers that draw random numbers. Their pieces are the same in both passes, so that a recomputation
+            draws what the forward pass drew.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    dims: Mapping[int, RowDims] = field(default_factory=dict)
+    drawing: set[int] = field(default_factory=set)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any call may be cut."""
+        return bool(self.dims) and bool(self.forward or self.backward)
+
+    def cut(self, layer: int, tensors: Sequence[Tensor]) -> Cut | None:
+        """How a call of `layer` with `tensors` is cut; None: not at all."""
+        dims = self.dims.get(layer)
+        if dims is None or not (self.forward or self.backward) or len(dims.inputs) != len(tensors):
+            return None
+        where = dims.inputs[dims.counted_by]
+        counter = tensors[dims.counted_by]
+        if where is None or where >= counter.dim():
+            return None
+        rows = counter.shape[where]
+        if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
+            return None
+        forward = self.backward if layer in self.drawing else self.forward
+        cut = Cut(dims, rows, forward or rows, self.backward or rows)
+        return cut if min(cut.forward, cut.backward) < rows else None
+
+
+def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
+    return dim is None or (dim < tensor.dim() and tensor.shape[dim] % rows == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `first` to `last` (exclusive) of `of`."""
+
+    first: int
+    last: int
+    of: int
+
+    def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """The part of `tensor` with these rows."""
+        if dim is None:
+            return tensor
+        width = tensor.shape[dim] // self.of
+        return tensor.narrow(dim, self.first * width, (self.last - self.first) * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one call is cut: `rows` of them, in pieces of at most `forward` or `backward`."""
+
+    dims: RowDims
+    rows: int
+    forward: int
+    backward: int
+
+    def pieces(self, size: int) -> Iterator[Piece]:
+        """From the first row to the last; only the last piece may be smaller."""
+        for first in range(0, self.rows, size):
+            yield Piece(first, min(first + size, self.rows), self.rows)
+
+    def inputs_of(self, piece: Piece, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The rows of `piece` of a call's inputs."""
+        return [piece.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
+
+    def gradients_of(self, piece: Piece, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """The rows of `piece` of the gradients of a call's outputs; what all rows share is the first piece's."""
+        return [
+            None if gradient is None or (dim is None and piece.first) else piece.narrow(gradient, dim)
+            for gradient, dim in zip(gradients, self.dims.outputs, strict=True)
+        ]
+
+
+class Assembled:
+    """Output leaves of a call, put together from those of its pieces."""
+
+    def __init__(self, cut: Cut, inputs: Sequence[Tensor]) -> None:
+        self._cut = cut
+        self._inputs = inputs
+        self.leaves: list[Any] = []
+
+    def add(self, piece: Piece, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> None:
+        """Takes what one piece gave."""
+        returned = {id(tensor): place for place, tensor in enumerate(inputs)}
+        dims = iter(self._cut.dims.outputs)
+        for place, leaf in enumerate(leaves):
+            dim = next(dims) if isinstance(leaf, Tensor) else None
+            if piece.first == 0:
+                self.leaves.append(self._begin(leaf, dim, returned))
+            if isinstance(leaf, Tensor) and dim is not None and id(leaf) not in returned:
+                piece.narrow(self.leaves[place].detach(), dim).copy_(leaf.detach())
+
+    def _begin(self, leaf: Any, dim: int | None, returned: Mapping[int, int]) -> Any:
+        if id(leaf) in returned:
+            return self._inputs[returned[id(leaf)]]  # the model's own
+        if not isinstance(leaf, Tensor) or dim is None:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = shape[dim] // min(self._cut.forward, self._cut.rows) * self._cut.rows
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
+
+
+class PieceSink:
+    """Puts the gradient of an input together from those of its pieces, for the sink of the whole."""
+
+    def __init__(self, whole: Sink, tensor: Tensor, dim: int) -> None:
+        self._whole = whole
+        self._tensor = tensor
+        self._dim = dim
+        self._gradient: Tensor | None = None
+        self.piece: Piece | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Takes the gradient of the piece that is propagated through."""
+        assert self.piece is not None
+        if self._gradient is None:
+            self._gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
+        self.piece.narrow(self._gradient, self._dim).add_(gradient)
+
+    def take(self) -> Tensor | None:
+        """The whole gradient, which is no longer kept here; None if there was none."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+    def finish(self) -> None:
+        """Hands the whole over."""
+        gradient = self.take()
+        if gradient is not None:
+            self._whole.add(gradient)
+
+
+class PieceSinks:
+    """The sinks of a call's inputs while it is propagated through in pieces."""
+
+    def __init__(self, cut: Cut, sinks: Sequence[Sink | None], tensors: Sequence[Tensor]) -> None:
+        self.sinks: list[Sink | None] = [
+            PieceSink(sink, tensor, dim) if sink is not None and dim is not None else sink
+            for sink, tensor, dim in zip(sinks, tensors, cut.dims.inputs, strict=True)
+        ]
+
+    @property
+    def _split(self) -> list[PieceSink]:
+        return [sink for sink in self.sinks if isinstance(sink, PieceSink)]
+
+    def begin(self, piece: Piece) -> None:
+        for sink in self._split:
+            sink.piece = piece
+
+    def finish(self) -> None:
+        for sink in self._split:
+            sink.finish()
+
+
+# ---- finding the rows
+
+Shapes = Sequence[torch.Size]
+
+
+def row_dims(few: tuple[Shapes, Shapes], more: tuple[Shapes, Shapes], rows: tuple[int, int]) -> RowDims | None:
+    """Where the rows are, from two calls of one layer with different numbers of rows; None where that cannot be told.
+
+    Args:
+        few, more: the shapes of inputs and of outputs in either call.
+        rows: how many there were.
+    """
+    if [len(shapes) for shapes in few] != [len(shapes) for shapes in more]:
+        return None
+    inputs = [_row_dim(a, b, rows) for a, b in zip(few[0], more[0], strict=True)]
+    outputs = [_row_dim(a, b, rows) for a, b in zip(few[1], more[1], strict=True)]
+    counting = [i for i, dim in enumerate(inputs) if dim is not None and dim >= 0 and few[0][i][dim] == rows[0]]
+    if _UNCLEAR in (*inputs, *outputs) or not counting:
+        return None
+    return RowDims(tuple(inputs), tuple(outputs), counting[0])
+
+
+_UNCLEAR = -1
+
+
+def _row_dim(few: torch.Size, more: torch.Size, rows: tuple[int, int]) -> int | None:
+    """The one dimension that grows with the rows; None if none does; _UNCLEAR if more do, or by something else."""
+    if few == more:
+        return None
+    growing = [dim for dim, (a, b) in enumerate(zip(few, more, strict=False)) if a != b]
+    if len(few) != len(more) or len(growing) != 1:
+        return _UNCLEAR
+    dim = growing[0]
+    return dim if few[dim] * rows[1] == more[dim] * rows[0] and few[dim] % rows[0] == 0 else _UNCLEAR

@@ -1,0 +1,193 @@
+"""What each micro-batch has for itself: random numbers, and attributes of modules that its forward pass changes.
+
+Random numbers depend on seed, step and micro-batch, and on nothing else: each micro-batch draws from a stream of its
+own, whichever order the plan runs layers in. To get the same numbers in plain PyTorch, call
+`torch.manual_seed(micro_batch_seed(seed, step, index))` before the micro-batch's forward pass.
+
+Python's and NumPy's global generators are the program's: nobody seeds them, and forward passes draw from them one after
+another, as in plain PyTorch. A model that was seen to draw from them has them replayed where a layer is recomputed, and
+put back to where its forward passes left them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from harmony_ds.calls.attributes import Places, Snapshot
+from harmony_ds.device.base import Device
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where the generators stand: the device's, and those outside torch that are drawn from."""
+
+    device: tuple[Tensor, ...] = ()
+    others: tuple[Any, ...] = ()
+
+
+def micro_batch_seed(seed: int, step: int, index: int) -> int:
+    """The seed of micro-batch `index` (from 0) of optimizer step `step` (from 0): 63 bits, independent of the plan."""
+    digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Generator:
+    """A global generator outside torch. States compare as equal if they are."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def _read_numpy() -> Any:
+    kind, keys, *rest = _numpy().get_state()
+    return kind, keys.tobytes(), *rest
+
+
+def _write_numpy(state: Any) -> None:
+    import numpy
+
+    kind, keys, *rest = state
+    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return numpy.random
+
+
+_PYTHON = _Generator("Python", random.getstate, random.setstate)
+_NUMPY = _Generator("NumPy", _read_numpy, _write_numpy)
+
+
+def _available() -> tuple[_Generator, ...]:
+    return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+
+
+class RandomStreams:
+    """Switches generators and attributes between micro-batches. They are the process's and the model's: one runs at a
+    time.
+
+    Attributes:
+        apart: attributes that forward passes write anew, each for itself.
+        touched: all that they write to, what goes on from one to the next included.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._others: tuple[_Generator, ...] = ()  # outside torch, that the model was seen to draw from
+        self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
+        self._states: dict[object, tuple[tuple[Tensor, ...], Snapshot]] = {}
+        self._current: object | None = None
+        self._newest: object | None = None
+        self._ambient: tuple[Tensor, ...] | None = None
+        self._before: tuple[tuple[Any, ...], Snapshot] | None = None
+        self.apart: Places = ()
+        self.touched: Places = ()
+
+    def open(self) -> None:
+        """Remembers the user's generators."""
+        self._ambient = self._device.random_state()
+        self._before = self._read_others(), Snapshot(self.touched, copies=True)
+
+    def close(self) -> None:
+        """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
+        self._leave()
+        if self._newest in self._states:
+            self._states[self._newest][1].restore()
+        if self._ambient is not None:
+            self._device.set_random_state(self._ambient)
+        self._ambient = self._before = None
+        self._newest = None
+        self._states.clear()
+
+    def undo(self) -> None:
+        """Before `close`, after a failure: forward passes have drawn and changed nothing, and may be run again."""
+        assert self._before is not None
+        self._current = self._newest = self._left = None
+        others, attributes = self._before
+        self._write_others(others)
+        attributes.restore()
+
+    def start(self, stream: object, seed: int) -> None:
+        """A fresh stream, current from now on."""
+        self._leave()
+        self._device.seed(seed)
+        self._current = self._newest = stream
+
+    def switch(self, stream: object) -> None:
+        """Goes on where `stream` was left."""
+        if self._current is stream:
+            return
+        self._leave()
+        state, attributes = self._states[stream]
+        self._device.set_random_state(state)
+        attributes.restore()
+        self._current = stream
+
+    def snapshot(self) -> State:
+        """Where the generators stand, for `replay`."""
+        return State(self._device.random_state(), self._read_others())
+
+    def replay(self, state: State) -> None:
+        """Draws once more what was drawn from `state` on; no stream is current afterwards."""
+        self._leave()
+        self._left = self._read_others()
+        self.rewind(state)
+
+    def rewind(self, state: State) -> None:
+        """Goes back to `state` in whatever stream is current."""
+        self._device.set_random_state(state.device)
+        self._write_others(state.others)
+
+    @contextmanager
+    def watching_others(self) -> Iterator[list[str]]:
+        """While open, all generators are replayed that can be. The list names those that were drawn from in the end, which
+        are replayed from then on; they are where they were.
+        """
+        known = self._others
+        self._others = _available()
+        before = self._read_others()
+        drawn: list[str] = []
+        try:
+            yield drawn
+        finally:
+            moved = [g for g, state in zip(self._others, before, strict=True) if g.read() != state]
+            self._write_others(before)
+            self._others = tuple(dict.fromkeys((*known, *moved)))
+            drawn += [generator.name for generator in self._others]
+
+    @contextmanager
+    def others_kept(self) -> Iterator[None]:
+        """Whatever is drawn from generators outside torch while the context is open is undone in the end."""
+        before = [(generator, generator.read()) for generator in _available()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.write(state)
+
+    def _leave(self) -> None:
+        if self._current is not None:
+            self._states[self._current] = self._device.random_state(), Snapshot(self.apart)
+        self._current = None
+        if self._left is not None:
+            self._write_others(self._left)
+            self._left = None
+
+    def _read_others(self) -> tuple[Any, ...]:
+        return tuple(generator.read() for generator in self._others)
+
+    def _write_others(self, states: tuple[Any, ...]) -> None:
+        for generator, state in zip(self._others, states, strict=True):
+            generator.write(state)

@@ -1,0 +1,385 @@
+"""Measures a model on the device with one micro-batch: the call order, and the bytes of every call.
+
+The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
+gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
+together from stretches: each call up to its return, the code behind it up to the next call, and the loss. Nothing is
+kept: no gradient, no random number, no change of a buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from harmony_ds.calls.boundary import Glue, GlueSink, Slot
+from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.layer_call import Kept, LayerCalls, RecordedCall
+from harmony_ds.calls.lending import Lending
+from harmony_ds.calls.random_streams import RandomStreams
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.device.base import Device, MemoryProbe
+from harmony_ds.errors import ModelError, ParameterOutsideLayerError
+from harmony_ds.measuring.measured import Seen, SeenCall
+from harmony_ds.measuring.routing import RoutingWatch, extremes
+from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.stash import StashEntry
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.runtime.micro_batch import Objective
+
+_logger = logging.getLogger(__name__)
+
+
+class Measurement:
+    """Runs one micro-batch through the model, layer by layer. Used once."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: tuple[Layer, ...],
+        residency: Residency,
+        lending: Lending,
+        layer_calls: LayerCalls,
+        random: RandomStreams,
+    ) -> None:
+        self.device_type = device.torch_device.type
+        self._device = device
+        self._layers = layers
+        self._residency = residency
+        self._lending = lending
+        self._calls = layer_calls
+        self._random = random
+        self._resident: tuple[str, ...] = ()
+        self._seen = Seen()
+        self._glue = Glue()
+        self._kept: list[Kept] = []
+        self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
+        self._stashed: list[_Stashed] = []
+        self._resident_leaves: Mapping[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
+        self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
+        self._probe: MemoryProbe | None = None
+        self._base = 0  # alive before the first call
+        self._left = 0  # alive when the last call returned
+
+    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
+        """Costs of `forward` and of propagating `objective` of its outputs.
+
+        Raises:
+            ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
+            BaseException: whatever the model or the objective raised.
+        """
+        self._resident = resident
+        self._lending.touched.clear()
+        copy = self._swap_in(resident)
+        _gather_from_zero(copy)  # the plan counts the resident set's gradients from the first task on
+        self._resident_leaves = copy.leaves
+        self._random.open()
+        try:
+            with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
+                self._probe = probe
+                self._base = self._left = probe.live_bytes()
+                self._random.start(self, seed)
+                self._measure(probe, forward, objective)
+        except Exception as error:
+            if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
+                raise ParameterOutsideLayerError(str(error)) from error
+            raise
+        finally:
+            self._probe = None
+            self._random.close()
+            self._residency.evict(copy)
+        return replace(self._seen.table(), in_pieces=self._calls.rows.cuts)
+
+    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
+        seen = self._seen
+        seen.scalar, seen.grain = self._allocation(probe, torch.float32), self._allocation(probe, torch.uint8)
+        probe.reset()
+        with handled_by(self), torch.enable_grad():
+            outputs = forward()
+        loss = objective(outputs)
+        if self._lending.touched:
+            raise ParameterOutsideLayerError(
+                f"{', '.join(sorted(self._lending.touched))}: used outside the calls of the layers that own them."
+            )
+        seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
+        if loss is not None and loss.requires_grad:
+            loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))
+        # The loss is scaled before it is propagated.
+        seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
+        del outputs, loss
+        seen.tail.taken = [*self._take_gradients()]
+        seen.tail.resident = self._given_to_resident()
+        self._inputs = []
+        held = max(0, probe.live_bytes() - self._base)
+        for stashed in self._stashed:
+            if stashed.storage.expired():
+                seen.calls[stashed.number].gone += stashed.nbytes
+        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        seen.held_and_stashed = self._drop_recorded()
+        seen.held = max(0, held - seen.held_and_stashed)
+        self._settle(probe)
+
+    def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
+        """What the allocator takes for one element."""
+        before = probe.live_bytes()
+        scalar = torch.empty((), dtype=dtype, device=self._device.torch_device)
+        nbytes = probe.live_bytes() - before
+        del scalar
+        return nbytes
+
+    def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
+        copy = self._residency.swap_in(names)
+        copy.wait(self._device)
+        return copy
+
+    # ---- one call of a layer
+
+    def call(self, request: Request) -> Any:
+        """One layer call of the model: measured, its outputs cut."""
+        probe = self._probe
+        assert probe is not None
+        call = self._arrive(request, probe)
+        outputs = self._run(call, request, probe)
+        probe.reset()
+        self._left = probe.live_bytes()
+        return outputs
+
+    def _arrive(self, request: Request, probe: MemoryProbe) -> SeenCall:
+        """Notes what the code since the last call took; lets go of that call's inputs."""
+        seen = self._seen
+        if seen.calls:
+            seen.calls[-1].glue = probe.peak_bytes() - self._left
+            seen.calls[-1].glue_kept = max(0, probe.live_bytes() - self._left)
+        else:
+            seen.lead = probe.peak_bytes() - self._base
+        known = {id(tensor) for tensor in self._inputs}
+        self._just_taken = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
+        self._inputs = tensors_in((request.args, request.kwargs))
+        stashed = self._stashed_bytes()
+        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed)
+        seen.calls.append(call)
+        return call
+
+    def _run(self, call: SeenCall, request: Request, probe: MemoryProbe) -> Any:
+        names = self._layers[request.layer].parameters
+        copy = self._swap_in(tuple(name for name in names if name not in self._resident))
+        try:
+            stretch = _Stretch(probe, call)
+            with RoutingWatch() as watch:
+                outputs, recorded = self._calls.forward(
+                    replace(request, forward=stretch.measured(request.forward)),
+                    len(self._seen.calls) - 1,
+                    copy.leaves,
+                    self._glue,
+                    self._random.snapshot,
+                )
+            call.forward = max(call.forward, stretch.peak())
+            if recorded is not None:
+                self._note(call, recorded)
+                self._propagate(call, recorded, copy, stretch, watch.seen)
+            return outputs
+        finally:
+            self._residency.evict(copy)
+
+    def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
+        # In a step these would be there until the call is propagated through.
+        self._recorded.append(recorded)
+        self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
+        just_taken = {_place(t) for t in self._inputs if id(t) in self._just_taken}
+        earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
+        bases: dict[int, int] = {}
+        for entry in recorded.entries:
+            assert entry.device_tensor is not None
+            storage = entry.device_tensor.untyped_storage()
+            if _place(entry.device_tensor) in just_taken:
+                call.stash_again_at_cut += entry.nbytes
+            elif StorageWeakRef(storage).cdata in earlier:
+                call.stash_again += entry.nbytes
+            else:
+                call.stash += entry.nbytes
+                self._stashed.append(_Stashed(StorageWeakRef(storage), storage.nbytes(), recorded.number))
+                key = StorageWeakRef(storage).cdata
+                bases[key] = bases.get(key, storage.nbytes()) - entry.nbytes
+        call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
+        call.needs_backward = True
+        call.made = [slot for slot in recorded.slots if slot is not None]
+        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
+
+    def _propagate(
+        self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch, routes: bool
+    ) -> None:
+        """Backward with a made-up gradient; what reaches earlier calls is dropped.
+
+        The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
+        this begins, as they are for every micro-batch but the first.
+        """
+        if self._residency.accumulates_in_place:
+            _gather_from_zero(copy)
+            call.gradients = sum(
+                slab_bytes(leaf.numel(), leaf.element_size()) for leaf in copy.leaves.values() if leaf.requires_grad
+            )
+        tensors = list(recorded.tensors)
+        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if routes and self._device.has_values else ():
+            recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
+            try:
+                self._backward(call, recorded, copy, stretch)
+            except (RuntimeError, ValueError, IndexError, ModelError) as error:
+                _logger.warning(
+                    "layer %s makes tensors whose size depends on its input, and cannot be run with an input whose rows "
+                    "are all alike (%s): how much memory other data takes is not known.",
+                    self._layers[call.layer].name,
+                    error,
+                )
+                break
+        recorded.tensors = tensors
+        self._backward(call, recorded, copy, stretch)
+        for leaf in copy.leaves.values():
+            leaf.grad = None
+
+    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch) -> None:
+        for slot in call.made:
+            slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device)
+        stretch.begin()
+        try:
+            self._calls.backward(recorded, copy.leaves, self._random.replay, lambda: self._gather(copy))
+            call.backward = max(call.backward, stretch.peak())
+        finally:
+            self._random.switch(self)
+            call.resident |= self._given_to_resident()
+            for sink in recorded.sinks:
+                gradient = sink.take() if sink is not None else None
+                if gradient is not None and isinstance(sink, GlueSink):
+                    self._shapes[sink] = (gradient.shape, gradient.dtype)
+        if not self._residency.accumulates_in_place:
+            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
+            for leaf in copy.leaves.values():
+                leaf.grad = None
+
+    def _gather(self, copy: DeviceCopy) -> None:
+        """Between the pieces of a call, gradients of another dtype than their sums leave the parameters."""
+        if not self._residency.accumulates_in_place:
+            for leaf in copy.leaves.values():
+                leaf.grad = None
+
+    # ---- the code between the calls
+
+    def _settle(self, probe: MemoryProbe) -> None:
+        """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
+        calls = self._seen.calls
+        for number in (*reversed(range(len(calls))), -1):
+            due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
+            if not due:
+                continue
+            for sink, shape, dtype in due:
+                sink.gradient = torch.ones(shape, dtype=dtype, device=self._device.torch_device)
+            probe.reset()
+            before = probe.live_bytes()
+            self._glue.settle(number)
+            place = self._seen.tail if number < 0 else calls[number]
+            place.settle = probe.peak_bytes() - before
+            place.settled = self._take_gradients()
+            place.resident |= self._given_to_resident()
+
+    def _stashed_bytes(self) -> int:
+        """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
+        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+
+    def _drop_recorded(self) -> int:
+        """Lets go of the recorded calls, the last one first as a step does.
+
+        Returns:
+            The bytes that they alone held and that a step stashes, for no shorter than they hold them.
+        """
+        stashed = 0
+        while self._recorded:
+            number = self._recorded.pop().number
+            stashed += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
+            self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        return stashed
+
+    def _take_gradients(self) -> list[Slot]:
+        """The outputs whose gradients came into being since the last time; drops those."""
+        return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
+
+    def _given_to_resident(self) -> dict[str, int]:
+        """Bytes of the resident parameters whose gradients have changed since the last time."""
+        given: dict[str, int] = {}
+        for name, leaf in self._resident_leaves.items():
+            if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
+                self._versions[name] = leaf.grad._version
+                given[name] = _nbytes(leaf.grad)
+        return given
+
+    def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
+        """For each tensor made between the calls: the first and the last call that takes it."""
+        places: dict[GlueSink, tuple[int, int]] = {}
+        for position, call in enumerate(self._seen.calls):
+            for sink in call.taken:
+                if isinstance(sink, GlueSink):
+                    places[sink] = (places.get(sink, (position, position))[0], position)
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Stashed:
+    """Memory of a stashed input, and the number of the call that stashed it first."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    number: int
+
+
+class _Stretch:
+    """The bytes of a layer's forward, read when it returns: before and after, other things are alive too."""
+
+    def __init__(self, probe: MemoryProbe, call: SeenCall) -> None:
+        self._probe = probe
+        self._call = call
+        self.begin()
+
+    def begin(self) -> None:
+        self._probe.reset()
+        self._before = self._probe.live_bytes()
+
+    def peak(self) -> int:
+        """The most since `begin`, beyond what was alive then."""
+        return self._probe.peak_bytes() - self._before
+
+    def measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs = forward(*args, **kwargs)
+            self._call.graph = max(self._call.graph, self._probe.live_bytes() - self._before)
+            self._call.forward = max(self._call.forward, self.peak())
+            return outputs
+
+        return run
+
+
+def _gather_from_zero(copy: DeviceCopy) -> None:
+    for leaf in copy.leaves.values():
+        if leaf.requires_grad:
+            leaf.grad = torch.zeros_like(leaf)
+
+
+def _tensor_of(kept: StashEntry | Kept) -> Tensor:
+    tensor = kept.tensor if isinstance(kept, Kept) else kept.device_tensor
+    assert tensor is not None
+    return tensor
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where `tensor` begins; on a device without memory, too."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

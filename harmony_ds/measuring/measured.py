@@ -1,0 +1,177 @@
+"""What a measurement saw, call by call, and the costs that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.profiler.costs import CallCost, CostTable
+
+_Gradient = Slot | GlueSink
+
+
+@dataclass(slots=True, eq=False)
+class SeenCall:
+    """Bytes of one call, or of what comes behind the last one, as differences to what was alive when it began.
+
+    Attributes:
+        layer: that was called.
+        alive, alive_and_stashed: before it, beyond what was there before the first call: what is not stashed, and what is.
+        gone: inputs that it took first and that nothing held any more when the forward pass was over.
+        forward: the most while its forward ran.
+        graph: what was left when its forward returned.
+        glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
+        backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
+        settle: the most while gradients ran through the code behind it, those that waited for that not counted.
+        leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
+        resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
+        made: gradients of its outputs.
+        taken: gradients that propagating through it hands on.
+        settled: gradients that running them through the code behind it hands on.
+    """
+
+    layer: int = -1
+    alive: int = 0
+    alive_and_stashed: int = 0
+    gone: int = 0
+    forward: int = 0
+    graph: int = 0
+    glue: int = 0
+    glue_kept: int = 0
+    backward: int = 0
+    settle: int = 0
+    leaf: int = 0
+    stash: int = 0
+    stash_again: int = 0
+    stash_again_at_cut: int = 0
+    stash_base: int = 0
+    gradients: int = 0
+    resident: dict[str, int] = field(default_factory=dict)
+    needs_backward: bool = False
+    made: list[Slot] = field(default_factory=list)
+    taken: list[_Gradient] = field(default_factory=list)
+    settled: list[Slot] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A whole measurement.
+
+    Attributes:
+        calls: in order.
+        tail: what comes behind the last call; its `forward` is the most of it, its `taken` what it propagates to.
+        lead: the most before the first call.
+        held, held_and_stashed: see `CostTable`.
+        scalar, grain: what a number takes on the device, and what a byte does.
+        spans: places that share glue, see `Glue.spans`.
+    """
+
+    calls: list[SeenCall] = field(default_factory=list)
+    tail: SeenCall = field(default_factory=SeenCall)
+    lead: int = 0
+    held: int = 0
+    held_and_stashed: int = 0
+    scalar: int = 0
+    grain: int = 1
+    spans: set[tuple[int, int]] = field(default_factory=set)
+
+    def table(self) -> CostTable:
+        """The costs of every call."""
+        costs = tuple(self._cost(position) for position in range(len(self.calls)))
+        return CostTable(
+            tuple(call.layer for call in self.calls),
+            costs,
+            self.tail.forward,
+            self.held,
+            scalar_bytes=self.scalar,
+            held_and_stashed_bytes=self.held_and_stashed,
+        )
+
+    def _cost(self, position: int) -> CallCost:
+        call = self.calls[position]
+        forward = max(call.forward, call.graph + call.glue)
+        if position == 0:
+            forward = max(forward, self.lead - call.alive)
+        behind = self._waiting(position + 1)
+        passing, again = self._around(position)
+        settle = behind + call.settle + self._largest_sum(call.settled, self._later(position + 1)) if call.settle else 0
+        backward = passing + self._nbytes(call.made) + call.backward + again + self._resident_sums(position)
+        waiting = self._waiting(position)
+        if position == 0:
+            backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
+        return CallCost(
+            alive_bytes=call.alive,
+            alive_and_stashed_bytes=call.alive_and_stashed,
+            alive_after_forward_bytes=max(0, call.alive - call.gone),
+            stash_bytes=call.stash,
+            stash_again_bytes=call.stash_again,
+            stash_again_at_cut_bytes=call.stash_again_at_cut,
+            stash_base_bytes=call.stash_base,
+            shared_bytes=waiting,
+            forward_bytes=forward,
+            graph_bytes=call.graph + call.glue_kept,
+            settle_bytes=settle,
+            backward_bytes=backward if call.needs_backward or position == 0 else 0,
+            leaf_bytes=call.leaf,
+            gradient_bytes=call.gradients,
+            needs_backward=call.needs_backward,
+            keeps_graph=any(first < position <= last for first, last in self.spans),
+        )
+
+    def _later(self, position: int) -> list[_Gradient]:
+        """All gradients that have come into being when everything from `position` on has been propagated through."""
+        later = self.calls[position:]
+        return [*self.tail.taken, *(g for call in later for g in (*call.taken, *call.settled))]
+
+    def _waiting(self, position: int) -> int:
+        """Bytes of those that wait then: of the outputs of earlier calls, and of glue between those."""
+        return self._waiting_among(self._later(position), position)
+
+    def _waiting_among(self, gradients: list[_Gradient], position: int) -> int:
+        """Those of `gradients` that are needed before `position`.
+
+        One of glue is either where that ends, until all that uses it has been propagated, or, where the calls that use
+        it were run in one graph with it, behind it already. With several calls it may be both.
+        """
+        due = {id(g): g for g in gradients if _due(g) < position}
+        total = self._nbytes(g for g in due.values() if isinstance(g, Slot))
+        ends: dict[int, list[GlueSink]] = {}
+        for gradient in due.values():
+            if isinstance(gradient, GlueSink):
+                ends.setdefault(gradient.deadline, []).append(gradient)
+        for deadline, sinks in ends.items():
+            call = self.calls[deadline] if deadline >= 0 else self.tail
+            here = self._nbytes(sinks)
+            behind = self._nbytes(slot for slot in call.settled if id(slot) not in due)
+            users = sum(any(_due(g) == deadline and isinstance(g, GlueSink) for g in c.taken) for c in self.calls)
+            total += here + behind if users > 1 else max(here, behind)
+        return total
+
+    def _around(self, position: int) -> tuple[int, int]:
+        """While the call at `position` is propagated through: what waits for earlier ones, and what sums take."""
+        call = self.calls[position]
+        others = [*self._later(position + 1), *call.settled]
+        return self._waiting_among(others, position), self._largest_sum(call.taken, others)
+
+    def _resident_sums(self, position: int) -> int:
+        """Gradients of resident parameters that wait until all of one graph's are added up: later ones for earlier ones."""
+        later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.resident.items()}
+        earlier = {name for call in self.calls[: position + 1] for name in call.resident}
+        return sum(nbytes for name, nbytes in later.items() if name in earlier)
+
+    def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:
+        """A gradient that is added to one that waits takes the place of that only when the sum is there."""
+        waiting = {id(g) for g in known}
+        return max((self._rounded(g.nbytes) for g in new if id(g) in waiting), default=0)
+
+    def _nbytes(self, gradients: Iterable[_Gradient]) -> int:
+        return sum(self._rounded(g.nbytes) for g in {id(g): g for g in gradients}.values())
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.grain) * self.grain
+
+
+def _due(gradient: _Gradient) -> int:
+    """The call before whose propagation it is needed; glue is run right before that call."""
+    return gradient.call if isinstance(gradient, Slot) else gradient.deadline

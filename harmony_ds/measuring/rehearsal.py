@@ -1,0 +1,282 @@
+"""Finds out what a model's forward pass changes beside its results, and whether its layers can be run again.
+
+The forward pass is run twice in a row, layer by layer. Each layer call is tried from the same state until it shows
+nothing new, and must then give the same bits. What is found is told to those who need it: attributes that belong to a
+layer's calls (`LayerCalls`), attributes and generators that each micro-batch has for itself (`RandomStreams`), and why
+forward passes must run one after another, if they must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, places_of, undone
+from harmony_ds.calls.boundary import Glue, guarded_backward
+from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.layer_call import Buffers, buffers_apart
+from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.trees import flatten, tensors_in
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.measuring.row_probe import close
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.runtime.parts import Parts
+
+_ATTEMPTS = 8
+_BETWEEN = -1
+_ATOMS = (bool, int, float, str, bytes, type(None), Absent)
+
+
+class Rehearsal:
+    """Runs one micro-batch through the model twice, layer by layer. Used once."""
+
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...], resident: tuple[str, ...]) -> None:
+        self.device_type = parts.device.torch_device.type
+        self._parts = parts
+        self._layers = layers
+        self._resident = resident
+        self._all = parts.lending.modules
+        self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
+        inner = {module for modules in self._modules.values() for module in modules}
+        self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
+        self._own: dict[int, set[Place]] = {}
+        self._start: dict[int, Snapshot] = {}
+        self._touched: set[Place] = set()
+        self._calls: list[int] = []
+        self._first = True
+        self._inside = False  # a layer
+        self._glue = Glue()
+        self._outputs: list[Tensor] = []
+
+    def run(self, forward: Callable[[], Any], seed: int) -> str | None:
+        """What forbids that forward passes of several micro-batches run side by side; None: nothing.
+
+        Raises:
+            RecomputeError: a layer gives something else when it is run again on what it was given.
+            ModelError: a layer writes into its own parameters.
+            BaseException: whatever the model raised.
+        """
+        parts = self._parts
+        parts.lending.touched.clear()
+        copy = parts.residency.swap_in(self._resident)
+        copy.wait(parts.device)
+        parts.random.open()
+        try:
+            with (
+                parts.random.watching_others() as drawn,
+                undone(self._all),
+                parts.lending.lent(copy.leaves, keep_buffers=False),
+            ):
+                reason = self._run_twice(forward, seed)
+                self._check_written("the code between the layers", copy)
+        finally:
+            parts.random.close()
+            parts.residency.evict(copy)
+        if drawn:
+            return f"the model draws from {drawn[0]}'s global random numbers, which go on from one forward pass to the next"
+        return reason
+
+    def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
+        self._pass(forward, seed)
+        found = _Prints(self._all, self._touched)
+        self._own = {layer: set(places_of(modules)) for layer, modules in self._modules.items()}
+        for layer in self._modules:
+            if layer != _BETWEEN:
+                self._parts.layer_calls.watch(layer, [place for place in self._touched if self._owns(layer, place)])
+        self._first = False
+        outputs = self._outputs
+        self._pass(forward, seed)
+        same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
+        return self._compare(found, same or not self._parts.device.has_values)
+
+    def _pass(self, forward: Callable[[], Any], seed: int) -> None:
+        """One forward pass; what it touches is in `_touched`."""
+        self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
+        self._touched = set()
+        self._calls.clear()
+        self._glue = Glue()
+        self._parts.random.start(self, seed)
+        with (
+            handled_by(self),
+            torch.enable_grad(),
+            guarded_backward(lambda: self._inside),
+            assignments() as assigned,
+        ):
+            outputs = forward()
+        self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
+        self._touched |= assigned
+        for snapshot in self._start.values():
+            self._touched |= snapshot.changed()
+
+    # ---- one call of a layer
+
+    def call(self, request: Request) -> Any:
+        """One layer call of the model."""
+        parts, layer = self._parts, request.layer
+        self._calls.append(layer)
+        for key in (layer, _BETWEEN):
+            self._touched |= self._start[key].changed()
+        names = tuple(n for n in self._layers[layer].parameters if n not in self._resident)
+        copy = parts.residency.swap_in(names)
+        copy.wait(parts.device)
+        self._inside = True
+        try:
+            if self._first:
+                self._try(request, copy)
+            number = len(self._calls) - 1
+            outputs, call = parts.layer_calls.forward(request, number, copy.leaves, self._glue, parts.random.snapshot)
+            if call is not None:
+                parts.layer_calls.forget(call)
+            return outputs
+        finally:
+            self._inside = False
+            parts.residency.evict(copy)
+
+    def _try(self, request: Request, copy: DeviceCopy) -> None:
+        """Runs the call until it shows nothing new, and once more.
+
+        Raises: as `run`.
+        """
+        calls, layer = self._parts.layer_calls, request.layer
+        buffers = calls.copied_buffers(layer)
+        for _ in range(_ATTEMPTS):
+            buffers = calls.copied_buffers(layer)
+            outputs, touched = self._trial(request, copy, buffers)
+            if not calls.watch(layer, touched):
+                break
+        self._check_written(f"layer {self._layers[layer].name}", copy)
+        # Normalization gathers statistics that it does not read: to copy them for each call would be for nothing.
+        advanced = dict(buffers)
+        mixed = [(m, advanced[m] if changes_buffers_unseen(m) else own) for m, own in calls.copied_buffers(layer)]
+        if self._same(outputs, self._trial(request, copy, mixed)[0]):
+            return
+        calls.replayed.add(layer)
+        if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
+            raise RecomputeError(
+                f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
+                "numbers, and gave different outputs: it depends on something else that it changes (a global or "
+                "enclosing variable, a generator of its own), so its forward pass cannot be recomputed. Keep such "
+                "state in attributes or buffers of the layer's modules."
+            )
+
+    def _trial(self, request: Request, copy: DeviceCopy, buffers: Buffers) -> tuple[list[Tensor], set[Place]]:
+        """Outputs of the call over `buffers`, and the attributes that it touches; everything is as before then."""
+        parts = self._parts
+        state = parts.random.snapshot()
+        seen = (*self._modules[request.layer], *self._modules[_BETWEEN])
+        with undone(seen), buffers_apart(buffers):
+            before = Snapshot(places_of(seen))
+            with assignments() as assigned:
+                trial = parts.layer_calls.trial(request, copy.leaves)
+            touched = before.changed() | assigned
+        parts.random.rewind(state)
+        return [output.detach() for output in trial.outputs], touched
+
+    def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+        # Kernels of other devices may add up in any order.
+        equal = _equal if self.device_type == "cpu" or torch.are_deterministic_algorithms_enabled() else close
+        return len(outputs) == len(again) and all(map(equal, outputs, again))
+
+    def _check_written(self, who: str, copy: DeviceCopy) -> None:
+        written = self._parts.residency.written(copy)
+        if written:
+            raise ModelError(
+                f"{who} writes into the parameter {written[0]} in forward, where it is a copy on the device: what is "
+                "written would be lost. Change parameters between steps (engine.module.parameters()), or compute with a "
+                "changed copy (self.weight.clamp(...))."
+            )
+
+    # ---- what two passes in a row have left
+
+    def _compare(self, first: _Prints, same_outputs: bool) -> str | None:
+        """Tells apart what every forward pass writes anew, and what goes on from one to the next.
+
+        What is the same each time may be read by the next forward pass all the same: it is not if nothing is given that
+        was not before (`same_outputs`), and a tensor, which is of its inputs, might be.
+        """
+        model = set(self._all)  # a module that forward makes for itself (a loss function) is gone with it
+        self._touched = {place for place in self._touched if place.module is None or place.module in model}
+        second = _Prints(self._all, self._touched)
+        again = (place for place in self._touched if second.attributes[place].same(first.attributes.get(place)))
+        apart = [place for place in again if not second.attributes[place].has_tensors] if same_outputs else []
+        random = self._parts.random
+        random.apart, random.touched = tuple({*random.apart, *apart}), tuple({*random.touched, *self._touched})
+        carried = [place for place in self._touched if place not in apart and not self._is_in_order(place, second)]
+        names = {module: name for name, module in self._all[0].named_modules()}
+        for module, key in [*((p.module, p.key) for p in carried), *self._carried_buffers(first, second)]:
+            name = f"the variable {key}" if module is None else ".".join(filter(None, (names.get(module), key)))
+            return f"{name} goes on from one forward pass to the next"
+        return None
+
+    def _is_in_order(self, place: Place, prints: _Prints) -> bool:
+        """Whether a value is one layer's own, which comes to each micro-batch in turn."""
+        owners = [layer for layer in self._modules if self._owns(layer, place)]
+        return self._is_one_call(owners) and all(isinstance(v, _ATOMS) for v in prints.attributes[place].leaves)
+
+    def _owns(self, layer: int, place: Place) -> bool:
+        return place in self._own[layer] or place.module in self._modules[layer]
+
+    def _is_one_call(self, owners: Sequence[int]) -> bool:
+        return len(owners) == 1 and self._calls.count(owners[0]) == 1
+
+    def _carried_buffers(self, first: _Prints, second: _Prints) -> Iterable[tuple[nn.Module, str]]:
+        for (module, key), value in second.buffers.items():
+            before = first.buffers.get((module, key))
+            owners = [layer for layer, modules in self._modules.items() if module in modules]
+            if (before is None or not _equal(before, value)) and not self._is_one_call(owners):
+                yield module, key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Print:
+    """What an attribute holds, kept as it is now."""
+
+    leaves: list[Any]
+    versions: list[tuple[int, int]]
+    known: list[Any]
+
+    @staticmethod
+    def of(value: Any) -> _Print:
+        leaves, shape = flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        frozen = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return _Print(frozen, [(id(t), t._version) for t in tensors], [branch.known for branch in shape.mutable])
+
+    @property
+    def has_tensors(self) -> bool:
+        return bool(self.versions)
+
+    def same(self, other: _Print | None) -> bool:
+        """Whether it is as `other`, and no tensor of that was changed in place."""
+        if other is None or self.known != other.known or len(self.leaves) != len(other.leaves):
+            return False
+        versions = dict(other.versions)
+        in_place = any(versions.get(tensor, version) != version for tensor, version in self.versions)
+        return not in_place and all(map(_alike, self.leaves, other.leaves))
+
+
+class _Prints:
+    """Attributes that were touched, and all buffers, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module], touched: Iterable[Place]) -> None:
+        self.attributes = {place: _Print.of(place.read()) for place in touched}
+        self.buffers = {(m, k): b.clone() for m in modules for k, b in m._buffers.items() if b is not None}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _equal(a, b)
+    return type(a) is type(b) and (not isinstance(a, _ATOMS) or a == b)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or (
+        a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )

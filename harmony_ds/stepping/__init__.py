@@ -1,0 +1,1 @@
+"""The micro-batches of one optimizer step: queued, planned, and run together."""

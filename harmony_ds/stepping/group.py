@@ -1,0 +1,387 @@
+"""The micro-batches of one optimizer step, as they are handed over one by one, and how they run together."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.boundary import outlet
+from harmony_ds.calls.checkpointing import refuse_around_engine
+from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.layer_call import InputChangedError
+from harmony_ds.calls.random_streams import micro_batch_seed
+from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.device.base import Device
+from harmony_ds.errors import BatchError, ModelError
+from harmony_ds.measuring.row_probe import few_rows
+from harmony_ds.measuring.sample import Sample
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
+from harmony_ds.stepping.inputs import Arguments, check_saved_tensors
+from harmony_ds.stepping.output_kinds import OutputKinds
+from harmony_ds.stepping.pending import PendingLoss, PendingOutput
+from harmony_ds.stepping.runner import Runner
+from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
+
+_ATTEMPTS = 8
+"""How often a step is run again because a micro-batch showed layers that were not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupParts:
+    """What every group of an engine works with.
+
+    Attributes:
+        looked: called when an output is looked at before its boundary.
+        propagating: called when somebody propagates back from one.
+        propagate: called when gradients are wanted before the boundary.
+    """
+
+    module: nn.Module
+    device: Device
+    ledger: Ledger
+    runner: Runner
+    kinds: OutputKinds
+    seed: int
+    looked: Callable[[], None]
+    propagating: Callable[[], None]
+    propagate: Callable[[], None]
+
+
+class StepGroup:
+    """Collects micro-batches until the boundary and runs them."""
+
+    def __init__(self, parts: GroupParts, step: int) -> None:
+        self._module = parts.module
+        self._device = parts.device
+        self._ledger = parts.ledger
+        self._runner = parts.runner
+        self._seed = parts.seed
+        self._kinds = parts.kinds
+        self._looked = parts.looked
+        self._propagating = parts.propagating
+        self._propagate = parts.propagate
+        self._step = step
+        self._queue: list[QueuedMicroBatch] = []
+        self.propagated = False  # forward and backward of some are done, the updates are not
+        self._called_back = False
+        self._calls = parts.runner.calls
+        self._calls.follow(self)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def has_waiting(self) -> bool:
+        """Whether micro-batches wait for their forward pass."""
+        return any(not ticket.micro_batch.forwarded for ticket in self._queue)
+
+    # ---- handing over
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the engine: pending outputs, or real ones where the model returns no loss."""
+        check_saved_tensors()
+        ticket = self.queue(Arguments(args, kwargs, take_over=True))
+        kind = self._kinds.get(args, kwargs)
+        assert kind is not None
+        if not kind.pending or self._runner.left:
+            return ticket.outputs()
+        loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
+        return loss if kind.bare else PendingOutput(loss, ticket.outputs)
+
+    def queue(
+        self,
+        arguments: Arguments,
+        loss_fn: LossFunction | None = None,
+        call: Callable[..., Any] | None = None,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> QueuedMicroBatch:
+        """Queues one micro-batch; measures the model first if none as large has been seen.
+
+        Args:
+            call: what is called with `arguments` instead of the model; it calls the model itself.
+            aside: makes the context that measuring runs in.
+        """
+        refuse_around_engine()
+        call = call or self._module
+        micro_batch = self._micro_batch(len(self._queue), arguments, True, call)
+        ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
+        if self._kinds.get(*micro_batch.inputs) is None or not self._runner.planner.covers(
+            micro_batch.inputs, micro_batch.modes
+        ):
+            self._measure(ticket)
+        if self._runner.in_order:
+            self._calls.watch_buffers()
+        self._queue.append(ticket)
+        return ticket
+
+    def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
+        args, kwargs = inputs = arguments.tree
+        if not arguments.tensors:
+            raise BatchError(
+                f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
+                f"{sorted(kwargs)}): pass what the model's forward takes."
+            )
+
+        def forward() -> Any:
+            (given, named), give_back = arguments.mapped(self._to_device)
+            tensors = tensors_in((given, named))
+            versions = [tensor._version for tensor in tensors]
+            outputs = call(*given, **named)
+            if [tensor._version for tensor in tensors] != versions:
+                raise BatchError(
+                    f"the forward of {type(self._module).__name__} writes into a tensor that it was given. It runs later "
+                    "than it was called, on a copy, so that its caller does not see that: clone the tensor in forward."
+                )
+            give_back()
+            return outputs
+
+        return MicroBatch(
+            index=index,
+            seed=micro_batch_seed(self._seed, self._step, index),
+            forward=forward,
+            objective=lambda outputs: None,
+            autocast=self.autocast(),
+            context=contextvars.copy_context(),
+            state=self._calls.take(),
+            grad=grad,
+            inputs=inputs,
+        )
+
+    def autocast(self) -> Autocast | None:
+        """The calling thread's, on the device."""
+        return Autocast.current(self._device.torch_device.type)
+
+    def call_now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls with tensors on the device, whatever they are in."""
+        return self._call(call, Arguments(args, kwargs))[0]
+
+    def _call(self, call: Callable[..., Any], arguments: Arguments) -> tuple[Any, bool]:
+        """The result, and whether something was written into the arguments' containers."""
+        (args, kwargs), give_back = arguments.mapped(self._to_device)
+        result = call(*args, **kwargs)
+        return result, give_back()
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad or tensor.device.type != "cpu":
+            return tensor.to(self._device.torch_device)
+        self._ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
+        return self._device.upload(tensor)
+
+    def _measure(self, ticket: QueuedMicroBatch) -> None:
+        args, kwargs = ticket.micro_batch.inputs
+        writes = False
+
+        def forward() -> Any:
+            nonlocal writes
+            outputs, wrote = self._call(ticket.call, own)
+            writes = writes or wrote
+            return outputs
+
+        def objective(outputs: Any) -> Tensor | None:
+            self._kinds.learn(args, kwargs, outputs, writes)
+            try:
+                return ticket.loss_fn(outputs)
+            except BatchError:
+                floats = [t for t in tensors_in(outputs) if t.requires_grad]
+                return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
+
+        def few(rows: int) -> Callable[[], Any]:
+            some = Arguments(*few_rows(own.tree, rows))
+            return lambda: self._call(ticket.call, some)[0]
+
+        # Made-up gradients must not reach what the caller propagates through.
+        own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
+        micro_batch = ticket.micro_batch
+        forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
+        with (
+            self._ledger.aside(),
+            ticket.aside(),
+            Autocast.entered(micro_batch.autocast),
+            self._calls.running(),
+            self._calls.entered(micro_batch.state),
+        ):
+            sample = Sample(
+                (args, kwargs),
+                forward,
+                few,
+                objective,
+                micro_batch.seed,
+                micro_batch.modes,
+            )
+            self._runner.measure(sample, forwarded)
+
+    # ---- running
+
+    def forward_now(self, ticket: QueuedMicroBatch) -> None:
+        """Somebody looks at a micro-batch of this group before the boundary."""
+        kind = self._kinds.get(*ticket.micro_batch.inputs)
+        if kind is not None and kind.pending:
+            self._looked()
+        self.catch_up(ticket)
+        self._run_forward(ticket)
+
+    def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
+        """Runs the forward passes that wait (of calls before `until`), if later ones may see what they change."""
+        if not self._runner.in_order or self._runner.calls.is_running:
+            return
+        for ticket in self._queue:
+            if ticket is until:
+                return
+            if not ticket.micro_batch.forwarded:
+                self._run_forward(ticket)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()  # whoever wants its outputs may want no gradients of what it does itself
+    def _run_forward(self, ticket: QueuedMicroBatch) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                self._runner.forward_now(ticket.micro_batch)
+                break
+            except (OffPlanError, InputChangedError):
+                self._measure(ticket)
+        else:
+            raise _other_layers_each_time()
+        ticket.micro_batch.cut_outputs(ticket.arguments.written, self._runner.left)
+        if ticket.leads_outside:
+            inputs = ticket.arguments.tensors
+            ticket.micro_batch.outputs = map_tensors(lambda t: outlet(t, inputs), ticket.micro_batch.outputs)
+        ticket.keep_graph()
+        if ticket.wanted:
+            ticket.backward_now()
+            ticket.received = True
+        for output in tensors_in(ticket.micro_batch.outputs):
+            if output.requires_grad:
+                output.register_hook(lambda grad: ticket.receive())
+
+    def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
+        """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
+        self._propagating()
+        if not ticket.leads_outside:
+            return
+        if not later:
+            self._propagate()
+        elif not self._called_back:
+            self._called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._called)
+
+    def _called(self) -> None:
+        self._called_back = False
+        self._propagate()
+
+    def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
+        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
+
+        Raises:
+            BaseException: whatever was raised on the way.
+        """
+        try:
+            if self.propagated or self._runner.steps_whole:
+                held_back = clipping or Clipping()
+                ran = self._run(self._runner.until_norm, hyper, held_back, last=True)
+                if not ran and not self.propagated:
+                    return False
+                self._runner.after_norm(hyper, held_back)
+                return True
+            return self._run(self._runner.step, hyper, clipping, last=True)
+        finally:
+            for ticket in self._queue:
+                ticket.close()
+            self._queue.clear()
+
+    def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
+        """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
+
+        Returns:
+            Whether there are gradients.
+        """
+        ran = self._run(self._runner.until_norm, hyper, clipping)
+        self.propagated = self.propagated or ran
+        return self.propagated
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody propagates back from a micro-batch whose backward pass is still to run."""
+        return any(ticket.wanted for ticket in self._queue)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch is queued whose backward pass has not run."""
+        return any(not ticket.propagated for ticket in self._queue)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
+        return any(not t.wanted and not t.propagated for t in self._queue)
+
+    def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
+        """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
+        # Calls that nobody propagates back from may change something, too.
+        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
+            self.catch_up()
+        tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
+        if not tickets:
+            return False
+        self._run_until_planned(step, tickets, hyper, clipping)
+        for ticket in tickets:
+            ticket.finish_propagation()
+        return True
+
+    def _run_until_planned(
+        self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
+    ) -> None:
+        micro_batches = [ticket.micro_batch for ticket in tickets]
+        retry = not any(m.forwarded for m in micro_batches)
+        for _ in range(_ATTEMPTS):
+            try:
+                return step(micro_batches, hyper, clipping)
+            except (OffPlanError, InputChangedError):
+                if not retry:
+                    raise
+                # The micro-batches draw the same random numbers again, and so take the same way through the model.
+                for ticket in tickets:
+                    self._measure(ticket)
+        raise _other_layers_each_time()
+
+    def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
+        """Losses of micro-batches, without gradients."""
+        self.catch_up()
+        micro_batches: list[MicroBatch] = []
+        for index, arguments in enumerate(batches):
+            micro_batch = self._micro_batch(index, arguments, False, self._module)
+            if not self._runner.planner.covers(micro_batch.inputs):
+                ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._module)
+                self._measure(ticket)
+            micro_batch.reduce = loss_fn or loss_of
+            micro_batches.append(micro_batch)
+        with self._ledger.aside():
+            self._runner.evaluate(micro_batches)
+        return [micro_batch.outputs.detach() for micro_batch in micro_batches]
+
+    def abandon(self) -> None:
+        """Forgets everything queued."""
+        for ticket in self._queue:
+            ticket.close()
+        self._queue.clear()
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """`tensor` apart from its graph; what was made by an operation may still be changed in place."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return leaf if tensor.is_leaf else leaf.clone()
+
+
+def _other_layers_each_time() -> ModelError:
+    return ModelError(
+        f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
+        "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+    )

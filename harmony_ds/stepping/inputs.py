@@ -1,0 +1,113 @@
+"""Arguments are taken over when a call is made: its micro-batch runs later, and loops use their buffers again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.trees import Made, changed, flatten, unflatten
+from harmony_ds.errors import BatchError, UnsupportedError
+from harmony_ds.stepping.pending import PendingLoss
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Arguments:
+    """What a call is given. Whoever runs it gets fresh containers, and what is written into those can be given back."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
+        """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
+        self._names = tuple(kwargs)
+        leaves, self._shape = flatten((args, tuple(kwargs.values())))
+        own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
+        self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
+        self._callers = [_weak(leaf) for leaf in leaves]
+        self._seen = self._containers()
+        self.written: list[Any] = []
+        """The caller's containers that something was written into."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among them."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def tree(self) -> Inputs:
+        """Positional and keyword arguments, in fresh containers."""
+        return self._build(self._leaves, [])
+
+    def mapped(self, to_device: Callable[[Tensor], Tensor]) -> tuple[Inputs, Callable[[], bool]]:
+        """The arguments with every tensor as `to_device` makes it, once however often it is there; and what is to be called
+        when they have been used: it does to the caller's containers what was written into these, and says whether that
+        was anything.
+
+        Raises:
+            BatchError: (the latter) somebody else has written into the caller's containers since they were taken over.
+        """
+        copies = {id(leaf): to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves}
+        made: list[Made] = []
+        inputs = self._build([copies[id(leaf)] for leaf in self._leaves], made)
+
+        def give_back() -> bool:
+            written = list(changed(made))
+            if written and any(True for _ in changed(self._seen)):
+                raise BatchError(
+                    "forward writes into a container that it was given, and so did another micro-batch of the same step, "
+                    "or the program meanwhile: give each call a container of its own."
+                )
+            callers = {id(copies[id(leaf)]): weak() for leaf, weak in zip(self._leaves, self._callers, strict=True)}
+            callers |= {id(one.value): one.branch.original for one in made}
+            for one, children in written:
+                one.give_back([child if callers.get(id(child)) is None else callers[id(child)] for child in children])
+            self.written = [one.branch.original for one, _ in written]
+            self._seen = self._containers()
+            return bool(written)
+
+        return inputs, give_back
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        self._leaves, self._callers, self._seen, self.written = [], [], [], []
+        self._shape.forget_originals()
+
+    def _build(self, leaves: list[Any], made: list[Made]) -> Inputs:
+        args, values = unflatten(leaves, self._shape, made)
+        return args, dict(zip(self._names, values, strict=True))
+
+    def _containers(self) -> list[Made]:
+        """The caller's, as they are now."""
+        return [Made(b, b.original, *b.kind.open(b.original)) for b in self._shape.mutable]
+
+
+def _weak(leaf: Any) -> Callable[[], Any]:
+    """Gives `leaf` as long as the caller has it: its memory is not held for a call that waits."""
+    return weakref.ref(leaf) if isinstance(leaf, (Tensor, np.ndarray)) else lambda: leaf
+
+
+def _own(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not isinstance(leaf, PendingLoss):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def check_saved_tensors() -> None:
+    """Layers are recomputed outside of the call, so hooks on what it saves for backward are not asked.
+
+    Raises:
+        UnsupportedError: those around the call change values, other than torch.autograd.graph.save_on_cpu.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__.startswith("torch."):
+        return
+    pack, unpack = hooks
+    tried = torch.linspace(-1.0, 1.0, 7)
+    if not torch.equal(torch.as_tensor(unpack(pack(tried))).cpu(), tried):
+        raise UnsupportedError(
+            "saved_tensors_hooks around a call of the engine change what is saved for backward. Layers are recomputed for "
+            "their backward pass, which does not ask these hooks: open the context inside a layer's forward."
+        )

@@ -1,0 +1,303 @@
+"""Runs groups of micro-batches as planned, and recovers from whatever a step may raise."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from harmony_ds.calls.attributes import Places
+from harmony_ds.calls.call_state import CallStates
+from harmony_ds.config import Config
+from harmony_ds.decomposer.find import Decomposition
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.errors import EngineFailedError, UnsupportedError, UsageError
+from harmony_ds.measuring.sample import Sample
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.executor import Executor, Work
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.trace import ExecutedStep
+from harmony_ds.stepping.planner import Planner, others_bytes
+
+_logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Everything between a queued micro-batch and an updated weight."""
+
+    def __init__(
+        self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
+    ) -> None:
+        """`saved`: a plan to run in the place of a search."""
+        self._parts = parts
+        self._parameters = parts.residency.parameters
+        self._layers = decomposition.layers
+        self._said_alone: str | None = None
+        self._said_left = False
+        self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
+        self.planner = Planner(parts, decomposition, graph, config, saved)
+        self.executor = Executor(parts)
+        self._streamer = Streamer(
+            parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
+        )
+        self._failed: str | None = None
+        self._destroyed = False
+
+    # ---- how forward passes may run
+
+    @property
+    def calls(self) -> CallStates:
+        """What calls of the model saw."""
+        return self._parts.calls
+
+    @property
+    def in_order(self) -> bool:
+        """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
+        calls = self._parts.calls
+        return bool(self._parts.layer_calls.changing_buffers) or calls.advances or self._why_alone() is not None
+
+    @property
+    def left(self) -> Places:
+        """Attributes and variables that forward passes write to, where the program may look for it as soon as its call has
+        returned. Said once.
+        """
+        touched = self._parts.random.touched
+        if touched and not self._said_left:
+            self._said_left = True
+            _logger.warning(
+                "the model's forward sets %s, which the program may read right after its call: the forward passes of "
+                "engine(...) run one by one, at their calls, and each swaps the whole model in; their backward passes "
+                "share swaps as always, and train_batch() groups all. Return the value among the outputs instead.",
+                ", ".join(sorted({place.key for place in touched})),
+            )
+        return touched
+
+    @property
+    def alone(self) -> str | None:
+        """Why every forward pass must run to its end before the next one begins; None: it need not. Said once."""
+        reason = self._why_alone()
+        if reason is not None and reason != self._said_alone:
+            self._said_alone = reason
+            _logger.warning(
+                "%s: the forward passes of a group run one by one, and each swaps the whole model in; their backward "
+                "passes share swaps as always.",
+                reason,
+            )
+        return reason
+
+    def _why_alone(self) -> str | None:
+        calls = self.planner.graph.calls
+        for layer in self._parts.layer_calls.changing_buffers:
+            if calls.count(layer) > 1:
+                name = self._layers[layer].name
+                return f"layer {name} is called {calls.count(layer)} times in each forward pass and changes its buffers"
+        return self._parts.calls.alone or self.planner.measuring.sequential
+
+    # ---- whether it can run
+
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be trained any more; None: it can."""
+        updater = self._parts.updater
+        if self._failed is None and updater is not None and updater.failure is not None:
+            self._failed = f"the background update failed: {updater.failure!r}"
+        return self._failed
+
+    def fail(self, why: str) -> None:
+        """From now on nothing runs: some layers were changed and others not."""
+        self._failed = why
+
+    def destroy(self) -> None:
+        """From now on nothing runs: the model is a plain one again."""
+        self._destroyed = True
+        self.executor.abandon()
+
+    def check_usable(self) -> None:
+        """Raises EngineFailedError after a failure that left some layers updated and others not.
+
+        A failure of the background update that nobody has seen yet surfaces as itself first.
+        """
+        self.check_alive()
+        updater = self._parts.updater
+        if updater is not None:
+            updater.surface()
+        if self.failed is not None:
+            raise EngineFailedError(
+                f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
+                "and load the last checkpoint."
+            )
+
+    def check_alive(self) -> None:
+        """Raises UsageError after `destroy`."""
+        if self._destroyed:
+            raise UsageError(
+                "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train "
+                "it further."
+            )
+
+    # ---- steps
+
+    def measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
+        """Measures the model with one micro-batch and plans anew.
+
+        Args:
+            queued: micro-batches of the same step whose forward pass ran already; they are moved to the new plan.
+
+        Raises:
+            DoesNotFitError: no plan fits.
+            BaseException: whatever the model raised.
+        """
+        self.check_usable()
+        if self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        self.executor.gathered.to_host()
+        self._parts.device_store.drop()
+        moved = self.planner.measure(sample)
+        for micro_batch in queued:
+            micro_batch.move(moved)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[ExecutedStep]]:
+        """A context whose steps are recorded; they are in the list when it has been left.
+
+        Raises:
+            RuntimeError: another one is open.
+        """
+        updater = self._parts.updater
+        with self._parts.timeline.recording(lambda: None if updater is None else updater.wait_all()) as steps:
+            yield steps
+
+    def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
+        """Forward, backward and updates of one optimizer step; updates may still be under way on return.
+
+        Raises:
+            OffPlanError, InputChangedError: the step must be measured and run again; nothing has been updated.
+            BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
+        """
+        self.check_usable()
+        self.check_hooks()
+        work = self.planner.step(micro_batches)
+        assert self.planner.plan is not None
+        # The plan's peak is that of passes that nobody looks into.
+        as_planned = not any(m.forwarded for m in micro_batches)
+        with self._recovering(micro_batches):
+            device = self._parts.device
+            others = others_bytes(self._parts)
+            device.reset_peak()
+            with self._parts.timeline.step(self.planner.plan, work.tasks):
+                self.executor.run(work, hyper, clipping)
+                self.executor.finish_step(work)
+            # Workspaces are made when a thread first needs one, in some step.
+            if as_planned:
+                self.planner.check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
+
+    def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
+        """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
+
+        Raises: as `step`.
+        """
+        self.check_usable()
+        self.check_hooks()
+        work, rest = self.planner.part_of_step(micro_batches, first=self._after_norm is None)
+        with self._recovering(micro_batches):
+            self.executor.run(work, hyper, clipping)
+        self._after_norm = rest
+
+    def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
+        """The norm and the updates of the step that `until_norm` ran the parts of."""
+        self.check_usable()
+        work, self._after_norm = self._after_norm, None
+        assert work is not None
+        with self._recovering(()):
+            if self.steps_whole:
+                self.executor.step_whole(work, clipping)
+            else:
+                self.executor.run(work, hyper, clipping)
+                self.executor.finish_step(work)
+        self.executor.gathered.used()
+
+    @property
+    def steps_whole(self) -> bool:
+        """Whether the optimizer's own `step` has to be called with all gradients there."""
+        return self._parts.optimizer is not None and self._parts.optimizer.steps_whole
+
+    def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
+        """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
+        self.check_usable()
+        if not self._parts.own.are_there():
+            return False
+        with self._recovering(()):
+            self.executor.update_own(hyper, clipping)
+        return True
+
+    def check_hooks(self) -> None:
+        """Raises UnsupportedError if a hook of the user's would see a gradient in parts."""
+        with ungated():
+            hooked = {name for name, parameter in self._parameters.items() if parameter._backward_hooks}
+        if not hooked:
+            return
+        plan = self.planner.plan
+        in_pieces = plan is not None and bool(plan.policy.backward_rows)
+        calls = Counter(name for layer in self.planner.graph.calls for name in self._layers[layer].parameters)
+        for name in sorted(hooked):
+            if calls[name] > 1 or in_pieces:
+                raise UnsupportedError(
+                    f"{name} has a hook on its gradient, which comes in parts here: it is used by {calls[name]} layer calls"
+                    f"{', in pieces of a micro-batch' if in_pieces else ''}. Change its gradient "
+                    "between backward() and step() instead, through .grad."
+                )
+
+    # ---- without gradients
+
+    def forward_now(self, micro_batch: MicroBatch) -> None:
+        """The forward pass of one micro-batch, because somebody wants its outputs."""
+        self.check_usable()
+        with self._recovering([micro_batch]):
+            self.executor.run(self.planner.forward(micro_batch))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+        self.check_usable()
+        with self._recovering(micro_batches):
+            self.executor.run(self.planner.evaluation(micro_batches))
+        self.executor.finish_forward()
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """A context in which the model can be called without gradients."""
+        self.check_usable()
+        if self._parts.updater is not None:
+            self._parts.updater.wait_all()
+        with (
+            self._parts.calls.running(users=True),
+            self._streamer.streaming(self.planner.graph.resident, self.planner.graph.calls),
+        ):
+            yield
+
+    @contextmanager
+    def _recovering(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        with self._parts.calls.running():
+            try:
+                yield
+            except BaseException as error:
+                self.recover(error, micro_batches)
+                raise
+
+    def recover(self, error: BaseException, micro_batches: Sequence[MicroBatch]) -> None:
+        """After `error` in a step: ends lanes, frees the device, drops gradients; decides whether one can go on."""
+        for micro_batch in micro_batches:
+            micro_batch.abandon()
+        self.executor.abandon()
+        self._after_norm = None
+        if self.failed is not None:
+            return
+        if self.executor.updates_issued:
+            self.fail(f"a step failed after {self.executor.updates_issued} packs had been updated: {error!r}")
+        elif self._parts.updater is not None:
+            self._parts.updater.discard()

@@ -1,0 +1,181 @@
+"""Layer calls go to whoever is active on the thread; copies of an intercepted layer are layers of their own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.intercept import InterceptedForward, Interception, Request, handled_by
+from harmony_ds.decomposer import find_layers
+from tests.families import WIDTH, Block, build_seeded
+
+
+class Doubling:
+    """Runs each layer and doubles what it gives."""
+
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def call(self, request: Request) -> Any:
+        self.requests.append(request)
+        return 2 * request.forward(*request.args, **request.kwargs)
+
+
+def intercepted() -> tuple[nn.Module, Interception]:
+    model = build_seeded(lambda: nn.Sequential(Block(0.0), Block(0.0)))
+    return model, Interception(find_layers(model, ("0", "1")).layers)
+
+
+def inputs() -> Tensor:
+    return torch.ones(1, 2, WIDTH)
+
+
+def plain(block: nn.Module) -> Tensor:
+    result: Tensor = type(block).forward(block, inputs())
+    return result
+
+
+def test_without_a_handler_layers_run_as_they_always_did() -> None:
+    model, _ = intercepted()
+
+    assert torch.equal(model[0](inputs()), plain(model[0]))
+
+
+def test_a_handler_decides_what_a_layer_call_gives() -> None:
+    model, _ = intercepted()
+    handler = Doubling()
+    with handled_by(handler):
+        outputs = model[1](inputs())
+    (request,) = handler.requests
+
+    assert torch.equal(outputs, 2 * plain(model[1]))
+    assert (request.layer, request.kwargs, request.grad) == (1, {}, True)
+    assert request.autocast is not None and not request.autocast.enabled
+
+
+def test_keyword_arguments_are_handed_on() -> None:
+    model, _ = intercepted()
+    handler = Doubling()
+    with handled_by(handler):
+        model[0](hidden=inputs())
+
+    assert handler.requests[0].args == ()
+    assert handler.requests[0].kwargs.keys() == {"hidden"}
+
+
+def test_handlers_nest_and_none_switches_off() -> None:
+    model, _ = intercepted()
+    outer, inner = Doubling(), Doubling()
+    with handled_by(outer):
+        with handled_by(inner):
+            model[0](inputs())
+        with handled_by(None):
+            model[0](inputs())
+        model[0](inputs())
+
+    assert (len(outer.requests), len(inner.requests)) == (1, 1)
+
+
+def test_a_handler_leaves_with_an_error() -> None:
+    model, _ = intercepted()
+    handler = Doubling()
+    with pytest.raises(RuntimeError, match="no luck"), handled_by(handler):
+        raise RuntimeError("no luck")
+    model[0](inputs())
+
+    assert not handler.requests
+
+
+def test_another_thread_has_a_handler_of_its_own() -> None:
+    model, _ = intercepted()
+    handler = Doubling()
+    with handled_by(handler):
+        thread = threading.Thread(target=model[0], args=(inputs(),))
+        thread.start()
+        thread.join(30)
+
+    assert not handler.requests
+
+
+def test_hooks_of_a_layer_run_around_the_handler() -> None:
+    model, _ = intercepted()
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    with handled_by(Doubling()):
+        outputs = model[0](inputs())
+
+    assert seen[0] is outputs
+
+
+def test_class_and_signature_stay() -> None:
+    model, _ = intercepted()
+
+    assert type(model[0]) is Block
+    assert list(inspect.signature(model[0].forward).parameters) == ["hidden"]
+
+
+@pytest.mark.parametrize("clone_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_model_runs_its_own_weights(clone_of: Any) -> None:
+    model, _ = intercepted()
+    clone = clone_of(model)
+    with torch.no_grad():
+        for parameter in clone[0].parameters():
+            parameter.zero_()
+    handler = Doubling()
+    with handled_by(handler):
+        outputs = clone[0](inputs())
+
+    assert torch.equal(outputs, inputs()), "a block of zeros gives its input back"
+    assert not handler.requests
+    assert not torch.equal(model[0](inputs()), inputs())
+
+
+def test_a_deepcopy_of_one_layer_runs_its_own_weights() -> None:
+    model, _ = intercepted()
+    clone = copy.deepcopy(model[0])
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.zero_()
+
+    assert torch.equal(clone(inputs()), inputs())
+    assert not isinstance(clone.forward, InterceptedForward)
+
+
+def test_removing_gives_every_layer_its_own_forward_back() -> None:
+    model, interception = intercepted()
+    interception.remove()
+
+    assert all("forward" not in block.__dict__ for block in model)
+    assert torch.equal(model[0](inputs()), plain(model[0]))
+
+
+def test_a_forward_that_was_replaced_by_the_user_comes_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].forward = lambda x: x + 40
+    interception = Interception(find_layers(model).layers)
+    assert model(torch.zeros(2)).tolist() == [40.0, 40.0]
+    interception.remove()
+
+    assert model(torch.zeros(2)).tolist() == [40.0, 40.0]
+
+
+def test_a_bound_method_that_took_the_place_of_a_forward_comes_back() -> None:
+    class Other:
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 40
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].forward = Other().forward
+    interception = Interception(find_layers(model).layers)
+    interception.remove()
+
+    assert model(torch.zeros(2)).tolist() == [40.0, 40.0]

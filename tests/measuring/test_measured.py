@@ -1,0 +1,159 @@
+"""What follows from what a measurement saw: sums written out by hand. Bytes are small numbers, a place is a call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.measuring.measured import Seen, SeenCall
+from harmony_ds.profiler.costs import CallCost, CostTable
+
+
+def slot(call: int, nbytes: int) -> Slot:
+    """The gradient of an output of that call."""
+    return Slot(call, torch.empty(nbytes, dtype=torch.uint8))
+
+
+def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
+    return Seen(list(calls), **seen).table().costs  # type: ignore[arg-type]
+
+
+def test_what_is_seen_of_a_call_is_handed_on() -> None:
+    (cost,) = costs_of(
+        SeenCall(
+            alive=10,
+            alive_and_stashed=2,
+            gone=4,
+            stash=5,
+            stash_again=6,
+            stash_again_at_cut=7,
+            stash_base=8,
+            leaf=9,
+            gradients=11,
+        )
+    )
+    assert cost == CallCost(
+        alive_bytes=10,
+        alive_and_stashed_bytes=2,
+        alive_after_forward_bytes=6,
+        stash_bytes=5,
+        stash_again_bytes=6,
+        stash_again_at_cut_bytes=7,
+        stash_base_bytes=8,
+        leaf_bytes=9,
+        gradient_bytes=11,
+    )
+
+
+def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
+    table = Seen(
+        [SeenCall(layer=2), SeenCall(layer=0)], SeenCall(forward=30), held=7, held_and_stashed=5, scalar=4
+    ).table()
+    assert table == CostTable((2, 0), (CallCost(), CallCost()), 30, 7, scalar_bytes=4, held_and_stashed_bytes=5)
+
+
+def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
+    in_call, behind = costs_of(SeenCall(forward=100, graph=20, glue=30), SeenCall(forward=40, graph=20, glue=30))
+    assert in_call.forward_bytes == 100
+    assert behind.forward_bytes == 20 + 30
+
+
+def test_before_the_first_call_the_code_in_front_counts() -> None:
+    first, second = costs_of(SeenCall(alive=10, forward=20), SeenCall(alive=10, forward=20), lead=100)
+    assert first.forward_bytes == 100 - 10
+    assert second.forward_bytes == 20
+
+
+def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
+    (cost,) = costs_of(SeenCall(graph=20, glue_kept=3))
+    assert cost.graph_bytes == 23
+
+
+def test_no_more_stays_than_there_was() -> None:
+    (cost,) = costs_of(SeenCall(alive=3, gone=5))
+    assert cost.alive_after_forward_bytes == 0
+
+
+def chain() -> tuple[list[SeenCall], list[Slot]]:
+    """Three calls, each fed by the one before; the last one's output goes to the loss. 10, 20 and 40 bytes."""
+    slots = [slot(call, nbytes) for call, nbytes in enumerate((10, 20, 40))]
+    calls = [
+        SeenCall(
+            backward=100, needs_backward=True, made=[slots[place]], taken=slots[place - 1 : place] if place else []
+        )
+        for place in range(3)
+    ]
+    return calls, slots
+
+
+def test_through_a_chain_only_the_next_calls_gradient_waits() -> None:
+    calls, slots = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[slots[2]]))
+    assert [cost.shared_bytes for cost in costs] == [0, 10, 20]
+    # The gradient of its output, and its own.
+    assert [cost.backward_bytes for cost in costs] == [110, 120, 140]
+
+
+def test_a_gradient_waits_until_its_call_comes() -> None:
+    """The loss looks at the output of the first call, too: 10 bytes wait beside everything."""
+    calls, slots = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[slots[0], slots[2]]))
+    assert [cost.shared_bytes for cost in costs] == [0, 10, 30]
+    # The second call's gradient of the first call's output is added to the one that waits, in a third tensor.
+    assert [cost.backward_bytes for cost in costs] == [110, 100 + 20 + 10 + 10, 100 + 40 + 10]
+
+
+def test_a_call_through_which_nothing_flows_takes_nothing_backward_but_for_the_first() -> None:
+    first, second = costs_of(SeenCall(backward=5), SeenCall(backward=5), tail=SeenCall(settle=8))
+    assert first.backward_bytes == 8  # the code before the first call comes last
+    assert second.backward_bytes == 0
+
+
+def test_bytes_of_gradients_are_rounded_up_as_the_device_does() -> None:
+    calls, slots = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[slots[2]]), grain=16)
+    assert [cost.shared_bytes for cost in costs] == [0, 16, 32]
+
+
+@pytest.mark.parametrize("glue_bytes", [5, 25])
+def test_of_glue_either_its_end_waits_or_what_it_hands_on(glue_bytes: int) -> None:
+    """The second call takes glue, which goes back, ahead of the first call, to its output: 10 bytes."""
+    output, glue = slot(0, 10), GlueSink(0, glue_bytes)
+    costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[glue]), SeenCall())
+    assert [cost.shared_bytes for cost in costs] == [0, max(10, glue_bytes), 0]
+
+
+def test_glue_of_several_calls_may_be_both_its_end_and_what_it_hands_on() -> None:
+    output, first, second = slot(0, 10), GlueSink(0, 5), GlueSink(0, 7)
+    calls = [
+        SeenCall(needs_backward=True, made=[output], settled=[output]),
+        SeenCall(needs_backward=True, taken=[first]),
+        SeenCall(needs_backward=True, taken=[second]),
+    ]
+    assert costs_of(*calls)[1].shared_bytes == 5 + 7 + 10
+
+
+def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> None:
+    """30 bytes while it settles; the gradient of the call before (10 bytes) waits, and takes a sum's place."""
+    calls, slots = chain()
+    calls[1].settle, calls[1].settled = 30, [slots[1]]
+    costs = costs_of(*calls, tail=SeenCall(taken=[slots[1], slots[2]]))
+    assert costs[1].settle_bytes == 20 + 30 + 20
+    assert costs[0].settle_bytes == 0  # nothing runs there
+
+
+def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> None:
+    calls = [
+        SeenCall(needs_backward=True, resident={"tied": 4}),
+        SeenCall(needs_backward=True),
+        SeenCall(needs_backward=True, resident={"tied": 4, "own": 100}),
+    ]
+    costs = costs_of(*calls, tail=SeenCall(resident={"tied": 6}))
+    # Later ones wait as long as an earlier call, or this one, gives one of the same parameter.
+    assert [cost.backward_bytes for cost in costs] == [6, 6, 6]
+
+
+def test_a_fused_pack_that_begins_within_shared_glue_keeps_its_graphs() -> None:
+    costs = costs_of(*(SeenCall() for _ in range(5)), spans={(1, 3)})
+    assert [cost.keeps_graph for cost in costs] == [False, False, True, True, False]

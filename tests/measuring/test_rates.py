@@ -1,0 +1,188 @@
+"""The machine's rates on a clock that a script moves: each is its own, and none is taken for another."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.device.base import Stream
+from harmony_ds.measuring import rates
+from harmony_ds.measuring.rates import measure_rates
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
+from tests.runtime.scripted import ScriptedDevice
+
+BYTES = 4 * 2**20  # of the tensor that is copied
+SWAPS = [(1000, 1.0), (2000, 1.5), (4000, 2.5)]  # 0.5 ms, and 2000 bytes in each further ms
+NAMES = (f"scripted {number}" for number in itertools.count())  # rates are measured once for each name
+
+
+class Machinery(ScriptedDevice):
+    """Swap-outs take 4 ms, swap-ins 1 ms; with copies that overlap, or without."""
+
+    def __init__(self, copies_overlap: bool, budget_bytes: int | None = None) -> None:
+        super().__init__(budget_bytes, next(NAMES))
+        self.copies_overlap = copies_overlap
+        self.stream_ms = {Stream.SWAP_IN: 1.0, Stream.SWAP_OUT: 4.0}
+        self.uploads = 0
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.uploads += 1
+        return super().upload(tensor)
+
+
+class Reading:
+    """`time.perf_counter` in the place of a device's clock; `tick_s` goes by at every look."""
+
+    def __init__(self) -> None:
+        self.device: Machinery | None = None
+        self.tick_s = 0.0
+        self._looks = itertools.count()  # whose next() is one step: two threads look
+
+    def perf_counter(self) -> float:
+        ms = 0.0 if self.device is None else self.device.clock_ms
+        return ms / 1e3 + next(self._looks) * self.tick_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    made = Reading()
+    monkeypatch.setattr(rates, "time", made)
+    return made
+
+
+class SlowUpdates(HostOptimizer):
+    """8 ms a step, on the clock of `device`."""
+
+    def __init__(self, device: Machinery) -> None:
+        master = nn.Parameter(torch.zeros(4))
+        super().__init__(torch.optim.SGD([master], lr=0.1), {"weight": master})
+        self._device = device
+
+    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        scratch = super().for_scratch(master)
+        scratch.register_step_post_hook(lambda *_: self._device.spend(8.0))
+        return scratch
+
+
+def measured(device: Machinery, clock: Reading, optimizer: HostOptimizer | None = None) -> Machine:
+    clock.device = device
+    return measure_rates(device, optimizer, torch.float32, SWAPS)
+
+
+def test_swaps_out_and_in_have_rates_of_their_own(clock: Reading) -> None:
+    machine = measured(Machinery(copies_overlap=True), clock)
+    assert machine.swap_in_bytes_per_ms == pytest.approx(2000.0)
+    assert machine.swap_ms == pytest.approx(0.5)
+    assert machine.swap_out_bytes_per_ms == pytest.approx(BYTES / 4.0)
+    assert machine.copies_overlap
+
+
+def test_both_ways_at_once_the_link_carries_both(clock: Reading) -> None:
+    """On this clock one copy comes behind the other: 1 ms in and 4 ms out."""
+    machine = measured(Machinery(copies_overlap=True), clock)
+    assert machine.link_bytes_per_ms == pytest.approx(2 * BYTES / 5.0)
+
+
+def test_where_copies_do_not_overlap_the_link_carries_the_sum_of_both_ways(clock: Reading) -> None:
+    machine = measured(Machinery(copies_overlap=False), clock)
+    assert machine.swap_out_bytes_per_ms == pytest.approx(BYTES / 4.0)
+    assert machine.link_bytes_per_ms == pytest.approx(2000.0 + BYTES / 4.0)
+    assert machine.device_update_elements_per_ms == machine.update_elements_per_ms
+
+
+def test_updates_take_what_the_optimizer_takes(clock: Reading) -> None:
+    device = Machinery(copies_overlap=True)
+    machine = measured(device, clock, SlowUpdates(device))
+    assert machine.update_elements_per_ms == pytest.approx(2**20 / 8.0)
+    assert machine.beside_update == 1.0
+
+
+def test_the_optimizer_of_a_device_whose_copies_overlap_is_as_fast_as_its_memory(
+    clock: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy within the device reads and writes 4 MiB."""
+    device = Machinery(copies_overlap=True)
+    copies = torch.Tensor.copy_
+
+    def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not non_blocking:  # neither a swap-in nor a swap-out
+            device.spend(2.0)
+        return copies(target, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    machine = measured(device, clock)
+    assert machine.device_update_elements_per_ms == pytest.approx(2 * BYTES / 2.0 / UPDATE_BYTES_PER_ELEMENT)
+
+
+def test_the_first_of_several_repetitions_does_not_count(clock: Reading) -> None:
+    class Cold(Machinery):
+        swapped_out = 0
+
+        def spend(self, ms: float) -> None:
+            if ms == 4.0:
+                self.swapped_out += 1
+                ms = (1000.0, 2.0, 2.0, 6.0, 6.0)[self.swapped_out - 1]  # of the others, 4 is the median
+            super().spend(ms)
+
+    machine = measured(Cold(copies_overlap=False), clock)
+    assert machine.swap_out_bytes_per_ms == pytest.approx(BYTES / 4.0)
+
+
+def test_the_same_machine_is_measured_once_and_its_swap_ins_each_time(clock: Reading) -> None:
+    device = Machinery(copies_overlap=True)
+    once = measured(device, clock)
+    again = measure_rates(device, None, torch.float32, [(500, 1.0)])
+    assert device.uploads == 1
+    assert (again.swap_ms, again.swap_in_bytes_per_ms) == (0.0, 500.0)
+    assert again.swap_out_bytes_per_ms == once.swap_out_bytes_per_ms
+    measure_rates(device, None, torch.bfloat16, SWAPS)
+    assert device.uploads == 2  # masters are cast to the weights' dtype after an update
+
+
+def test_the_device_s_budget_is_its_memory_and_bounds_what_is_copied(clock: Reading) -> None:
+    machine = measured(Machinery(copies_overlap=True, budget_bytes=64 * 1000), clock)
+    assert machine.device_bytes == 64_000
+    assert machine.swap_out_bytes_per_ms == pytest.approx(4 * 1000 / 4.0)
+
+
+@pytest.mark.parametrize("tick_s", [0.001, 0.002])
+def test_compute_and_updates_that_take_turns_have_half_of_their_speeds(clock: Reading, tick_s: float) -> None:
+    """Either takes a tick, and so does each look of both threads at the clock: who is beside the other loses half."""
+    clock.tick_s = tick_s
+    device = Machinery(copies_overlap=False)
+    clock.device = None
+    machine = measure_rates(device, SlowUpdates(device), torch.float32, SWAPS)
+    assert machine.beside_update == pytest.approx(0.5, rel=0.1)
+
+
+def test_without_an_optimizer_nothing_runs_beside_compute(clock: Reading) -> None:
+    assert measured(Machinery(copies_overlap=False), clock).beside_update == 1.0
+
+
+# ---- the line through the swap-ins
+
+
+@pytest.mark.parametrize(
+    ("swaps", "fixed", "rate"),
+    [
+        ([(1000, 2.0), (3000, 4.0)], 1.0, 1000.0),
+        ([(1000, 1.0), (3000, 3.0)], 0.0, 1000.0),
+        ([(1000, 2.0), (1000, 2.0)], 0.0, 500.0),  # no slope can be told
+        ([(1000, 3.0), (3000, 2.0)], 0.0, 800.0),  # the larger was faster: noise
+        ([(1000, 0.5), (3000, 3.0)], 0.0, 4000 / 3.5),  # less than nothing fixed: noise
+        ([(0, 5.0), (1000, 0.0), (1000, 2.0)], 0.0, 500.0),
+        ([], 0.0, 1e9),
+    ],
+)
+def test_swap_ins_take_a_fixed_time_and_a_rate(
+    clock: Reading, swaps: list[tuple[int, float]], fixed: float, rate: float
+) -> None:
+    device = Machinery(copies_overlap=True)
+    clock.device = device
+    machine = measure_rates(device, None, torch.float32, swaps)
+    assert machine.swap_ms == pytest.approx(fixed, abs=1e-9)
+    assert machine.swap_in_bytes_per_ms == pytest.approx(rate)

@@ -1,0 +1,268 @@
+"""Which layers can be cut into rows: found out by running them, and said where they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.pieces import RowDims
+from harmony_ds.measuring.row_probe import Found, RowProbe, close, few_rows
+from tests.runtime.scripted import ScriptedDevice, assembled
+
+SHARED_ROWS = "its rows depend on each other"
+UNTOLD = "where its tensors hold the rows cannot be told from their shapes"
+CHANGES = "it changes an input, a buffer, an attribute or an object that it is given"
+
+
+class Base(nn.Module):
+    """A layer, as it has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class RowByRow(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class TimeFirst(Base):
+    """Rows in the second dimension of what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).T
+
+
+class Flat(Base):
+    """All rows in one dimension, as tokens are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).reshape(-1)
+
+
+class WithTable(Base):
+    """And a result that all rows share."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.weight, self.weight * 2
+
+
+class Centred(Base):
+    """Looks at all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(dim=0)) * self.weight
+
+
+class OuterProduct(Base):
+    """(rows, rows): two dimensions grow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight) @ x.T
+
+
+class Noisy(Base):
+    """Draws while it is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+
+class NoisyAndCentred(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout((x - x.mean(dim=0)) * self.weight, 0.5, self.training)
+
+
+class Counting(Base):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.weight
+
+
+class Constant(Base):
+    """Takes nothing with rows."""
+
+    def forward(self, table: Tensor) -> Tensor:
+        return table * self.weight
+
+
+class Net(nn.Module):
+    """One layer under test, on x; or on what has no rows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.table = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.table if isinstance(self.layer, Constant) else x)
+
+
+def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> Found:
+    """What is found of `model` with so many rows."""
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    with assembled(model, ScriptedDevice()) as assembly:
+        probe = RowProbe(assembly.parts, assembly.layers, ())
+        return probe.run(lambda: model(x[: rows[0]]), lambda: model(x[: rows[1]]), rows, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dims"),
+    [
+        (RowByRow(), RowDims((0,), (0,), 0)),
+        (TimeFirst(), RowDims((0,), (1,), 0)),
+        (Flat(), RowDims((0,), (0,), 0)),
+        (WithTable(), RowDims((0,), (0, None), 0)),
+        (Noisy(), RowDims((0,), (0,), 0)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
+    found = probed(Net(layer))
+    assert found.dims == {0: dims}
+    assert found.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Centred(), SHARED_ROWS),
+        (NoisyAndCentred(), SHARED_ROWS),
+        (OuterProduct(), UNTOLD),
+        (Counting(), CHANGES),
+        (Constant(), ""),  # there is nothing to cut, and so nothing to say
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_others_cannot_and_it_is_said_why(layer: nn.Module, reason: str) -> None:
+    found = probed(Net(layer))
+    assert found.dims == {}
+    assert found.refused == {0: reason}
+
+
+@pytest.mark.parametrize(("layer", "draws"), [(Noisy(), True), (RowByRow(), False)])
+def test_layers_that_draw_random_numbers_are_told(layer: nn.Module, draws: bool) -> None:
+    assert probed(Net(layer)).drawing == (frozenset({0}) if draws else frozenset())
+
+
+def test_pieces_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
+    found = probed(Net(Noisy()))
+    rows = found.rows(forward=3, backward=2)
+    x = torch.ones(5, 4)
+    cut = rows.cut(0, [x])
+    assert cut is not None
+    assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same pieces both ways
+    assert rows.cut(1, [x]) is None
+
+
+class Twice(nn.Module):
+    """Calls its layer on x, and on x with the rows elsewhere."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Any:
+        x = x[:, :, None]
+        return self.layer(x).sum() + self.layer(x.transpose(0, 1) if self.turned else x).sum()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_all_calls_of_a_layer_hold_the_rows_in_one_place(turned: bool) -> None:
+    found = probed(Twice(turned))
+    assert found.refused == ({0: "its calls hold the rows in different places"} if turned else {})
+    assert found.dims == ({} if turned else {0: RowDims((0,), (0,), 0)})
+
+
+class Alternating(nn.Module):
+    """Which layer comes second depends on how many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RowByRow() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1 + x.shape[0] % 2](self.layers[0](x))
+
+
+def test_calls_that_depend_on_the_rows_are_not_compared() -> None:
+    found = probed(Alternating())
+    assert found.dims == {0: RowDims((0,), (0,), 0)}
+    assert found.refused == {2: UNTOLD}
+
+
+def test_probing_leaves_nothing_behind() -> None:
+    device = ScriptedDevice()
+    model = Net(Noisy())
+    x = torch.ones(3, 4)
+    with assembled(model, device) as assembly:
+        before = torch.get_rng_state()
+        RowProbe(assembly.parts, assembly.layers, ()).run(lambda: model(x[:2]), lambda: model(x), (2, 3), seed=1)
+        assert device.allocated_bytes() == 0
+        assert torch.equal(torch.get_rng_state(), before)
+        assert model.layer.training
+
+
+# ---- the same but for rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_same_but_for_rounding(dtype: torch.dtype) -> None:
+    a = torch.linspace(-1.0, 1.0, 16, dtype=dtype)
+    bit = a.clone()
+    bit[3] += torch.finfo(dtype).eps
+    far = a.clone()
+    far[3] += 0.1
+    assert close(a, a.clone())
+    assert close(a, bit)
+    assert not close(a, far)
+
+
+def test_numbers_that_are_none_must_be_in_the_same_places() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert close(torch.tensor([1.0, nan, inf]), torch.tensor([1.0, nan, inf]))
+    assert not close(torch.tensor([1.0, nan]), torch.tensor([nan, 1.0]))
+    assert not close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, inf]))
+    assert close(torch.empty(0), torch.empty(0))
+
+
+def test_shapes_and_dtypes_must_agree_and_whole_numbers_exactly() -> None:
+    assert not close(torch.ones(2), torch.ones(3))
+    assert not close(torch.ones(2), torch.ones(2, dtype=torch.float64))
+    assert close(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert not close(torch.tensor([100_000]), torch.tensor([100_001]))
+
+
+# ---- a few rows
+
+
+def test_a_few_rows_are_the_first_ones() -> None:
+    tree = {"x": torch.arange(8).reshape(4, 2), "n": 3, "y": [torch.arange(4)]}
+    few = few_rows(tree, 2)
+    assert few["x"].tolist() == [[0, 1], [2, 3]]
+    assert few["y"][0].tolist() == [0, 1]
+    assert few["n"] == 3
+
+
+def test_rows_are_repeated_where_there_are_not_enough() -> None:
+    assert few_rows((torch.tensor([5, 6]),), 5)[0].tolist() == [5, 6, 5, 6, 5]
+
+
+def test_what_is_as_long_as_nothing_else_stays() -> None:
+    table, number = torch.arange(7), torch.tensor(1.0)
+    x, same, alone = few_rows((torch.ones(4, 2), table, number), 2)
+    assert x.shape == (2, 2)
+    assert same is table
+    assert alone is number
+    assert few_rows((torch.empty(0, 3),), 2)[0].shape == (0, 3)

@@ -1,0 +1,169 @@
+"""Rows of any shape, cut in any way: pieces cover them once, in order, and what is put together is the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harmony_ds.calls.pieces import Assembled, Cut, Piece, PieceSinks, RowDims, Rows, row_dims
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a tensor depends on the rows: `lengths` but in dimension `dim` (None: in none), which is `width` per row."""
+
+    lengths: tuple[int, ...]
+    dim: int | None
+    width: int
+
+    def shape(self, rows: int) -> torch.Size:
+        lengths = list(self.lengths)
+        if self.dim is not None:
+            lengths[self.dim] = self.width * rows
+        return torch.Size(lengths)
+
+    def tensor(self, rows: int) -> Tensor:
+        """No two elements are equal."""
+        shape = self.shape(rows)
+        return torch.arange(shape.numel(), dtype=torch.float32).reshape(shape)
+
+
+@st.composite
+def kinds(draw: st.DrawFn, has_rows: bool | None = None) -> Kind:
+    lengths = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    held = draw(st.booleans()) if has_rows is None else has_rows
+    dim = draw(st.integers(0, len(lengths) - 1)) if held else None
+    return Kind(lengths, dim, draw(st.integers(1, 3)))
+
+
+COUNTING = kinds(has_rows=True).map(lambda kind: Kind(kind.lengths, kind.dim, 1))
+SIDES = st.tuples(COUNTING, st.lists(kinds(), max_size=3), st.lists(kinds(), max_size=3))
+ROWS = st.integers(1, 7)
+SIZES = st.integers(1, 8)
+
+
+def dims_of(inputs: list[Kind], outputs: list[Kind]) -> RowDims:
+    counting = next(i for i, kind in enumerate(inputs) if kind.dim is not None and kind.width == 1)
+    return RowDims(tuple(k.dim for k in inputs), tuple(k.dim for k in outputs), counting)
+
+
+def shapes(kinds_of_one_side: list[Kind], rows: int) -> list[torch.Size]:
+    return [kind.shape(rows) for kind in kinds_of_one_side]
+
+
+@given(SIDES, st.integers(1, 5))
+def test_rows_are_found_where_they_are(sides: tuple[Kind, list[Kind], list[Kind]], few: int) -> None:
+    first, more_inputs, outputs = sides
+    inputs = [*more_inputs, first]
+    found = row_dims(
+        (shapes(inputs, few), shapes(outputs, few)), (shapes(inputs, few + 1), shapes(outputs, few + 1)), (few, few + 1)
+    )
+    assert found == dims_of(inputs, outputs)
+
+
+@given(SIDES, st.integers(1, 5), st.integers(0, 2), st.integers(0, 2))
+def test_one_dimension_that_grows_otherwise_is_enough_to_tell_nothing(
+    sides: tuple[Kind, list[Kind], list[Kind]], few: int, which: int, beyond: int
+) -> None:
+    first, inputs, outputs = sides
+    before, after = shapes([first, *inputs, *outputs], few), shapes([first, *inputs, *outputs], few + 1)
+    place = which % len(after)
+    lengths = list(after[place])
+    lengths[beyond % len(lengths)] += few + 2  # by more than one row, or in a second dimension
+    after[place] = torch.Size(lengths)
+    width = lengths[beyond % len(lengths)] * few == before[place][beyond % len(lengths)] * (few + 1)
+    assume(not width)  # a tensor without rows that has grown as if it had
+    split = 1 + len(inputs)
+    assert row_dims((before[:split], before[split:]), (after[:split], after[split:]), (few, few + 1)) is None
+
+
+def test_without_a_tensor_that_counts_them_rows_are_not_told() -> None:
+    tokens = [torch.Size([6])], [torch.Size([9])]  # three tokens a row, and nothing says so
+    assert row_dims((tokens[0], []), (tokens[1], []), (2, 3)) is None
+
+
+@given(kinds(), ROWS, SIZES)
+def test_pieces_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: int) -> None:
+    cut = Cut(RowDims((kind.dim,), (), 0), rows, size, size)
+    pieces = list(cut.pieces(size))
+    assert [row for piece in pieces for row in range(piece.first, piece.last)] == list(range(rows))
+    assert all(piece.last - piece.first == size for piece in pieces[:-1])
+    tensor = kind.tensor(rows)
+    parts = [cut.inputs_of(piece, [tensor])[0] for piece in pieces]
+    if kind.dim is None:
+        assert all(part is tensor for part in parts)
+    else:
+        assert torch.equal(torch.cat(parts, dim=kind.dim), tensor)
+
+
+@given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
+def test_what_pieces_give_is_put_together_as_the_whole(outputs: list[Kind], rows: int, size: int) -> None:
+    cut = Cut(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
+    whole = [kind.tensor(rows) for kind in outputs]
+    together = Assembled(cut, [])
+    for piece in cut.pieces(size):
+        together.add(piece, [], [*_part(cut, piece, whole), "said"])
+    assert together.leaves[-1] == "said"
+    for found, expected in zip(together.leaves, whole, strict=False):
+        assert torch.equal(found, expected)
+
+
+def _part(cut: Cut, piece: Piece, tensors: list[Tensor]) -> list[Tensor]:
+    return [piece.narrow(t, dim).clone() for t, dim in zip(tensors, cut.dims.outputs, strict=True)]
+
+
+class Sum:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+        self.adds = 0
+
+    def add(self, gradient: Tensor) -> None:
+        self.adds += 1
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        raise AssertionError("nobody takes it here")
+
+
+@given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
+def test_gradients_of_pieces_are_the_gradient_of_the_whole(inputs: list[Kind], rows: int, size: int) -> None:
+    """Of x * x: what all rows share gets its gradient from the first piece alone, as it is handed on."""
+    dims = tuple(kind.dim for kind in inputs)
+    cut = Cut(RowDims(dims, dims, 0), rows, size, size)
+    tensors = [kind.tensor(rows) for kind in inputs]
+    gradients = [torch.ones_like(t) for t in tensors]
+    sinks = [Sum() for _ in inputs]
+    split = PieceSinks(cut, sinks, tensors)
+    for piece in cut.pieces(size):
+        split.begin(piece)
+        parts = cut.inputs_of(piece, tensors)
+        for sink, part, gradient in zip(split.sinks, parts, cut.gradients_of(piece, gradients), strict=True):
+            if gradient is not None and sink is not None:
+                sink.add(2 * part * gradient)
+    split.finish()
+    for one, tensor in zip(sinks, tensors, strict=True):
+        assert one.gradient is not None
+        assert torch.equal(one.gradient, 2 * tensor)
+        assert one.adds == 1
+
+
+@given(COUNTING, st.lists(kinds(), max_size=2), ROWS, st.integers(0, 8), st.integers(0, 8), st.booleans())
+def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
+    counting: Kind, others: list[Kind], rows: int, forward: int, backward: int, draws: bool
+) -> None:
+    inputs = [counting, *others]
+    asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
+    cut = asked.cut(3, [kind.tensor(rows) for kind in inputs])
+    sizes = ((backward if draws else forward) or rows, backward or rows)
+    if min(sizes) >= rows:
+        assert cut is None
+    else:
+        assert cut is not None
+        assert (cut.rows, cut.forward, cut.backward) == (rows, *sizes)
+    assert asked.cut(2, [kind.tensor(rows) for kind in inputs]) is None
