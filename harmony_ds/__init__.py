@@ -59,7 +59,7 @@ _HOMES = {
     "initialize": "engine",
     "install_as_deepspeed": "integrations.as_deepspeed",
     "load_weights": "weights",
-    "micro_batch_seed": "runtime.random_streams",
+    "micro_batch_seed": "calls.random_streams",
 }
 
 _ROOMS = ("utils", "zero")

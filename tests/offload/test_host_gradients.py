@@ -17,15 +17,15 @@ def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[
     return HostGradients(CpuDevice(), ledger, dtype, limit), ledger
 
 
-def send(gradients: HostGradients, *numels: int, beyond_limit: bool = False) -> Delivery:
-    return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, beyond_limit)
+def send(gradients: HostGradients, *numels: int, beyond: int | None = 0) -> Delivery:
+    return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, beyond)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_delivery_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)
     sent = {"w": torch.randn(3, 5), "b": torch.tensor(2.5)}
-    delivery = gradients.swap_out(sent, beyond_limit=False)
+    delivery = gradients.swap_out(sent, beyond=0)
 
     assert delivery.gradients.keys() == sent.keys()
     for name, gradient in sent.items():
@@ -36,7 +36,7 @@ def test_a_delivery_holds_copies_in_shape(dtype: torch.dtype) -> None:
 
 def test_a_transposed_gradient_keeps_its_values() -> None:
     gradient = torch.arange(6.0).view(2, 3).t()
-    delivery = host()[0].swap_out({"w": gradient}, beyond_limit=False)
+    delivery = host()[0].swap_out({"w": gradient}, beyond=0)
 
     assert torch.equal(delivery.gradients["w"], gradient)
     assert delivery.gradients["w"].is_contiguous()
@@ -103,15 +103,14 @@ def test_beyond_the_limit_nothing_waits() -> None:
     gradients, _ = host(limit=1)
     send(gradients, 8)
 
-    assert send(gradients, 8, beyond_limit=True).gradients["p0"].numel() == 8
+    assert send(gradients, 8, beyond=None).gradients["p0"].numel() == 8
 
 
 def test_what_waits_for_another_pack_adds_to_the_limit() -> None:
     gradients, _ = host(limit=1)
-    gradients.held = 1
     send(gradients, 8)
 
-    assert send(gradients, 8).gradients["p0"].numel() == 8
+    assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8
 
 
 def test_destroying_gives_spare_slabs_back() -> None:
