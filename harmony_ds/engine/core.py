@@ -307,7 +307,7 @@ class HarmonyEngine(Checkpoints):
         self._peak_bytes = assembly.device.peak_bytes()
         self._traffic = assembly.ledger.close()
         self._traffic_micro_batches = count
-        self._boundary_passed(ran and executor.overflow, executor.norm if ran else None, lr_kwargs)
+        self._boundary_passed(ran and executor.outcome.overflow, executor.outcome.norm if ran else None, lr_kwargs)
 
     def _run_group(self, group: StepGroup) -> bool:
         """The queued group, and what the user's own backward passes left; False if there is no gradient at all."""

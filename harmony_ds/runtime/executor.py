@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,53 +22,16 @@ from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.offload.updater import Clipping, GradientNorm
+from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.unlayered import UNLAYERED, Unlayered
-from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
-
-UNCALLED = 2**30
-"""The pack number under which what no layer call uses is updated: nobody waits for it, so it comes last."""
+from harmony_ds.runtime.unlayered import Unlayered
+from harmony_ds.runtime.work import UNCALLED, UNLAYERED, Outcome, Work, owners_of
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 Progress = Callable[[int, int, Task], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one run of the executor does.
-
-    Attributes:
-        packs: of the plan.
-        tasks: to execute, in order.
-        activation_bytes: per task, what it holds beside weights; charged where no allocator counts it.
-        order: the call order that positions refer to.
-        micro_batches: by index.
-        policy: of the plan; its resident packs are on the device before the first task and behind the last.
-        parked: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.parked`).
-        unlayered: parameters that no layer owns, which are on the device from the first task to the end of the step.
-        uncalled: trained parameters that no call uses: only the user's own backward passes reach them.
-        held_deliveries: packs whose gradients wait on the host for something else than their update.
-        in_pieces: whether layer calls are cut into pieces of a micro-batch.
-    """
-
-    packs: tuple[Pack, ...]
-    tasks: tuple[Task, ...]
-    activation_bytes: tuple[int, ...]
-    order: tuple[int, ...]
-    micro_batches: Mapping[int, MicroBatch]
-    policy: Policy
-    parked: frozenset[int]
-    unlayered: tuple[str, ...]
-    uncalled: tuple[str, ...]
-    held_deliveries: int
-    in_pieces: bool
-
-    def parks(self, task: Task) -> bool:
-        """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
-        return task.micro_batch in self.parked and self.packs[task.pack].positions[-1] == len(self.order) - 1
 
 
 class Executor:
@@ -87,9 +48,7 @@ class Executor:
         self._clipping: Clipping | None = None
         self.on_progress: Progress | None = None
         self.gathered = GatheredGradients(parts, self._unlayered)
-        self.norm: Future[GradientNorm] | None = None
-        self.updates_issued = 0
-        self.overflow = False  # of the last step: its updates were skipped
+        self.outcome = Outcome()
         self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.FORWARD: self._forward,
@@ -119,7 +78,7 @@ class Executor:
         parts = self._parts
         self._hyper, self._clipping = hyper, clipping
         self._to_send = Counter(task.pack for task in work.tasks if task.kind is TaskKind.SWAP_OUT)
-        self._begin()
+        self.outcome = Outcome()
         self._number_packs(work)
         self._unlayered.swap_in(work.unlayered)
         self._hold_packs(work)
@@ -156,10 +115,6 @@ class Executor:
         while self._leaving:
             self._free(next(iter(self._leaving)))
         self._parts.stash.abandon()
-        self.norm = None
-
-    def _begin(self) -> None:
-        self.norm, self.overflow, self.updates_issued = None, False, 0
 
     @contextmanager
     def _as_called(self, work: Work, task: Task) -> Iterator[None]:
@@ -375,106 +330,62 @@ class Executor:
                 self.gathered.receive_own(pack.owned, measure=True)
         self.gathered.receive_own(work.uncalled, measure=True)
         updater.add_norms(store.take_norms())
-        self.norm = updater.norm(self._clipping)
-        if self._clipping.skip_overflow and self.norm.result().overflow:
-            self.overflow = True
+        self.outcome.norm = updater.norm(self._clipping)
+        if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
+            self.outcome.overflow = True
             updater.discard()
             store.forget_gradients()
 
     def _update(self, work: Work, task: Task) -> None:
         assert self._parts.updater is not None
-        if self.overflow:
+        if self.outcome.overflow:
             return
-        self.updates_issued += 1
-        self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.norm)
+        self.outcome.updates_issued += 1
+        self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.outcome.norm)
         self._wait_for_host(work)
 
     def _update_on_device(self, work: Work, task: Task) -> None:
-        if self.overflow:
+        if self.outcome.overflow:
             return
-        self.updates_issued += 1
-        coefficient = None if self.norm is None else self.norm.result().coefficient
+        self.outcome.updates_issued += 1
+        coefficient = None if self.outcome.norm is None else self.outcome.norm.result().coefficient
         owned = work.packs[task.pack].owned
-        if self.norm is None:
+        if self.outcome.norm is None:
             self.gathered.to_device(owned)
         self._parts.timeline.computes()
-        self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.norm is not None)
+        self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.outcome.norm is not None)
 
     def _update_uncalled(self, work: Work) -> None:
-        if not work.uncalled or self._parts.updater is None or self.overflow:
+        if not work.uncalled or self._parts.updater is None or self.outcome.overflow:
             return
-        if self.norm is None:
+        if self.outcome.norm is None:
             self.gathered.receive_own(work.uncalled)
-        self._parts.updater.update(UNCALLED, work.uncalled, self._hyper, self.norm)
+        self._parts.updater.update(UNCALLED, work.uncalled, self._hyper, self.outcome.norm)
 
     def finish_step(self, work: Work) -> None:
         """What no layer owns leaves the device (unless the norm needed it earlier) and is updated; the norm is promised."""
         self.release_unlayered(work)
         updater = self._parts.updater
-        if work.unlayered and updater is not None and not self.overflow:
-            self.updates_issued += 1
+        if work.unlayered and updater is not None and not self.outcome.overflow:
+            self.outcome.updates_issued += 1
             with self._parts.timeline.unlayered():
-                updater.update(UNLAYERED, work.unlayered, self._hyper, self.norm)
+                updater.update(UNLAYERED, work.unlayered, self._hyper, self.outcome.norm)
         self._update_uncalled(work)
-        if self.norm is None and updater is not None:
+        if self.outcome.norm is None and updater is not None:
             updater.add_norms(self._parts.device_store.take_norms())
-            self.norm = updater.norm_of_updates()
+            self.outcome.norm = updater.norm_of_updates()
         self._wait_for_host(work)
+
+    def release(self, work: Work | None) -> Outcome:
+        """Before a step that the executor does not take: the gradients on the device leave it. What is to be told of it."""
+        self.outcome = Outcome()
+        if work is not None:
+            self.release_unlayered(work)
+        return self.outcome
 
     def finish_forward(self) -> None:
         """After a step without gradients: the device is free of what no layer owns."""
         self._unlayered.evict()
-
-    # ---- steps that are taken at once, from gradients that are all there
-
-    def step_whole(self, work: Work | None, clipping: Clipping) -> None:
-        """The optimizer's own `step` over all gradients that have gathered (`work` has); nothing is under way after."""
-        parts, updater = self._parts, self._parts.updater
-        assert parts.optimizer is not None and updater is not None
-        names = tuple(parts.optimizer.trained)
-        self._begin()
-        if work is not None:
-            self.release_unlayered(work)
-        self.gathered.to_host()
-        parts.device_store.drop()
-        self.gathered.receive_own(names)
-        updater.measure(names)
-        self.norm = updater.norm(clipping)
-        norm = self.norm.result()
-        gradients = updater.take(names)
-        if clipping.skip_overflow and norm.overflow:
-            self.overflow = True
-            return
-        if norm.coefficient is not None:
-            for gradient in gradients.values():
-                gradient.mul_(norm.coefficient)
-        self.updates_issued = 1  # from here on, nobody knows what has been changed
-        parts.optimizer.step_whole(gradients)
-        parts.follow_masters(gradients)
-
-    def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
-        """Updates from what the user's own backward passes left on host parameters, and nothing else."""
-        parts, updater = self._parts, self._parts.updater
-        assert parts.optimizer is not None and updater is not None
-        if parts.optimizer.steps_whole:
-            self.step_whole(None, clipping or Clipping())
-            return
-        names = tuple(parts.optimizer.trained)
-        self._begin()
-        updater.wait_all()
-        parts.device_store.drop()
-        self.gathered.receive_own(names)
-        if clipping is not None:
-            updater.measure(names)
-            self.norm = updater.norm(clipping)
-        updater.update(UNCALLED, names, hyper, self.norm)
-        updater.wait_all()
-
-
-def owners_of(packs: tuple[Pack, ...], pack: Pack) -> list[int]:
-    """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
-    borrowed = set(pack.parameters) - set(pack.owned)
-    return [pack.index, *(other.index for other in packs if other is not pack and borrowed & set(other.owned))]
 
 
 def _entries(work: Work, task: Task) -> list[StashEntry]:
@@ -482,4 +393,4 @@ def _entries(work: Work, task: Task) -> list[StashEntry]:
     return [entry for call in calls for entry in call.entries]
 
 
-__all__ = ["Executor", "OffPlanError", "Work", "owners_of"]
+__all__ = ["Executor", "OffPlanError"]

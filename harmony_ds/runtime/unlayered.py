@@ -6,9 +6,7 @@ from torch import Tensor, nn
 
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
-
-UNLAYERED = -1
-"""The pack number under which they are updated: needed first in the next step, they come before all packs."""
+from harmony_ds.runtime.work import UNLAYERED
 
 
 class Unlayered:

@@ -15,9 +15,9 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.runtime.executor import Work
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.work import Work
 from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory

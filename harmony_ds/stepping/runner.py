@@ -17,10 +17,12 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.runtime.executor import Executor, Work
+from harmony_ds.runtime.at_once import step_whole, update_own
+from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.work import Work
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.stepping.planner import Planner, others_bytes
@@ -216,7 +218,8 @@ class Runner:
         assert work is not None
         with self._recovering(()):
             if self.steps_whole:
-                self.executor.step_whole(work, clipping)
+                outcome = self.executor.release(work)
+                step_whole(self._parts, self.executor.gathered, clipping, outcome)
             else:
                 self.executor.run(work, hyper, clipping)
                 self.executor.finish_step(work)
@@ -233,7 +236,7 @@ class Runner:
         if not self._parts.own.are_there():
             return False
         with self._recovering(()):
-            self.executor.update_own(hyper, clipping)
+            update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.release(None))
         return True
 
     def check_hooks(self) -> None:
@@ -297,7 +300,7 @@ class Runner:
         self._after_norm = None
         if self.failed is not None:
             return
-        if self.executor.updates_issued:
-            self.fail(f"a step failed after {self.executor.updates_issued} packs had been updated: {error!r}")
+        if self.executor.outcome.updates_issued:
+            self.fail(f"a step failed after {self.executor.outcome.updates_issued} packs had been updated: {error!r}")
         elif self._parts.updater is not None:
             self._parts.updater.discard()
