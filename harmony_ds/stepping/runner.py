@@ -233,7 +233,8 @@ class Runner:
     def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
-        if not self._parts.own.are_there():
+        optimizer = self._parts.optimizer
+        if optimizer is None or not self._parts.own.are_there(optimizer.trained):
             return False
         with self._recovering(()):
             update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.release(None))
