@@ -48,6 +48,7 @@ from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.ticket import QueuedMicroBatch
 
 LossFunction = Callable[[Any], Tensor]
 _STEPS_KEPT = 32
@@ -203,9 +204,7 @@ class HarmonyEngine(Checkpoints):
         batches = self._take(data_iter)
         try:
             queued = [self._group.queue(batch, loss_fn) for batch in batches]
-            scale = self._scaler.scale
-            for micro_batch in queued:
-                micro_batch.backward_from_loss(len(batches), scale)
+            self._ask_for_gradients(queued, len(batches))
             self._backwards = len(batches)
             self._optimizer_step({})
         except BaseException:
@@ -243,8 +242,7 @@ class HarmonyEngine(Checkpoints):
             )
         try:
             queued = [self._group.queue(Arguments((batch,), {}), None, loss_fn, aside) for batch in batches]
-            for micro_batch in queued:
-                micro_batch.backward_from_loss(1, self._scaler.scale)
+            self._ask_for_gradients(queued, 1)
             self._backwards = len(batches)
             self._optimizer_step({})
         except BaseException:
@@ -253,6 +251,13 @@ class HarmonyEngine(Checkpoints):
         self.micro_steps += len(batches)
         self._group_began = self.micro_steps
         return [micro_batch.loss(attached=False) for micro_batch in queued]
+
+    def _ask_for_gradients(self, queued: Sequence[QueuedMicroBatch], divisor: int) -> None:
+        for micro_batch in queued:
+            micro_batch.backward_from_loss(divisor, self._scaler.scale)
+            if self._runner.hooked:
+                self._settle()
+                self._propagate()
 
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
