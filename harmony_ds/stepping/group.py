@@ -124,7 +124,7 @@ class StepGroup:
         return ticket
 
     def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
-        check_modes("a call of the engine")
+        check_modes("a call of the engine", self._device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
             raise BatchError(
@@ -269,7 +269,7 @@ class StepGroup:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._propagating()
         if not later:
-            check_modes("backward from a loss of the engine")
+            check_modes("backward from a loss of the engine", self._device.modes)
         if not ticket.leads_outside and not self._runner.hooked:
             return
         if not later:

@@ -116,15 +116,15 @@ def check_saved_tensors() -> None:
         )
 
 
-def check_modes(what: str) -> None:
-    """What runs later and on other threads is not seen by the modes that are active around `what`.
+def check_modes(what: str, carried: tuple[type, ...]) -> None:
+    """What runs later and on other threads is not seen by the modes that are active around `what`, but by those `carried`.
 
     Raises:
         UnsupportedError: one is, other than torch's default device.
     """
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         active = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-        modes = [type(mode).__name__ for mode in active if not isinstance(mode, DeviceContext)]
+        modes = [type(mode).__name__ for mode in active if not isinstance(mode, (DeviceContext, *carried))]
         if modes:
             raise UnsupportedError(
                 f"{modes[-1]} is active around {what}, which runs layer by layer, later and on other threads, where a "
