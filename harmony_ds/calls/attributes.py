@@ -68,11 +68,17 @@ def places_of(modules: Iterable[nn.Module]) -> Places:
     for module in modules:
         found.update((Place.attribute(module, key), None) for key in module.__dict__ if key not in _ELSEWHERE)
         hooks = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
-        for held, key, _ in (*read_by(type(module)), *chain.from_iterable(map(read_by_callable, hooks))):
-            place = Place(identity(held, key), key, held)
-            if may_change(place.read()):
-                found[place] = None
+        _note(found, (*read_by(type(module)), *chain.from_iterable(map(read_by_callable, hooks))))
+    of_all = [hook for kind in _HOOKS for hook in getattr(nn.modules.module, f"_global{kind}").values()]
+    _note(found, chain.from_iterable(map(read_by_callable, of_all)))
     return tuple(found)
+
+
+def _note(found: dict[Place, None], read: Iterable[tuple[Any, str, str]]) -> None:
+    for held, key, _ in read:
+        place = Place(identity(held, key), key, held)
+        if may_change(place.read()):
+            found[place] = None
 
 
 def write_all(places: Places, values: Sequence[Any]) -> None:

@@ -1,11 +1,11 @@
 """The user's optimizer while an engine steps it: `optimizer.step()` by hand means what it always means.
 
-    optimizer.step   what stands there        who calls it             what it does
-    the engine's     from the beginning on    the program              the engine's update
-    a scheduler's    around either            the program              notes the call, and calls the engine's
-    the program's    before initialize        the update, as a whole   whatever it does, through the class's own
-                     later                    the update, likewise     the same, through the engine's
-                                              the program              the same, around the engine's update
+optimizer.step   what stands there        who calls it             what it does
+the engine's     from the beginning on    the program              the engine's update
+a scheduler's    around either            the program              notes the call, and calls the engine's
+the program's    before initialize        the update, as a whole   whatever it does, through the class's own
+                 later                    the update, likewise     the same, through the engine's
+                                          the program              the same, around the engine's update
 """
 
 from __future__ import annotations

@@ -235,7 +235,9 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if says is not None:
         return says
     stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
-    return all(module.split(".")[0] in _KNOWN for module in (stepping.__module__, *_modules_of(stepping.__dict__["step"])))
+    return all(
+        module.split(".")[0] in _KNOWN for module in (stepping.__module__, *_modules_of(stepping.__dict__["step"]))
+    )
 
 
 def _modules_of(function: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.layer_call import InputChangedError
 from harmony_ds.calls.random_streams import micro_batch_seed
-from harmony_ds.calls.tensor_hooks import noticing_hooks
+from harmony_ds.calls.tensor_hooks import LeftTensors, hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError
@@ -92,7 +92,7 @@ class StepGroup:
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
-        if not kind.pending or self._runner.left:
+        if not kind.pending or self._runner.left or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
@@ -218,9 +218,7 @@ class StepGroup:
                 micro_batch.seed,
                 micro_batch.modes,
             )
-            with noticing_hooks() as noticed:
-                self._runner.measure(sample, forwarded)
-            self._calls.tensor_hook = self._calls.tensor_hook or next(iter(noticed), None)
+            self._runner.measure(sample, forwarded)
 
     # ---- running
 
@@ -261,15 +259,18 @@ class StepGroup:
         if ticket.wanted:
             ticket.backward_now()
             ticket.received = True
-        for output in tensors_in(ticket.micro_batch.outputs):
+        outputs = tensors_in(ticket.micro_batch.outputs)
+        for output in outputs:
             if output.requires_grad:
                 output.register_hook(lambda grad: ticket.receive())
+        ticket.left = LeftTensors(self._runner.left, outputs)
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._propagating()
         if not later:
             check_modes("backward from a loss of the engine", self._device.modes)
+        ticket.left.check()
         if not ticket.leads_outside and not self._runner.hooked:
             return
         if not later:
