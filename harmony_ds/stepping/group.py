@@ -91,6 +91,9 @@ class StepGroup:
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
+        if self._runner.left:
+            self.catch_up(ticket)
+            self._run_forward(ticket)
         if not kind.pending or self._runner.left:
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
