@@ -198,10 +198,13 @@ class LayerCalls:
             request = without_cache(request)
         with self._slots[request.layer].filled(copies), _caller_state(request):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
-            lent = _memory_of(copies.values())
+            lent = self._lent_memory(request.layer, copies)
             if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
                 outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
             return outputs
+
+    def _lent_memory(self, layer: int, copies: Mapping[str, Tensor]) -> set[int | None]:
+        return _memory_of(copies[name] for name in self._layers[layer].parameters if name in copies)
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
@@ -248,7 +251,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()), glue)
+        outputs = self._cut_outputs(call, outcome, tensors, self._lent_memory(request.layer, copies), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
