@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import torch
 
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.profiler.hardware import Gpu, known_hardware
 
 _SIZE, _REPEATS = 1024, 5
 
 
-def peak_tflops(task: Task) -> tuple[float, str] | None:
+def peak_tflops(task: Workload) -> tuple[float, str] | None:
     """The datasheet's dense peak of a GPU we know, in the compute dtype; on the CPU the rate of a large matrix product.
 
     Returns:
@@ -46,7 +46,7 @@ def gpu_named(name: str, gpus: Iterable[Gpu]) -> Gpu | None:
     )
 
 
-def _matrix_product(task: Task) -> float:
+def _matrix_product(task: Workload) -> float:
     """Of the faster of fp32 and the compute dtype: a CPU without arithmetic for the latter emulates it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(task.threads)

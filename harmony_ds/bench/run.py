@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.peak import peak_tflops
-from harmony_ds.bench.processes import Child, EngineFailedError
+from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Contestant, Results, Row, environment
-from harmony_ds.bench.task import Task, model_flops
+from harmony_ds.bench.workload import Workload, model_flops
 
 Tell = Callable[[str], None]
 
@@ -105,7 +105,7 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
     None if it is its own micro-batch, or runs with none.
     """
     found: dict[str, Any] = {}
-    best: tuple[float, Task] | None = None
+    best: tuple[float, Workload] | None = None
     task = contestant.task
     for micro_batch in _doubled(task):
         cut = task.cut(micro_batch)
@@ -115,7 +115,7 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
                 child.start()
                 child.ask({"run": 1, "first": 0})
                 step_ms = child.ask({"run": 1, "first": 1})["drained_ms"]
-        except EngineFailedError as error:
+        except ChildFailedError as error:
             found[str(micro_batch)] = {"error": str(error), "out_of_memory": error.out_of_memory}
             break  # a larger one needs more still
         found[str(micro_batch)] = {"step_ms": step_ms}
@@ -128,7 +128,7 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
     return replace(contestant, label=label, task=best[1]), found
 
 
-def _doubled(task: Task) -> Iterator[int]:
+def _doubled(task: Workload) -> Iterator[int]:
     rows = task.micro_batch
     while task.samples % rows == 0:
         yield rows
@@ -164,7 +164,7 @@ class _Turns:
         try:
             child.start()
             _note_losses(row, 0, child.ask({"run": self._timing.warmup_steps, "first": 0})["losses"])
-        except EngineFailedError as error:
+        except ChildFailedError as error:
             self._failed(contestant, error)
             return
         self._children[contestant.label] = child
@@ -195,7 +195,7 @@ class _Turns:
         self._tell(f"{label}: round {number + 1} of {self._timing.rounds}{self._outlook()}")
         try:
             answer = self._children[label].ask({"run": steps, "first": first})
-        except EngineFailedError as error:
+        except ChildFailedError as error:
             self._failed(contestant, error)
             return
         self._next_step[label] = first + steps
@@ -209,7 +209,7 @@ class _Turns:
         try:
             report = child.ask({"report": True})  # peaks of the steps that were timed
             counted = child.ask({"count": self._next_step[label]})
-        except EngineFailedError as error:
+        except ChildFailedError as error:
             self._failed(contestant, error)
             return
         if counted:
@@ -220,9 +220,9 @@ class _Turns:
         """Of the processes that are still alive."""
         for label in list(self._children):
             wanted = self._results.wanted["contestants"][label]
-            self._finish(Contestant(label, wanted["engine"], Task(**wanted["task"])))
+            self._finish(Contestant(label, wanted["engine"], Workload(**wanted["task"])))
 
-    def _failed(self, contestant: Contestant, error: EngineFailedError) -> None:
+    def _failed(self, contestant: Contestant, error: ChildFailedError) -> None:
         row = self._results.rows[contestant.label]
         row.error, row.out_of_memory = str(error), error.out_of_memory
         self._children.pop(contestant.label, None)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.folders import LATEST, MANIFEST, new_data_name, point_latest, saving
 from harmony_ds.checkpoint.snapshot import (
-    Group,
     OptimizerState,
+    ParameterGroup,
     Progress,
     SchedulerState,
     Snapshot,
@@ -92,7 +92,7 @@ def _refuse_foreign(target: Path) -> None:
 
 
 def _write_data(snapshot: Snapshot, data: Path, state: bytes, tensors: dict[str, Tensor]) -> dict[str, FileRecord]:
-    files: dict[str, Mapping[str, Source]] = {_MODEL: {**snapshot.parameters, **snapshot.buffers}}
+    files: dict[str, Mapping[str, Source]] = {_MODEL: snapshot.tensors}
     if snapshot.masters:
         files[_MASTERS] = snapshot.masters
     if snapshot.optimizer is not None:
@@ -222,7 +222,7 @@ def _optimizer(values: dict[str, Any], file: Path) -> OptimizerState:
     scalars = values["scalars"]
     return OptimizerState(
         kind=values["kind"],
-        groups=tuple(Group(tuple(group["parameters"]), group["values"]) for group in values["groups"]),
+        groups=tuple(ParameterGroup(tuple(group["parameters"]), group["values"]) for group in values["groups"]),
         states={
             name: {key: scalars[name][key] if key in scalars[name] else tensors[f"{key}/{name}"] for key in keys}
             for name, keys in values["keys"].items()
