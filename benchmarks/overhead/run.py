@@ -21,7 +21,7 @@ from typing import Any
 
 from harmony_ds.bench.processes import Child
 from harmony_ds.bench.results import Contestant, Results, environment
-from harmony_ds.bench.run import Timing, run
+from harmony_ds.bench.run import Rounds, run
 from harmony_ds.bench.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def main() -> None:
     weights_gib = sum(p.numel() * 4 for p in task.subject.model.parameters()) / 2**30
     task = Workload(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION, memory_gib=0.78 * weights_gib)
     with tempfile.TemporaryDirectory() as folder:
-        timing = Timing(args.rounds, WARM_UP, 2, core=core)
+        timing = Rounds(args.rounds, WARM_UP, 2, core=core)
         contestants = [Contestant(name, name, task) for name in ENGINES]
         results = run(contestants, timing, Path(folder) / "r.json", False, print)
     per_call = _per_call(results)

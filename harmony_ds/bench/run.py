@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Rounds:
     """How much is measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Timing:
     limit_s: float | None = None
 
 
-def run(contestants: list[Contestant], timing: Timing, path: Path, resume: bool, tell: Tell) -> Results:
+def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool, tell: Tell) -> Results:
     """Measures what `path` does not hold yet, saving after every turn.
 
     Raises:
@@ -70,7 +70,7 @@ def run(contestants: list[Contestant], timing: Timing, path: Path, resume: bool,
     return results
 
 
-def begin(contestants: list[Contestant], timing: Timing, path: Path, resume: bool) -> Results:
+def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool) -> Results:
     """The results so far, or empty ones."""
     first = contestants[0].task
     wanted: dict[str, Any] = {
@@ -99,7 +99,7 @@ def begin(contestants: list[Contestant], timing: Timing, path: Path, resume: boo
     return results
 
 
-def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tuple[Contestant | None, dict[str, Any]]:
+def best_micro_batch(contestant: Contestant, timing: Rounds, tell: Tell) -> tuple[Contestant | None, dict[str, Any]]:
     """The contestant at the micro-batch, doubled from its own, that makes its step shortest; and every time measured.
 
     None if it is its own micro-batch, or runs with none.
@@ -142,7 +142,7 @@ def _turned(contestants: list[Contestant], number: int) -> list[Contestant]:
 
 
 class _Turns:
-    def __init__(self, results: Results, timing: Timing, path: Path, tell: Tell) -> None:
+    def __init__(self, results: Results, timing: Rounds, path: Path, tell: Tell) -> None:
         self._results, self._timing, self._path, self._tell = results, timing, path, tell
         self._children: dict[str, Child] = {}
         self._began = self._first_turn = time.monotonic()

@@ -6,16 +6,16 @@ from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.export import export_weights, save_16bit
 from harmony_ds.checkpoint.find import find, read_any
 from harmony_ds.checkpoint.layout import write
-from harmony_ds.checkpoint.restore import Wanted, restore
+from harmony_ds.checkpoint.restore import LoadOptions, restore
 from harmony_ds.checkpoint.snapshot import Layout, Progress, Snapshot
 
 __all__ = [
     "Layout",
+    "LoadOptions",
     "Progress",
     "ResumableLoader",
     "Snapshot",
     "Trained",
-    "Wanted",
     "capture",
     "convert",
     "export_weights",

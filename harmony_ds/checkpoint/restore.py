@@ -21,7 +21,7 @@ CustomLoad = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadOptions:
     """What of a checkpoint is loaded, in DeepSpeed's words.
 
     Attributes:
@@ -36,7 +36,7 @@ class Wanted:
     custom: CustomLoad | None = None
 
 
-def restore(trained: Trained, snapshot: Snapshot, wanted: Wanted, where: str) -> None:
+def restore(trained: Trained, snapshot: Snapshot, wanted: LoadOptions, where: str) -> None:
     """Puts `snapshot` in the place of what `trained` holds. The engine is at rest, and all of it on the host.
 
     Raises:
@@ -65,11 +65,11 @@ def restore(trained: Trained, snapshot: Snapshot, wanted: Wanted, where: str) ->
         restore_random(found.random, trained.device)
 
 
-def _has_optimizer(trained: Trained, wanted: Wanted) -> bool:
+def _has_optimizer(trained: Trained, wanted: LoadOptions) -> bool:
     return wanted.optimizer and not wanted.module_only and trained.optimizer is not None
 
 
-def _has_scheduler(trained: Trained, wanted: Wanted) -> bool:
+def _has_scheduler(trained: Trained, wanted: LoadOptions) -> bool:
     return wanted.scheduler and not wanted.module_only and hasattr(trained.scheduler, "load_state_dict")
 
 
@@ -144,7 +144,7 @@ def _given_back_if_refused(trained: Trained, where: str) -> Iterator[None]:
 # ---- putting it there
 
 
-def _put_weights(trained: Trained, snapshot: Snapshot, wanted: Wanted) -> None:
+def _put_weights(trained: Trained, snapshot: Snapshot, wanted: LoadOptions) -> None:
     store = trained.store
     if wanted.custom is not None:
         values = {name: source.read() for name, source in snapshot.tensors.items()}

@@ -17,7 +17,7 @@ from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import ablated, equal_results
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.run import Tell, Timing, best_micro_batch, run
+from harmony_ds.bench.run import Rounds, Tell, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
 from harmony_ds.bench.table import table
 from harmony_ds.bench.workload import Workload
@@ -100,9 +100,9 @@ class Turns:
         ),
     ] = None
 
-    def timing(self, device: str) -> Timing:
+    def timing(self, device: str) -> Rounds:
         alive = device == "cpu" if self.together is None else self.together
-        return Timing(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
+        return Rounds(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
 
 
 Output = Annotated[
@@ -190,7 +190,7 @@ def _engines(task: Workload, wanted: Raced, several: bool, tell: Tell) -> Iterat
 
 
 def _with_best(
-    contestants: list[Contestant], timing: Timing, output: Path, resume: bool, tell: Tell
+    contestants: list[Contestant], timing: Rounds, output: Path, resume: bool, tell: Tell
 ) -> tuple[list[Contestant], dict[str, dict[str, Any]]]:
     """The contestants, and those of them that are not ours once more at their best micro-batch."""
     if resume and output.is_file():

@@ -17,7 +17,7 @@ from harmony_ds.bench.child import copied_bytes
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
-from harmony_ds.bench.run import Timing, begin, best_micro_batch, run
+from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
 from harmony_ds.bench.workload import Workload, model_flops
 from harmony_ds.cli.app import app
@@ -226,9 +226,9 @@ def test_a_foreign_file_is_no_result(tmp_path: Path) -> None:
 
 def test_resuming_another_comparison_is_refused(task: Workload, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    begin([Contestant("harmony", "harmony", task)], Timing(), path, False).save(path)
+    begin([Contestant("harmony", "harmony", task)], Rounds(), path, False).save(path)
     with pytest.raises(ConfigError, match="steps was 2 and is 7"):
-        begin([Contestant("harmony", "harmony", task)], Timing(steps=7), path, True)
+        begin([Contestant("harmony", "harmony", task)], Rounds(steps=7), path, True)
 
 
 # ---- real runs
@@ -288,13 +288,13 @@ def test_wrong_options_are_one_sentence(model: str, options: list[str], message:
 def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_path: Path) -> None:
     tight = Workload(**{**task.as_json(), "memory_gib": 1e-6})
     contestants = [Contestant("harmony", "harmony", tight)]
-    results = run(contestants, Timing(1, 1, 1), tmp_path / "r.json", False, silent)
+    results = run(contestants, Rounds(1, 1, 1), tmp_path / "r.json", False, silent)
     assert results.finished and results.rows["harmony"].out_of_memory
     assert "out of memory" in summarize(results)[0].status
 
 
 def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload) -> None:
-    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Timing(), silent)
+    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Rounds(), silent)
     assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
     assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")
 

@@ -130,12 +130,8 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
     for name, shape in shapes.items():
         if name in fragments[0]:
             parts = Shares(tuple(fragment[name].reshape(-1) for fragment in fragments))
-            found |= split_each({name: shape}, parts, "value") if len(models) > 1 else _one(name, shape, parts)
+            found |= split_each({name: shape}, parts, "value")
     return found
-
-
-def _one(name: str, shape: Any, parts: Shares) -> dict[str, Source]:
-    return split_in_order({name: shape}, None, parts, "value")
 
 
 def _scaler(record: Record | None) -> dict[str, Any] | None:
