@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def _turned(contestants: list[Contestant], number: int) -> list[Contestant]:
 class _Turns:
     def __init__(self, results: Results, timing: Rounds, path: Path, tell: Tell) -> None:
         self._results, self._timing, self._path, self._tell = results, timing, path, tell
-        self._children: dict[str, Child] = {}
+        self._running: dict[str, tuple[Contestant, Child]] = {}
         self._began = self._first_turn = time.monotonic()
         self._next_step: dict[str, int] = {}
         self._taken = 0
@@ -161,73 +161,64 @@ class _Turns:
             return
         self._tell(f"{contestant.label}: warming up{self._outlook()}")
         child = alive.enter_context(Child(contestant.engine, contestant.task, self._timing.core))
-        try:
+        with self._told(contestant):
             child.start()
             _note_losses(row, 0, child.ask({"run": self._timing.warmup_steps, "first": 0})["losses"])
-        except ChildFailedError as error:
-            self._failed(contestant, error)
-            return
-        self._children[contestant.label] = child
-        self._next_step[contestant.label] = self._timing.warmup_steps
+            self._running[contestant.label] = contestant, child
+            self._next_step[contestant.label] = self._timing.warmup_steps
 
     def take(self, number: int, contestant: Contestant) -> None:
         """One engine's turn of one round."""
-        row = self._results.rows[contestant.label]
         if not self._taken:
             self._first_turn = time.monotonic()
-        if row.error is None:
-            if self._timing.together:
+        if self._timing.together:
+            self._run(number, contestant)
+        else:
+            with ExitStack() as alive:
+                self.start(contestant, alive)
                 self._run(number, contestant)
-            else:
-                with ExitStack() as alive:
-                    self.start(contestant, alive)
-                    if row.error is None:
-                        self._run(number, contestant)
-                        self._finish(contestant)
-                    self._children.pop(contestant.label, None)
+                self.close_reports()
         self._taken += 1
         self.left -= 1
         self._results.save(self._path)
 
     def _run(self, number: int, contestant: Contestant) -> None:
+        """Steps, if it is still running."""
         label, steps = contestant.label, self._timing.steps
+        if label not in self._running:
+            return
+        _, child = self._running[label]
         row, first = self._results.rows[label], self._next_step[label]
         self._tell(f"{label}: round {number + 1} of {self._timing.rounds}{self._outlook()}")
-        try:
-            answer = self._children[label].ask({"run": steps, "first": first})
-        except ChildFailedError as error:
-            self._failed(contestant, error)
-            return
-        self._next_step[label] = first + steps
-        _note_losses(row, first, answer["losses"])
-        row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
-
-    def _finish(self, contestant: Contestant) -> None:
-        """The engine's report, and its copies counted in a step of their own."""
-        label = contestant.label
-        row, child = self._results.rows[label], self._children[label]
-        try:
-            report = child.ask({"report": True})  # peaks of the steps that were timed
-            counted = child.ask({"count": self._next_step[label]})
-        except ChildFailedError as error:
-            self._failed(contestant, error)
-            return
-        if counted:
-            report["copied_bytes"] = counted
-        row.report = report
+        with self._told(contestant):
+            answer = child.ask({"run": steps, "first": first})
+            self._next_step[label] = first + steps
+            _note_losses(row, first, answer["losses"])
+            row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
 
     def close_reports(self) -> None:
-        """Of the processes that are still alive."""
-        for label in list(self._children):
-            wanted = self._results.wanted["contestants"][label]
-            self._finish(Contestant(label, wanted["engine"], Workload(**wanted["task"])))
+        """The reports of all that are running, and their copies counted in a step of their own."""
+        for contestant, child in list(self._running.values()):
+            with self._told(contestant):
+                report = child.ask({"report": True})  # peaks of the steps that were timed
+                counted = child.ask({"count": self._next_step[contestant.label]})
+                self._results.rows[contestant.label].report = {
+                    **report,
+                    **({"copied_bytes": counted} if counted else {}),
+                }
+        self._running.clear()
 
-    def _failed(self, contestant: Contestant, error: ChildFailedError) -> None:
-        row = self._results.rows[contestant.label]
-        row.error, row.out_of_memory = str(error), error.out_of_memory
-        self._children.pop(contestant.label, None)
-        self._tell(f"{contestant.label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
-        self._results.save(self._path)
+    @contextmanager
+    def _told(self, contestant: Contestant) -> Iterator[None]:
+        """An error of its process is its row's, and ends its part in the comparison."""
+        try:
+            yield
+        except ChildFailedError as error:
+            row = self._results.rows[contestant.label]
+            row.error, row.out_of_memory = str(error), error.out_of_memory
+            self._running.pop(contestant.label, None)
+            self._tell(f"{contestant.label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
+            self._results.save(self._path)
 
     def _outlook(self) -> str:
         if not self._taken:

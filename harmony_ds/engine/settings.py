@@ -10,6 +10,7 @@ import torch
 from harmony_ds.config import Config
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import named
+from harmony_ds.config.settings import SCALER_NAMES
 
 
 class Settings:
@@ -98,13 +99,8 @@ class Settings:
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """The dynamic loss scale's settings, under DeepSpeed's names."""
         values = self._settings.values
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": values["fp16.loss_scale_window"],
-            "delayed_shift": values["fp16.hysteresis"],
-            "consecutive_hysteresis": values["fp16.consecutive_hysteresis"],
-            "min_scale": values["fp16.min_loss_scale"],
-        }
+        rules = {theirs: values[f"fp16.{ours}"] for ours, theirs in SCALER_NAMES.items()}
+        return {"init_scale": self.initial_dynamic_scale(), **rules}
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What layers compute in, and what gradients are added up in."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED
 from harmony_ds.checkpoint.folders import making, point_latest
 from harmony_ds.checkpoint.snapshot import Layout, OptimizerState, ParameterGroup, Snapshot, Source, listed
+from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -120,14 +121,8 @@ def _loss_scaler(snapshot: Snapshot) -> dict[str, Any]:
     state = snapshot.progress.loss_scaler
     if state is None:
         return {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
-    rules = state["settings"]
-    scaler = DynamicLossScaler(
-        init_scale=state["scale"],
-        scale_window=rules["loss_scale_window"],
-        min_scale=rules["min_loss_scale"],
-        delayed_shift=rules["hysteresis"],
-        consecutive_hysteresis=rules["consecutive_hysteresis"],
-    )
+    rules = {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
+    scaler = DynamicLossScaler(init_scale=state["scale"], **rules)
     scaler.cur_iter = state["step"]
     scaler.last_overflow_iter = state["last_overflow"]
     scaler.cur_hysteresis = state["hysteresis"]

@@ -22,6 +22,7 @@ from harmony_ds.checkpoint.snapshot import (
     listed,
 )
 from harmony_ds.config.optimizers import keeper_of
+from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 OWNED = frozenset(
@@ -143,12 +144,7 @@ def _scaler(record: Record | None) -> dict[str, Any] | None:
         "hysteresis": int(values["cur_hysteresis"]),
         "step": int(values["cur_iter"]),
         "last_overflow": int(values["last_overflow_iter"]),
-        "settings": {
-            "loss_scale_window": int(values["scale_window"]),
-            "min_loss_scale": float(values["min_scale"]),
-            "hysteresis": int(values["delayed_shift"]),
-            "consecutive_hysteresis": bool(values["consecutive_hysteresis"]),
-        },
+        "settings": {ours: values[theirs] for ours, theirs in SCALER_NAMES.items()},
     }
 
 
