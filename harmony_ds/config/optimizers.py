@@ -122,7 +122,8 @@ def same_formula(one: str, other: str) -> bool:
 
 def keeper_of(keys: Iterable[str], counts_in_tensors: bool) -> str | None:
     """The class that keeps states of these names; torch's count steps in tensors, DeepSpeed's do not."""
-    row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) <= set(keys)), None)
+    kept = set(keys) - {"step", "max_exp_avg_sq"}  # amsgrad keeps the latter beside
+    row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) == kept), None)
     if row is None:
         return None
     return row.on_device if counts_in_tensors and row.on_device in row.classes else row.classes[0]
