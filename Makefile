@@ -42,14 +42,17 @@ test: venv
 	$(BIN)/lint-imports
 	$(MAKE) --jobs=2 test-training test-rest
 
-TRAINING := tests/engine tests/checkpoint
+# What each of the two processes runs, by what it takes: both end at about the same time. The test devices take torch's one
+# place for an accelerator, so that their tests run in processes of their own: one behind each.
+DEVICES := tests/simdevice tests/late_device
+TRAINING := tests/engine tests/checkpoint tests/offload tests/integrations
 
 test-training:
-	$(BIN)/python -m pytest $(TRAINING)
+	$(BIN)/python -m pytest -m "not gpu" $(TRAINING)
+	$(BIN)/python -m pytest tests/late_device
 
-# The test device takes torch's one place for an accelerator, so its tests run in a process of their own.
 test-rest:
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/simdevice $(foreach folder,$(TRAINING),--ignore $(folder))
+	$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(TRAINING) $(DEVICES))
 	$(BIN)/python -m pytest tests/simdevice
 
 test-gpu:

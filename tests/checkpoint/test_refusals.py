@@ -16,7 +16,7 @@ import torch
 
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
-from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, state_of, tag_folder, train
+from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
 
 SETUP = Setup(config={"bf16": {"enabled": True}})
 
@@ -294,7 +294,9 @@ def test_a_function_of_the_users_loads_the_weights(good: Path) -> None:
     with engine_of(SETUP) as engine:
         engine.load_checkpoint(good, custom_load_fn=load)
         assert given.keys() == engine.module.state_dict().keys()
-        assert all((m == 0.5).all() for m in engine._assembly.store.masters.values())
+        masters = masters_of(engine)
+        assert masters.keys() == dict(engine.module.named_parameters()).keys()
+        assert all((master == 0.5).all() for master in masters.values())
         assert engine.global_steps == 2
 
 
