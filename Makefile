@@ -13,6 +13,7 @@ PYTHON_GPU ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := venv
 .PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory paper vldb22
@@ -32,10 +33,15 @@ demo: export GOMP_SPINCOUNT = 0
 demo: venv
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
+# What tests compile, once for each machine: it takes minutes, and is no test's time.
+$(COMPILED): $(STAMP)
+	$(BIN)/python -m tests.compile
+	touch $@
+
 # One OpenMP thread: with more, spinning threads on busy cores make small kernels many times slower. Two processes, one
 # core each.
 test: export OMP_NUM_THREADS = 1
-test: venv
+test: venv $(COMPILED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict harmony_ds

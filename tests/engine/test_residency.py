@@ -391,9 +391,14 @@ def drop_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
 
 
-@pytest.mark.parametrize("residency", ["off", 3, EVERY])
-@pytest.mark.parametrize("change", [halve, halve_data, load_weights, forget_moments, load_optimizer, drop_state])
+CHANGES = [halve, halve_data, load_weights, forget_moments, load_optimizer, drop_state]
+
+
+@pytest.mark.parametrize(
+    ("change", "residency"), [*((change, 3) for change in CHANGES), (halve, EVERY), (drop_state, EVERY)]
+)
 def test_what_the_user_writes_on_the_host_counts(change: Any, residency: Any) -> None:
+    """With three packs of six on the device, and with all."""
     plain, model = trained_plainly(change), LLAMA.build(0.0)
     with engine_for(model, adamw, config_with(residency, 0.5)) as engine:
         train_groups(engine, GROUPS[:2])
