@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
 from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
+from tests.engine.drive import adamw
 
 SETUP = Setup(config={"bf16": {"enabled": True}})
 
@@ -220,15 +222,14 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(name: str, good: Path
 
 
 def test_other_shapes_are_refused_with_both(good: Path) -> None:
-    with engine_of(SETUP) as engine:
-        store = engine._assembly.store
-        name = "model.norm.weight"
-        parameter = store.parameters[name]
-        parameter.data = parameter.data[:7]
-        with pytest.raises(
-            CheckpointError, match=r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
-        ):
-            engine.load_checkpoint(good)
+    model = SETUP.one.build(0.0)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(7))
+    config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}, **SETUP.config}
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    message = r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(good)
+    engine.destroy()
 
 
 def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(tmp_path: Path) -> None:
