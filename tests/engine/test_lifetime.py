@@ -41,7 +41,8 @@ CONFIG = config_of(2, 0.5, {"pack_layers": 1, "residency": 1})
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Only reference counts free anything."""
+    """Only reference counts free anything; of what other tests left, nothing is there any more."""
+    gc.unfreeze()
     gc.collect()
     gc.disable()
     yield
@@ -52,8 +53,18 @@ def initialized(model: nn.Module, **arguments: Any) -> HarmonyEngine:
     return harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG, **arguments)[0]
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads that run already are no concern of a test (transformers keeps trainers, and so their engines)."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def update_threads() -> int:
-    return sum(thread.name == "harmony-update" for thread in threading.enumerate())
+    return sum(thread.name == "harmony-update" for thread in {*threading.enumerate()} - OTHERS)
 
 
 def assert_plain(model: nn.Module) -> None:
