@@ -20,10 +20,10 @@ from harmony_ds.calls.arguments import (
     forget_collected,
     give_back,
     take_tensors,
-    without_cache,
 )
 from harmony_ds.calls.attributes import Place, Places, held, write_all
 from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
@@ -195,8 +195,8 @@ class LayerCalls:
     def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
-            request = without_cache(request)
-        with self._slots[request.layer].filled(copies), _caller_state(request):
+            request = without_unknown(request)
+        with self._slots[request.layer].filled(copies), _caller_state(request), emptied(empty_caches(request)):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
             lent = self._lent_memory(request.layer, copies)
             if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
@@ -210,7 +210,7 @@ class LayerCalls:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
         if not self.rows.cuts:
             return self.attached(request, copies)
-        without = without_cache(request)
+        without = without_unknown(request)
         arguments, tensors = self._take(without)
         cut = self.rows.cut(request.layer, tensors)
         if cut is None or not self._may_cut(request.layer, arguments):
@@ -232,7 +232,7 @@ class LayerCalls:
         if not request.grad:
             return self.unrecorded(request, copies), None
         glue.origin.model = id(self)
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         call = RecordedCall(
             request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
@@ -343,7 +343,7 @@ class LayerCalls:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
         and nothing is handed back.
         """
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         sinks: list[Sink | None] = [self._dead_ends[request.layer] if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
@@ -423,6 +423,7 @@ class LayerCalls:
             _caller_state(request),
             held(places, attributes) as left,
             collecting(request) as collected,
+            emptied(call.arguments.caches),
         ):
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered:

@@ -63,7 +63,11 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
     blocks = _matching(model, patterns) if patterns else _repeated_blocks(model)
     layers: list[Layer] = []
     resident: list[str] = []
+    seen: set[nn.Module] = set()  # a model may hold one module in several places
     for name, module, bare in _walk(model, "", blocks):
+        if module in seen:
+            continue
+        seen.add(module)
         parameters = module._parameters.values() if bare else module.parameters()
         names = tuple(dict.fromkeys(canonical[id(p)] for p in parameters if p is not None))
         if bare:
