@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, places_of, undone
-from harmony_ds.calls.boundary import Glue, guarded_backward
+from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
+from harmony_ds.calls.boundary import Glue, guarded_backward, slots_behind
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.layer_call import Buffers, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
@@ -44,6 +44,9 @@ class Rehearsal:
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
+        # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
+        self._known = {layer: modules_in(self._modules[layer], set(self._all)) for layer in self._modules}
+        self._known[_BETWEEN] = self._modules[_BETWEEN]
         self._own: dict[int, set[Place]] = {}
         self._start: dict[int, Snapshot] = {}
         self._touched: set[Place] = set()
@@ -84,19 +87,24 @@ class Rehearsal:
     def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
         self._pass(forward, seed)
         found = _Prints(self._all, self._touched)
-        self._own = {layer: set(places_of(modules)) for layer, modules in self._modules.items()}
         for layer in self._modules:
             if layer != _BETWEEN:
-                self._parts.layer_calls.watch(layer, [place for place in self._touched if self._owns(layer, place)])
+                self._watch_touched(layer)
         self._first = False
         outputs = self._outputs
         self._pass(forward, seed)
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
         return self._compare(found, same or not self._parts.device.has_values)
 
+    def _watch_touched(self, layer: int) -> None:
+        """What somebody has touched and `layer` knows is part of what its calls take and give."""
+        places = [place for place in self._touched if self._owns(layer, place)]
+        self._parts.layer_calls.watch(layer, places)
+
     def _pass(self, forward: Callable[[], Any], seed: int) -> None:
         """One forward pass; what it touches is in `_touched`."""
         self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
+        self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
         self._glue = Glue()
@@ -143,12 +151,15 @@ class Rehearsal:
         Raises: as `run`.
         """
         calls, layer = self._parts.layer_calls, request.layer
-        buffers = calls.copied_buffers(layer)
+        self._watch_touched(layer)
         for _ in range(_ATTEMPTS):
             buffers = calls.copied_buffers(layer)
             outputs, touched = self._trial(request, copy, buffers)
+            self._touched |= touched
             if not calls.watch(layer, touched):
                 break
+        self._check_graph(layer, outputs)
+        outputs = [output.detach() for output in outputs]
         self._check_written(f"layer {self._layers[layer].name}", copy)
         # Normalization gathers statistics that it does not read: to copy them for each call would be for nothing.
         advanced = dict(buffers)
@@ -168,19 +179,29 @@ class Rehearsal:
         """Outputs of the call over `buffers`, and the attributes that it touches; everything is as before then."""
         parts = self._parts
         state = parts.random.snapshot()
-        seen = (*self._modules[request.layer], *self._modules[_BETWEEN])
+        seen = tuple(dict.fromkeys((*self._known[request.layer], *self._modules[_BETWEEN])))
         with undone(seen), buffers_apart(buffers):
             before = Snapshot(places_of(seen))
             with assignments() as assigned:
                 trial = parts.layer_calls.trial(request, copy.leaves)
             touched = before.changed() | assigned
         parts.random.rewind(state)
-        return [output.detach() for output in trial.outputs], touched
+        return trial.outputs, touched
 
     def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
         # Kernels of other devices may add up in any order.
         equal = _equal if self.device_type == "cpu" or torch.are_deterministic_algorithms_enabled() else close
         return len(outputs) == len(again) and all(map(equal, outputs, again))
+
+    def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
+        numbers = sorted({slot.call for slot in slots_behind(outputs)})
+        if numbers:
+            others = ", ".join(dict.fromkeys(self._layers[self._calls[number]].name for number in numbers))
+            raise RecomputeError(
+                f"layer {self._layers[layer].name} computes with a tensor of {others} that it was not given: it comes "
+                "neither in its arguments nor on an attribute of a module or in a variable that its code names, and its "
+                "gradient would be lost. Pass it as an argument."
+            )
 
     def _check_written(self, who: str, copy: DeviceCopy) -> None:
         written = self._parts.residency.written(copy)
@@ -219,7 +240,7 @@ class Rehearsal:
         return self._is_one_call(owners) and all(isinstance(v, _ATOMS) for v in prints.attributes[place].leaves)
 
     def _owns(self, layer: int, place: Place) -> bool:
-        return place in self._own[layer] or place.module in self._modules[layer]
+        return place in self._own[layer] or place.module in self._known[layer]
 
     def _is_one_call(self, owners: Sequence[int]) -> bool:
         return len(owners) == 1 and self._calls.count(owners[0]) == 1

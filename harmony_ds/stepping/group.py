@@ -150,7 +150,7 @@ class StepGroup:
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
-            state=self._calls.take(),
+            state=self._calls.take(arguments.functions),
             grad=grad,
             inputs=inputs,
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.call_code import is_function
 from harmony_ds.calls.trees import Made, changed, flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss
@@ -35,6 +36,11 @@ class Arguments:
     def tensors(self) -> list[Tensor]:
         """Every tensor among them."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def functions(self) -> list[Any]:
+        """Every function among them."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, Tensor) and is_function(leaf)]
 
     @property
     def tree(self) -> Inputs:
