@@ -38,7 +38,7 @@ test: export OMP_NUM_THREADS = 1
 test: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict harmony_ds
+	$(BIN)/mypy --strict harmony_ds benchmarks/vldb22
 	$(BIN)/lint-imports
 	$(MAKE) --jobs=2 test-training test-rest
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,33 @@ class Arguments:
     def _containers(self) -> list[Made]:
         """The caller's, as they are now."""
         return [Made(b, b.original, *b.kind.open(b.original)) for b in self._shape.mutable]
+
+
+def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:
+    """The next `count` micro-batches of an iterator or a list: mappings (keyword arguments), tuples or single arguments.
+
+    Raises:
+        BatchError: `data` would begin anew with every step.
+        StopIteration: there is none.
+    """
+    if isinstance(data, (list, tuple)):
+        data = iter(data)
+    elif not isinstance(data, Iterator):
+        raise BatchError(
+            f"the micro-batches are to come from an iterator or a list of them, not from {type(data).__name__}: "
+            "pass iter(loader), made once, so that the next step goes on where this one ends."
+        )
+    # Taken over one by one: it may yield the same buffers again.
+    batches = [_arguments_of(batch) for batch in islice(data, count)]
+    if not batches:
+        raise StopIteration("the data iterator is at its end")
+    return batches
+
+
+def _arguments_of(batch: Any) -> Arguments:
+    if isinstance(batch, Mapping):
+        return Arguments((), dict(batch), take_over=True)
+    return Arguments(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
 
 
 def _weak(leaf: Any) -> Callable[[], Any]:

@@ -225,7 +225,7 @@ def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_pat
         for step in range(6):
             resumed += train(engine, setup, [step])
             if step >= 3:
-                assert engine._traffic.host_to_device.get(Kind.RESIDENT, 0) == 0
+                assert engine._record.traffic.host_to_device.get(Kind.RESIDENT, 0) == 0
                 assert engine._assembly.parts.device_store._held
             engine.save_checkpoint(tmp_path)
         assert_equal(state_of(engine), expected)
