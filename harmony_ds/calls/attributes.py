@@ -65,11 +65,12 @@ Places = tuple[Place, ...]
 
 def places_of(modules: Iterable[nn.Module]) -> Places:
     """Every attribute of `modules`, and the variables that their code and their hooks name."""
-    found = chain.from_iterable(map(_all_places, modules))
+    found = chain.from_iterable(map(all_places, modules))
     return tuple(dict.fromkeys(place for place in found if place.module is not None or may_change(place.read())))
 
 
-def _all_places(module: nn.Module) -> Iterator[Place]:
+def all_places(module: nn.Module) -> Iterator[Place]:
+    """As `places_of`, with variables that hold what cannot change."""
     for key in module.__dict__:
         if key not in _ELSEWHERE:
             yield Place.attribute(module, key)
@@ -87,7 +88,7 @@ def modules_in(modules: Iterable[nn.Module], among: set[nn.Module]) -> tuple[nn.
         module = todo.pop()
         if module not in found:
             found[module] = None
-            for place in _all_places(module):
+            for place in all_places(module):
                 todo += [inner for known in _modules_of(place.read()) if known in among for inner in known.modules()]
     return tuple(found)
 

@@ -8,7 +8,8 @@ forward passes must run one after another, if they must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from harmony_ds.calls.boundary import Glue, guarded_backward, slots_behind
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.layer_call import Buffers, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, RecomputeError
@@ -81,7 +83,7 @@ class Rehearsal:
             parts.random.close()
             parts.residency.evict(copy)
         if drawn:
-            return f"the model draws from {drawn[0]}'s global random numbers, which go on from one forward pass to the next"
+            return f"the model draws from {drawn[0]}, from one forward pass to the next"
         return reason
 
     def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
@@ -92,9 +94,26 @@ class Rehearsal:
                 self._watch_touched(layer)
         self._first = False
         outputs = self._outputs
+        start = _Start(self._all, self._parts.random)
         self._pass(forward, seed)
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
+        if not same and self._parts.device.has_values:
+            self._check_again(forward, seed, start)
         return self._compare(found, same or not self._parts.device.has_values)
+
+    def _check_again(self, forward: Callable[[], Any], seed: int, start: _Start) -> None:
+        """Whether the last pass gives the same once more."""
+        outputs, touched = self._outputs, self._touched
+        with undone(self._all), start.again():
+            self._pass(forward, seed)
+        if not self._same(outputs, self._outputs):
+            raise RecomputeError(
+                f"the forward pass of {type(self._all[0]).__name__} was run twice on the same arguments, attributes, "
+                "buffers and random numbers, and gave different outputs: the code between its layers goes on from "
+                "something that is not seen (an iterator, a generator out of sight). Forward passes run more often than "
+                "they are called. Keep such state in attributes or buffers of the model's modules."
+            )
+        self._touched = touched
 
     def _watch_touched(self, layer: int) -> None:
         """What somebody has touched and `layer` knows is part of what its calls take and give."""
@@ -170,8 +189,8 @@ class Rehearsal:
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
-                "numbers, and gave different outputs: it depends on something else that it changes (a global or "
-                "enclosing variable, a generator of its own), so its forward pass cannot be recomputed. Keep such "
+                "numbers, and gave different outputs: it depends on something else that it changes (an "
+                "iterator, a generator out of sight), so its forward pass cannot be recomputed. Keep such "
                 "state in attributes or buffers of the layer's modules."
             )
 
@@ -279,6 +298,24 @@ class _Print:
         versions = dict(other.versions)
         in_place = any(versions.get(tensor, version) != version for tensor, version in self.versions)
         return not in_place and all(map(_alike, self.leaves, other.leaves))
+
+
+class _Start:
+    """What a forward pass begins with, kept as it is now."""
+
+    def __init__(self, modules: Sequence[nn.Module], random: RandomStreams) -> None:
+        self._random = random
+        self._state = random.snapshot()
+        self._attributes = Snapshot(places_of(modules), copies=True)
+        self._buffers = [(m, {k: None if b is None else b.clone() for k, b in m._buffers.items()}) for m in modules]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything is as it was; buffers, while the context is open."""
+        self._attributes.restore()
+        self._random.rewind(self._state)
+        with buffers_apart(self._buffers):
+            yield
 
 
 class _Prints:
