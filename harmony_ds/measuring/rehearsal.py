@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
-from harmony_ds.calls.boundary import Glue, guarded_backward, slots_behind
+from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Buffers, buffers_apart
+from harmony_ds.calls.layer_call import Buffers, DeadEnd, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
@@ -213,14 +213,20 @@ class Rehearsal:
         return len(outputs) == len(again) and all(map(equal, outputs, again))
 
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
-        numbers = sorted({slot.call for slot in slots_behind(outputs)})
-        if numbers:
-            others = ", ".join(dict.fromkeys(self._layers[self._calls[number]].name for number in numbers))
+        """Whether gradients of a call's outputs go to that call alone."""
+        name = self._layers[layer].name
+        others = {self._layer_of(sink) for sink in sinks_behind(outputs)} - {name}
+        if others:
             raise RecomputeError(
-                f"layer {self._layers[layer].name} computes with a tensor of {others} that it was not given: it comes "
+                f"layer {name} computes with a tensor of {', '.join(sorted(others))} that it was not given: it comes "
                 "neither in its arguments nor on an attribute of a module or in a variable that its code names, and its "
                 "gradient would be lost. Pass it as an argument."
             )
+
+    def _layer_of(self, sink: Sink) -> str:
+        if isinstance(sink, Slot):
+            return self._layers[self._calls[sink.call]].name
+        return sink.layer if isinstance(sink, DeadEnd) else "the code between the layers"
 
     def _check_written(self, who: str, copy: DeviceCopy) -> None:
         written = self._parts.residency.written(copy)
