@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.call_code import identity, is_function, read_by, read_by_callable
+from harmony_ds.calls.call_code import Read, identity, is_function, read_by, read_by_callable
 from harmony_ds.calls.trees import Branch, flatten, may_change
 
 _ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward"))
@@ -65,19 +65,20 @@ Places = tuple[Place, ...]
 
 def places_of(modules: Iterable[nn.Module]) -> Places:
     """Every attribute of `modules`, and the variables that their code and their hooks name."""
-    found = chain.from_iterable(map(all_places, modules))
+    found = all_places(modules)
     return tuple(dict.fromkeys(place for place in found if place.module is not None or may_change(place.read())))
 
 
-def all_places(module: nn.Module) -> Iterator[Place]:
+def all_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
     """As `places_of`, with variables that hold what cannot change."""
-    for key in module.__dict__:
-        if key not in _ELSEWHERE:
-            yield Place.attribute(module, key)
-    functions = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
-    functions += filter(is_function, module.__dict__.values())
-    for held, key, _ in (*read_by(type(module)), *chain.from_iterable(map(read_by_callable, functions))):
-        yield Place(identity(held, key), key, held)
+    modules = list(modules)
+    reads: list[Iterable[Read]] = [read_by(cls) for cls in dict.fromkeys(map(type, modules))]
+    for module in modules:
+        functions = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
+        functions += filter(is_function, module.__dict__.values())
+        reads += map(read_by_callable, functions)
+        yield from (Place.attribute(module, key) for key in module.__dict__ if key not in _ELSEWHERE)
+    yield from (Place(identity(held, key), key, held) for held, key, _ in chain.from_iterable(reads))
 
 
 def modules_in(modules: Iterable[nn.Module], among: set[nn.Module]) -> tuple[nn.Module, ...]:
@@ -85,11 +86,10 @@ def modules_in(modules: Iterable[nn.Module], among: set[nn.Module]) -> tuple[nn.
     found: dict[nn.Module, None] = {}
     todo = list(modules)
     while todo:
-        module = todo.pop()
-        if module not in found:
-            found[module] = None
-            for place in all_places(module):
-                todo += [inner for known in _modules_of(place.read()) if known in among for inner in known.modules()]
+        new = dict.fromkeys(module for module in todo if module not in found)
+        found |= new
+        known = (one for place in all_places(new) for one in _modules_of(place.read()) if one in among)
+        todo = [inner for one in dict.fromkeys(known) for inner in one.modules()]
     return tuple(found)
 
 

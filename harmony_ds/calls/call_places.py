@@ -162,7 +162,7 @@ class Walk:
         for function in self._functions:
             self._function(function)
         # At least two keys, so that a tuple comes back.
-        found.read += [(itemgetter(keys[0], *keys), held) for held, keys in self._read.values()]
+        found.read += [(itemgetter(keys[0], *keys), held) for held, keys in self._read.values() if keys]
         with ungated():
             found.modes = bytes([*self._training, *(parameter.requires_grad for parameter in found.parameters)])
         found.modes += repr(self._hooks).encode()
@@ -203,11 +203,12 @@ class Walk:
         self._found.checked[id(held), key] = Checked(value, changed)
 
     def _entries(self, held: dict[Any, Any], without: frozenset[str], name: Callable[[Any], str], depth: int) -> None:
+        _, keys = self._read.setdefault(id(held), (held, []))
         for key, value in list(held.items()):
             if key not in without:
                 place = Place(held, key, name(key))
                 if self._value((id(held), key), place, value):
-                    self._read.setdefault(id(held), (held, []))[1].append(key)
+                    keys.append(key)
                     self._inside(place.name, value, depth)
         self._found.sized.append(held)
 

@@ -36,8 +36,7 @@ def global_generators() -> tuple[Generator, ...]:
 
 def generators_of(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
     """Those that `modules` hold, and the variables that their code names."""
-    places = dict.fromkeys(place for module in modules for place in all_places(module))
-    return tuple(_held_in(place) for place in places if _generators_in(place.read()))
+    return tuple(_held_in(place) for place in dict.fromkeys(all_places(modules)) if _generators_in(place.read()))
 
 
 def is_generator(value: Any) -> bool:

@@ -126,8 +126,8 @@ def _refuse_once_only(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Iterator):
             raise BatchError(
-                f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward passes run "
-                "again to be measured and recomputed: give a list or a tuple, list(...)."
+                f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
+                "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
             )
         if is_generator(leaf):
             raise BatchError(
