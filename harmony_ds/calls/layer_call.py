@@ -35,15 +35,15 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import Stash, StashEntry
 
 
-class _DeadEnd:
+class DeadEnd:
     """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
 
     def __init__(self, layer: str) -> None:
-        self._layer = layer
+        self.layer = layer
 
     def add(self, gradient: Tensor) -> None:
         raise ModelError(
-            f"a gradient reaches layer {self._layer} by a tensor that left it neither as a result nor in an argument or "
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
             "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
             "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
         )
@@ -150,7 +150,7 @@ class LayerCalls:
     def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
         self._layers = layers
         self._slots = [lending.slots(layer.module) for layer in layers]
-        self._dead_ends = [_DeadEnd(layer.name) for layer in layers]
+        self._dead_ends = [DeadEnd(layer.name) for layer in layers]
         self._stash = stash
         self.rows = Rows()
         self._changes_inputs: set[int] = set()

@@ -91,10 +91,10 @@ class StepGroup:
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
-        if self._runner.left:
+        if self._runner.at_their_calls:
             self.catch_up(ticket)
             self._run_forward(ticket)
-        if not kind.pending or self._runner.left:
+        if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
@@ -153,7 +153,7 @@ class StepGroup:
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
-            state=self._calls.take(),
+            state=self._calls.take(arguments.functions),
             grad=grad,
             inputs=inputs,
         )
@@ -198,7 +198,7 @@ class StepGroup:
 
         def forward() -> Any:
             nonlocal writes
-            outputs, wrote = self._call(ticket.call, own)
+            outputs, wrote = self._call(ticket.call, Arguments(*own.tree))
             writes = writes or wrote
             return outputs
 

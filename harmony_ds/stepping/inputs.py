@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.call_code import is_function
+from harmony_ds.calls.generators import is_generator
 from harmony_ds.calls.trees import Made, changed, flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss
@@ -25,6 +27,8 @@ class Arguments:
         """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
         self._names = tuple(kwargs)
         leaves, self._shape = flatten((args, tuple(kwargs.values())))
+        if take_over:
+            _refuse_once_only(leaves)
         own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
         self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
         self._callers = [_weak(leaf) for leaf in leaves]
@@ -36,6 +40,11 @@ class Arguments:
     def tensors(self) -> list[Tensor]:
         """Every tensor among them."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def functions(self) -> list[Any]:
+        """Every function among them."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, Tensor) and is_function(leaf)]
 
     @property
     def tree(self) -> Inputs:
@@ -110,6 +119,21 @@ def _arguments_of(batch: Any) -> Arguments:
     if isinstance(batch, Mapping):
         return Arguments((), dict(batch), take_over=True)
     return Arguments(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
+
+
+def _refuse_once_only(leaves: Sequence[Any]) -> None:
+    """Raises BatchError for what one pass uses up: forward passes run more often than they are called, and later."""
+    for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise BatchError(
+                f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
+                "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
+            )
+        if is_generator(leaf):
+            raise BatchError(
+                "an argument is a generator of random numbers, which would be drawn from later than at its call. Keep it "
+                "on an attribute of the model (model.generator = ...), or draw the numbers before the call and give those."
+            )
 
 
 def _weak(leaf: Any) -> Callable[[], Any]:
