@@ -30,7 +30,7 @@ _DESCRIPTIONS = frozenset(
     "shape dtype device layout is_leaf ndim requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "itemsize nbytes names name _version output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks numel size "
     "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
-    "_has_compatible_shallow_copy_type register_hook is_same_size".split()
+    "_has_compatible_shallow_copy_type is_same_size".split()
 )
 """What says nothing about a parameter's values."""
 _ALIASES = frozenset("data detach numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
@@ -96,6 +96,10 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return links[0].read_grad() if descriptor == "__get__" else links[0].write_grad(*args[1:2])
     if name in _REFUSED:
         raise UnsupportedError(f"{name}() of {links[0].name}, which an engine trains: {_REFUSED[name]}.")
+    if name == "register_hook":  # backward passes that were asked for before do not see it
+        links[0].owner.gradient(links[0].name)
+        with ungated():
+            return func(*args, **kwargs)
     if descriptor == "__set__" and name == "data":
         return links[0].replace(args[1])
     writes = _writes(name, descriptor, kwargs)

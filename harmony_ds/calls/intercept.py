@@ -105,6 +105,7 @@ class InterceptedForward(Added):
         self._layer = layer
         self._forward = layer.module.forward
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _active.handler
         if handler is None:

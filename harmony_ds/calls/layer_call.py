@@ -6,6 +6,7 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class RecordedCall:
         cut: how the call is cut into pieces; None: not at all.
         buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
         slots: per tensor output: the sum of its gradients, or None where none flows.
+        retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
     request: Request
@@ -95,6 +97,7 @@ class RecordedCall:
     cut: Cut | None = None
     buffers: Buffers | None = None
     slots: list[Slot | None] = field(default_factory=list)
+    retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
     def entries(self) -> list[StashEntry]:
@@ -324,8 +327,13 @@ class LayerCalls:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
+        retained = [(outputs[place], handed) for place, handed in call.retained]
         del outcome, outputs
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        for output, reference in retained:
+            handed = reference()
+            if handed is not None:
+                handed.grad = output.grad
 
     def _check(self, call: RecordedCall, outputs: list[Tensor]) -> None:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once."""
@@ -485,6 +493,9 @@ class LayerCalls:
             call.slots.append(slot)
         for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
+            if outcome.leaves[place].retains_grad:
+                number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
+                call.retained.append((number, weakref.ref(tensor)))
         return self._hand_over(call, outcome, leaves, sources)
 
     def copied_buffers(self, layer: int) -> Buffers:
