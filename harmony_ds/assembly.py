@@ -129,7 +129,6 @@ def assemble(
         _fill_meta(model)
     store = HostStore(model, decomposition, config.compute_dtype, device)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
-    ledger = Ledger()
     host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
     # From here on, the residency is what may be done in this run.
@@ -139,7 +138,24 @@ def assemble(
     if residency_wanted != "off" or (saved is not None and saved.policy.resident):
         graph = with_update_bytes(graph, store, device_optimizer)
     # What follows starts a thread: whatever may be refused has been by now.
-    timeline = StepTimeline(device)
+    parts, looks, ledger = _parts(model, config, decomposition, (device, store), host_optimizer, device_optimizer)
+    runner = Runner(parts, decomposition, graph, config, saved)
+    interception = Interception(decomposition.layers)
+    return Assembly(
+        device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
+    )
+
+
+def _parts(
+    model: nn.Module,
+    config: Config,
+    decomposition: Decomposition,
+    memory: tuple[Device, HostStore],
+    host_optimizer: HostOptimizer | None,
+    device_optimizer: DeviceOptimizer | None,
+) -> tuple[Parts, Looks, Ledger]:
+    device, store = memory
+    ledger, timeline = Ledger(), StepTimeline(device)
     gradients, updater = _host_side(config, device, ledger, store, host_optimizer, timeline)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
@@ -164,11 +180,7 @@ def assemble(
         own=OwnGradients(store, updater),
         follow_masters=store.follow_masters,
     )
-    runner = Runner(parts, decomposition, graph, config, saved)
-    interception = Interception(decomposition.layers)
-    return Assembly(
-        device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
-    )
+    return parts, looks, ledger
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:

@@ -209,8 +209,12 @@ class ParameterLinks(Added):
         Raises:
             ModelError: a parameter has been given other memory.
         """
+        with ungated():
+            for link in self._links:
+                link.check_memory()
         for link in self._links:
-            link.settle()
+            if link.is_to_be_settled:
+                link.settle()
 
     def held(self) -> list[str]:
         """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""
@@ -370,22 +374,27 @@ class ParameterLink:
         with ungated():
             self._parameter.grad = value
 
+    def check_memory(self) -> None:
+        """Raises ModelError if the parameter has been given other memory. To be called ungated."""
+        if self.weight is None or self._parameter is None or self._parameter.data_ptr() == self.weight.data_ptr():
+            return
+        raise ModelError(
+            f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a library "
+            "that assigns storages): copy values into it instead, or initialize again."
+        )
+
+    @property
+    def is_to_be_settled(self) -> bool:
+        """Whether somebody may have written into the parameter."""
+        return self._touched or self._handed_out is not None
+
     def settle(self) -> None:
         """What was written into the parameter by hand reaches its master.
 
         Raises:
-            ModelError: it has been given other memory.
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        if self.weight is None or self._parameter is None:
-            return
-        with ungated():
-            if self._parameter.data_ptr() != self.weight.data_ptr():
-                raise ModelError(
-                    f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a "
-                    "library that assigns storages): copy values into it instead, or initialize again."
-                )
-        if self._handed_out is not None:
+        if self._handed_out is not None and self.weight is not None:
             before, self._handed_out = self._handed_out, None
             if self._owner.has_queued() and not torch.equal(before, self.weight):
                 raise CallChangedError(

@@ -1,13 +1,14 @@
 """Attributes of modules that forward passes change: found, kept apart, and put back.
 
 A place is a key of a module's own dictionary, or an attribute of a class or a global or enclosing variable that its code
-or that of a hook names; what its value holds (lists, objects) belongs to it. Parameters, buffers and submodules are looked
-after elsewhere.
+or that of a hook or of a function among its attributes names; what its value holds (lists, objects) belongs to it.
+Parameters, buffers and submodules are looked after elsewhere.
 """
 
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.call_code import identity, read_by, read_by_callable
+from harmony_ds.calls.call_code import Read, identity, is_function, read_by, read_by_callable
 from harmony_ds.calls.trees import Branch, flatten, may_change
 
 _ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward"))
@@ -64,21 +65,43 @@ Places = tuple[Place, ...]
 
 def places_of(modules: Iterable[nn.Module]) -> Places:
     """Every attribute of `modules`, and the variables that their code and their hooks name."""
-    found: dict[Place, None] = {}
+    found = all_places(modules)
+    return tuple(dict.fromkeys(place for place in found if place.module is not None or may_change(place.read())))
+
+
+def all_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
+    """As `places_of`, with variables that hold what cannot change."""
+    modules = list(modules)
+    reads: list[Iterable[Read]] = [read_by(cls) for cls in dict.fromkeys(map(type, modules))]
     for module in modules:
-        found.update((Place.attribute(module, key), None) for key in module.__dict__ if key not in _ELSEWHERE)
-        hooks = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
-        _note(found, (*read_by(type(module)), *chain.from_iterable(map(read_by_callable, hooks))))
+        functions = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()]
+        functions += filter(is_function, module.__dict__.values())
+        reads += map(read_by_callable, functions)
+        yield from (Place.attribute(module, key) for key in module.__dict__ if key not in _ELSEWHERE)
     of_all = [hook for kind in _HOOKS for hook in getattr(nn.modules.module, f"_global{kind}").values()]
-    _note(found, chain.from_iterable(map(read_by_callable, of_all)))
+    reads += map(read_by_callable, of_all)
+    yield from (Place(identity(held, key), key, held) for held, key, _ in chain.from_iterable(reads))
+
+
+def modules_in(modules: Iterable[nn.Module], among: set[nn.Module]) -> tuple[nn.Module, ...]:
+    """`modules`, and those `among` others that they refer to from attributes and variables, with what is inside them."""
+    found: dict[nn.Module, None] = {}
+    todo = list(modules)
+    while todo:
+        new = dict.fromkeys(module for module in todo if module not in found)
+        found |= new
+        known = (one for place in all_places(new) for one in _modules_of(place.read()) if one in among)
+        todo = [inner for one in dict.fromkeys(known) for inner in one.modules()]
     return tuple(found)
 
 
-def _note(found: dict[Place, None], read: Iterable[tuple[Any, str, str]]) -> None:
-    for held, key, _ in read:
-        place = Place(identity(held, key), key, held)
-        if may_change(place.read()):
-            found[place] = None
+def _modules_of(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, _ATOMS):
+        return
+    for leaf in flatten(value)[0]:
+        known = leaf() if isinstance(leaf, weakref.ref) else leaf
+        if isinstance(known, nn.Module):
+            yield known
 
 
 def write_all(places: Places, values: Sequence[Any]) -> None:

@@ -295,6 +295,14 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
     return seen
 
 
+def sinks_behind(tensors: Iterable[Tensor]) -> set[Sink]:
+    """Where gradients of `tensors` would go."""
+    roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    inside = _nodes_behind(roots)
+    ends = roots.union(following for node in inside for following, _ in node.next_functions if following is not None)
+    return {sink for end in ends for sink in sinks_of(end) or ()}
+
+
 class GlueSink:
     """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
 

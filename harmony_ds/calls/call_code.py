@@ -1,16 +1,27 @@
-"""What the code of a model's own classes reads beside its modules: attributes of classes, globals, closures."""
+"""What the code of a model's own classes reads beside its modules: attributes of classes, globals, closures, and
+attributes of the modules and classes that those are.
+
+Names are looked for in the code, not followed through it: `settings.Cfg.scale` is every attribute of `settings` that the
+function names anywhere (`Cfg`, `scale`), and of what is found there. That may be too much, which does no harm.
+"""
 
 from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+Read = tuple[Any, str, str]
+"""A mapping, a key that some code reads there, and the name of that in messages."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
@@ -84,72 +95,170 @@ def identity(held: Any, key: str) -> int:
     return id(held.owner if isinstance(held, ClassAttributes) else held)
 
 
-def read_by(cls: type) -> tuple[tuple[Any, str, str], ...]:
-    """The mappings that the code of `cls` reads, each with a key that it reads there and the name of that in messages.
+def read_by(cls: type) -> tuple[Read, ...]:
+    """What the code of `cls` reads.
 
     Only of classes and functions of the user's own: what is installed does not change its mind within a step.
     """
-    return _read_by(cls)
+    return _reader_of(cls).read()
 
 
-@functools.lru_cache(maxsize=4096)
-def _read_by(cls: Any) -> tuple[tuple[Any, str, str], ...]:
-    found: list[tuple[Any, str, str]] = []
-    seen: set[int] = set()
-    for owner in cls.__mro__:
-        if owner is nn.Module or not _is_own(owner.__module__):
-            continue
-        attributes = ClassAttributes(owner)
-        found += [(attributes, key, f"{owner.__name__}.{key}") for key in attributes]
-        for member in owner.__dict__.values():
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(function, types.FunctionType):
-                found += _read_by_function(function, seen)
-    return tuple(found)
+def is_function(value: Any) -> bool:
+    """Whether `value` is a function, a method, or what stands for one."""
+    return isinstance(value, _FUNCTIONS) or "__wrapped__" in getattr(value, "__dict__", ())
 
 
-def read_by_callable(function: Any) -> Iterator[tuple[Any, str, str]]:
-    """As `read_by`, of a hook: a function, a method and its object, an object that can be called, or a partial of such."""
+def read_by_callable(function: Any) -> Iterator[Read]:
+    """As `read_by`, of a function, a method and its object, an object that can be called, or a partial of such."""
+    owners = []
     if isinstance(function, functools.partial):
         yield from read_by_callable(function.func)
         owners = [*function.args, *function.keywords.values()]
     elif isinstance(function, types.FunctionType):
-        yield from _read_by_function(function, set())
-        return
-    else:
+        yield from _Reader(function).read()
+    elif "__wrapped__" in getattr(function, "__dict__", ()):
+        yield from read_by_callable(function.__wrapped__)
+    elif not isinstance(function, (type, types.BuiltinFunctionType)):
         owners = [getattr(function, "__self__", function)]
         yield from read_by(type(owners[0]))
+        if isinstance(function, types.MethodType):
+            yield from read_by_callable(function.__func__)
     for owner in owners:
         if not isinstance(owner, nn.Module):
-            yield Standing(owner), Standing.KEY, f"the {type(owner).__name__} of a hook"
+            yield Standing(owner), Standing.KEY, f"the {type(owner).__name__} of {_name(function)}"
 
 
-def _read_by_function(function: types.FunctionType, seen: set[int]) -> list[tuple[Any, str, str]]:
-    if id(function) in seen or not _is_own(function.__module__):
-        return []
-    seen.add(id(function))
-    closure, variables = Closure(function), function.__globals__
-    found: list[tuple[Any, str, str]] = [(closure, key, f"{function.__qualname__}'s {key}") for key in closure]
-    found += [
-        (variables, key, f"{function.__module__}.{key}") for key in _globals_of(function.__code__) if key in variables
-    ]
-    for called in [held.get(key) for held, key, _ in found]:
-        if isinstance(called, types.FunctionType):
-            found += _read_by_function(called, seen)
-    return found
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _globals_of(code: types.CodeType) -> list[str]:
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _globals_of(constant)
-    return list(dict.fromkeys(names))
+@functools.lru_cache(maxsize=4096)
+def _reader_of(cls: type) -> _Reader:
+    return _Reader(cls)
+
+
+class _Reader:
+    """Goes through the code of one function or class, and whatever code of the user's own that leads to.
+
+    What is found stays the same as long as the functions, classes and modules on the way do.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._found: dict[tuple[int, str], Read] = {}
+        self._way: list[tuple[Any, str, Any]] = []
+        self._seen: set[Any] = set()
+        self._begun = False
+
+    def read(self) -> tuple[Read, ...]:
+        """Everything that is read."""
+        if not self._begun or any(held.get(key) is not value for held, key, value in self._way):
+            self._begun = True
+            self._found.clear()
+            self._way.clear()
+            self._seen.clear()
+            if isinstance(self._root, type):
+                for owner in self._root.__mro__:
+                    self._class(owner, frozenset(owner.__dict__))
+            else:
+                self._function(self._root)
+        return tuple(self._found.values())
+
+    def _note(self, held: Any, key: str, name: str, names: frozenset[str]) -> None:
+        value = held.get(key)
+        self._found[identity(held, key), key] = held, key, name
+        if not isinstance(value, _PLAIN):
+            self._way.append((held, key, value))
+            self._value(value, names)
+
+    def _value(self, value: Any, names: frozenset[str]) -> None:
+        """What code that has got hold of `value`, and names `names`, reads of it."""
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.ModuleType):
+            self._module(value, names)
+        else:
+            for owner in (value if isinstance(value, type) else type(value)).__mro__:
+                self._class(owner, names)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen or not _is_own(function.__module__):
+            return
+        self._seen.add(id(function))
+        used = _used_by(function.__code__)
+        closure, variables = Closure(function), function.__globals__
+        for key in closure:
+            self._note(closure, key, f"{function.__qualname__}'s {key}", used.names)
+        for key in used.variables:
+            if key in variables:
+                self._note(variables, key, f"{function.__module__}.{key}", used.names)
+        for name in used.imports:
+            package = variables.get("__package__")
+            for module in (sys.modules.get(name), sys.modules.get(f"{package}.{name}"), sys.modules.get(package or "")):
+                if module is not None:
+                    self._module(module, used.names)
+
+    def _class(self, owner: type, names: frozenset[str]) -> None:
+        if (id(owner), names) in self._seen or owner is nn.Module or not _is_own(owner.__module__):
+            return
+        self._seen.add((id(owner), names))
+        attributes = ClassAttributes(owner)
+        for key in attributes:
+            if key in names:
+                self._note(attributes, key, f"{owner.__name__}.{key}", names)
+        for member in owner.__dict__.values():
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(function, types.FunctionType):
+                self._function(function)
+                if _is_own(function.__module__):
+                    self._class(owner, _used_by(function.__code__).names)
+
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> None:
+        if (id(module), names) in self._seen:
+            return
+        self._seen.add((id(module), names))
+        held, own = vars(module), _is_own(module.__name__)
+        if module is os and "getenv" in names:
+            names |= {"environ"}
+        for key in names.intersection(held):
+            value = held[key]
+            if isinstance(value, types.ModuleType):
+                self._module(value, names)
+            # Of what is installed: functions, which somebody may patch, and the environment.
+            elif own or callable(value) or value is os.environ:
+                self._note(held, key, f"{module.__name__}.{key}", names)
+
+
+@dataclass(slots=True)
+class _Used:
+    """Names that a function and those inside it use: global variables, modules that they import, and any whatsoever."""
+
+    variables: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    names: frozenset[str] = frozenset()
+
+
+@functools.lru_cache(maxsize=4096)
+def _used_by(code: types.CodeType) -> _Used:
+    used = _Used(names=frozenset(code.co_names))
+    for step in dis.get_instructions(code):
+        if step.opname in _GLOBAL:
+            used.variables.append(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            used.imports.append(step.argval)
+    for inner in map(_used_by, (c for c in code.co_consts if isinstance(c, types.CodeType))):
+        used.variables += inner.variables
+        used.imports += inner.imports
+        used.names |= inner.names
+    used.variables = list(dict.fromkeys(used.variables))
+    return used
 
 
 @functools.cache
-def _is_own(module: str) -> bool:
+def _is_own(module: str | None) -> bool:
     """Whether a module is a program of the user's, not installed."""
+    if module is None:
+        return False
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     installed = "site-packages" in file or "dist-packages" in file

@@ -1,7 +1,8 @@
 """Where a model keeps what its forward pass reads, found by one walk, and whether anything there has changed.
 
 - values: attributes of modules, of the objects that they hold, what lists, sets and dictionaries in them hold, what
-  their code reads beside (globals, closures, attributes of classes), and torch's switches. They can be put in place again.
+  their code, hooks and functions among all that read beside (globals, closures, attributes of classes), and torch's
+  switches. They can be put in place again.
 - checked: modules, hooks, buffers, and what forward itself changes. They can only be compared.
 - versions of buffers and other tensors, which change with every step. They can only be compared.
 
@@ -10,7 +11,6 @@ Parameters look after themselves (see `harmony_ds.parameters`).
 
 from __future__ import annotations
 
-import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harmony_ds.calls.call_code import read_by
+from harmony_ds.calls.call_code import ClassAttributes, Read, Standing, identity, is_function, read_by, read_by_callable
 from harmony_ds.calls.switches import Switches, switch_values
 from harmony_ds.offload.host_store import ungated
 
@@ -29,7 +29,7 @@ Key = tuple[int, Any]
 """The id of a container (an object's attributes are one), and a key in it; None: all of it."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _FOREIGN = frozenset({"torch", "numpy", "harmony_ds", "builtins", "collections", "threading", "logging", "functools"})
-_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 _MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _DEPTH = 4  # config.text_config.rope_parameters["theta"]
 _LARGEST = 256  # items of a container that is looked into: datasets and vocabularies are not
@@ -146,15 +146,16 @@ class Found:
 class Walk:
     """Looks at everything that `model` and its modules hold."""
 
-    def __init__(self, model: nn.Module, advanced: Mapping[Key, Place]) -> None:
-        """`advanced`: what forward itself changes."""
+    def __init__(self, model: nn.Module, advanced: Mapping[Key, Place], functions: Iterable[Any] = ()) -> None:
+        """`advanced`: what forward itself changes; `functions`: what is called beside the model's own code."""
         self._model = model
         self._advanced = advanced
+        self._functions = functions
         self._found = Found()
         self._seen: set[int] = set()
         self._training: list[bool] = []
         self._hooks: list[int] = []
-        self._classes: dict[type, None] = {}
+        self._read: dict[int, tuple[Any, list[str]]] = {}
 
     def run(self) -> Found:
         found = self._found
@@ -162,8 +163,10 @@ class Walk:
             self._value((id(_SWITCHES), name), Place(_SWITCHES, name, name), value)
         self._hooks_in(_OF_ALL_MODULES, _GLOBAL_HOOKS, "all modules")
         self._modules(type(self._model).__name__, self._model)
-        for cls in self._classes:
-            self._code(cls)
+        for function in self._functions:
+            self._function(function)
+        # At least two keys, so that a tuple comes back.
+        found.read += [(itemgetter(keys[0], *keys), held) for held, keys in self._read.values() if keys]
         with ungated():
             found.modes = bytes([*self._training, *(parameter.requires_grad for parameter in found.parameters)])
         found.modes += repr(self._hooks).encode()
@@ -177,7 +180,7 @@ class Walk:
     def _module(self, name: str, module: nn.Module) -> None:
         self._seen.add(id(module))
         self._training.append(module.training)
-        self._classes[type(module)] = None
+        self._class(type(module))
         found, held = self._found, module.__dict__
         self._hooks_in(held, _HOOKS, name)
         for key, what in _HELD.items():
@@ -201,6 +204,8 @@ class Walk:
             if hooks:
                 self._hooks += hooks
                 self._found.iterated.append(hooks)
+                for hook in hooks.values():
+                    self._function(hook)
                 if "backward" in key:
                     self._found.backward_hook = f"{what} of {owner}"
 
@@ -208,7 +213,7 @@ class Walk:
         self._found.checked[id(held), key] = Checked(value, changed)
 
     def _entries(self, held: dict[Any, Any], without: frozenset[str], name: Callable[[Any], str], depth: int) -> None:
-        keys: list[Any] = []
+        _, keys = self._read.setdefault(id(held), (held, []))
         for key, value in list(held.items()):
             if key not in without:
                 place = Place(held, key, name(key))
@@ -216,18 +221,28 @@ class Walk:
                     keys.append(key)
                     self._inside(place.name, value, depth)
         self._found.sized.append(held)
-        if keys:
-            # At least two, so that a tuple comes back.
-            self._found.read.append((itemgetter(keys[0], *keys), held))
 
-    def _code(self, cls: type) -> None:
-        for held, key, name in read_by(cls):
-            value = held.get(key, self)
-            if value is not self and (id(held), key) not in self._found.values:
-                place = Place(held, key, name)
-                if self._value((id(held), key), place, value):
-                    self._found.read.append((itemgetter(key, key), held))
-                    self._inside(name, value, 0)
+    def _class(self, cls: type) -> None:
+        if id(cls) not in self._seen:
+            self._seen.add(id(cls))
+            self._code(read_by(cls))
+
+    def _function(self, function: Any) -> None:
+        if id(function) not in self._seen:
+            self._seen.add(id(function))
+            self._code(read_by_callable(function))
+
+    def _code(self, reads: Iterable[Read]) -> None:
+        for held, key, name in reads:
+            if isinstance(held, Standing):
+                self._inside(name, held[key], 0)
+                continue
+            where, value = identity(held, key), held.get(key, self)
+            if value is self or (where, key) in self._found.values:
+                continue
+            if self._value((where, key), Place(held, key, name), value):
+                self._read.setdefault(where, (_plainly(held), []))[1].append(key)
+                self._inside(name, value, 0)
 
     def _value(self, key: Key, place: Place, value: Any) -> bool:
         """Notes a value; False if forward changes it, so that it is nobody's own."""
@@ -254,12 +269,15 @@ class Walk:
     def _open(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
             self._modules(name, value)
+        elif is_function(value):
+            self._function(value)
         elif isinstance(value, (list, set, deque, dict)):
             self._seen.add(id(value))
             if len(value) <= _LARGEST:
                 self._container(name, value, depth)
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._seen.add(id(value))
+            self._class(type(value))
             self._entries(value.__dict__, frozenset(), lambda key: f"{name}.{key}", depth)
 
     def _container(self, name: str, value: Any, depth: int) -> None:
@@ -270,3 +288,8 @@ class Walk:
             self._found.iterated.append(value)
             for number, item in enumerate(value):
                 self._inside(f"{name}[{number}]", item, depth)
+
+
+def _plainly(held: Any) -> Any:
+    """What holds the same as a mapping of `read_by`, and is read faster."""
+    return held.owner.__dict__ if isinstance(held, ClassAttributes) else held

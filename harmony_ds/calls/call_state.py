@@ -14,7 +14,7 @@ others wait for their forward pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,11 +50,10 @@ class Queue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A value that a micro-batch has of its own, and the newest."""
+    """A value that a micro-batch has of its own."""
 
     place: Place
     own: Any
-    newest: Any
 
 
 class CallStates:
@@ -63,6 +62,7 @@ class CallStates:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._advanced: dict[Key, Place] = {}
+        self._functions: list[Any] = []  # that calls of this group were given
         self._writes = False  # whether forward writes to buffers or other tensors that stay
         self._watching = False
         self._running = False
@@ -77,24 +77,32 @@ class CallStates:
     def follow(self, queue: Queue) -> None:
         """From now on, calls are queued there; it is not kept alive."""
         self._queue = weakref.ref(queue)
+        if self._functions:
+            self._functions = []
+            self._look()
 
     def _queue_now(self) -> Queue | None:
         return None if self._queue is None else self._queue()
 
     # ---- at the call
 
-    def take(self) -> CallState:
+    def take(self, functions: Sequence[Any] = ()) -> CallState:
         """What a call made now sees; the same object as long as nothing changes.
+
+        Args:
+            functions: those that it is given.
 
         Raises:
             CallChangedError: something was changed since the last call that those who wait would not see as it was.
         """
         if self._running:
             return self._newest
+        unknown = [one for one in functions if not any(one is known for known in self._functions)]
+        self._functions += unknown
         self._refuse(self._written())
         self._versions = self._found.versions()
-        if self._found.changed():
-            found = Walk(self._model, self._advanced).run()
+        if unknown or self._found.changed():
+            found = Walk(self._model, self._advanced, self._functions).run()
             self._refuse(_replaced(self._found.checked, found.checked))
             self._keep(found)
         return self._newest
@@ -120,7 +128,7 @@ class CallStates:
         )
 
     def _look(self) -> None:
-        self._keep(Walk(self._model, self._advanced).run())
+        self._keep(Walk(self._model, self._advanced, self._functions).run())
 
     def _keep(self, found: Found) -> None:
         self._found = found
@@ -210,21 +218,22 @@ class CallStates:
         if not owns:
             yield
             return
+        newest = [own.place.read(_MISSING) for own in owns]
         for own in owns:
             own.place.put(own.own, _MISSING)
         try:
             yield
             self._check_kept(owns)
         finally:
-            for own in owns:
-                own.place.put(own.newest, _MISSING)
+            for own, value in zip(owns, newest, strict=True):
+                own.place.put(value, _MISSING)
 
     def _owns(self, state: CallState) -> tuple[_Own, ...]:
         known = self._differences.get(id(state))
         if known is None or known[0] is not state or known[1] is not self._newest:
             places = self._newest.places | state.places
             owns = tuple(
-                _Own(places[key], state.values.get(key, _MISSING), self._newest.values.get(key, _MISSING))
+                _Own(places[key], state.values.get(key, _MISSING))
                 for key in _differing(state, self._newest)
                 if key not in self._advanced
             )

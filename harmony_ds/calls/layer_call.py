@@ -21,10 +21,10 @@ from harmony_ds.calls.arguments import (
     forget_collected,
     give_back,
     take_tensors,
-    without_cache,
 )
 from harmony_ds.calls.attributes import Place, Places, held, write_all
 from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
@@ -36,15 +36,15 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import Stash, StashEntry
 
 
-class _DeadEnd:
+class DeadEnd:
     """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
 
     def __init__(self, layer: str) -> None:
-        self._layer = layer
+        self.layer = layer
 
     def add(self, gradient: Tensor) -> None:
         raise ModelError(
-            f"a gradient reaches layer {self._layer} by a tensor that left it neither as a result nor in an argument or "
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
             "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
             "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
         )
@@ -154,7 +154,7 @@ class LayerCalls:
     def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
         self._layers = layers
         self._slots = [lending.slots(layer.module) for layer in layers]
-        self._dead_ends = [_DeadEnd(layer.name) for layer in layers]
+        self._dead_ends = [DeadEnd(layer.name) for layer in layers]
         self._stash = stash
         self.rows = Rows()
         self._changes_inputs: set[int] = set()
@@ -200,19 +200,22 @@ class LayerCalls:
     def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
-            request = without_cache(request)
-        with self._slots[request.layer].filled(copies), _caller_state(request):
+            request = without_unknown(request)
+        with self._slots[request.layer].filled(copies), _caller_state(request), emptied(empty_caches(request)):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
-            lent = _memory_of(copies.values())
+            lent = self._lent_memory(request.layer, copies)
             if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
                 outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
             return outputs
+
+    def _lent_memory(self, layer: int, copies: Mapping[str, Tensor]) -> set[int | None]:
+        return _memory_of(copies[name] for name in self._layers[layer].parameters if name in copies)
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
         if not self.rows.cuts:
             return self.attached(request, copies)
-        without = without_cache(request)
+        without = without_unknown(request)
         arguments, tensors = self._take(without)
         cut = self.rows.cut(request.layer, tensors)
         if cut is None or not self._may_cut(request.layer, arguments):
@@ -234,7 +237,7 @@ class LayerCalls:
         if not request.grad:
             return self.unrecorded(request, copies), None
         glue.origin.model = id(self)
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         call = RecordedCall(
             request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
@@ -253,7 +256,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()), glue)
+        outputs = self._cut_outputs(call, outcome, tensors, self._lent_memory(request.layer, copies), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
@@ -350,7 +353,7 @@ class LayerCalls:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
         and nothing is handed back.
         """
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         sinks: list[Sink | None] = [self._dead_ends[request.layer] if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
@@ -430,6 +433,7 @@ class LayerCalls:
             _caller_state(request),
             held(places, attributes) as left,
             collecting(request) as collected,
+            emptied(call.arguments.caches),
         ):
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered:

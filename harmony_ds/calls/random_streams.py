@@ -4,24 +4,23 @@ Random numbers depend on seed, step and micro-batch, and on nothing else: each m
 own, whichever order the plan runs layers in. To get the same numbers in plain PyTorch, call
 `torch.manual_seed(micro_batch_seed(seed, step, index))` before the micro-batch's forward pass.
 
-Python's and NumPy's global generators are the program's: nobody seeds them, and forward passes draw from them one after
-another, as in plain PyTorch. A model that was seen to draw from them has them replayed where a layer is recomputed, and
-put back to where its forward passes left them.
+Other generators (Python's and NumPy's global ones, a `torch.Generator` of the model's) are the program's: nobody seeds
+them, and forward passes draw from them at their calls, as in plain PyTorch. A model that was seen to draw from them has
+them replayed where a layer is recomputed, and put back to where its forward passes left them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from harmony_ds.calls.attributes import Places, Snapshot
+from harmony_ds.calls.generators import Generator, generators_of, global_generators
 from harmony_ds.device.base import Device
 
 
@@ -39,41 +38,6 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Generator:
-    """A global generator outside torch. States compare as equal if they are."""
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-
-
-def _read_numpy() -> Any:
-    kind, keys, *rest = _numpy().get_state()
-    return kind, keys.tobytes(), *rest
-
-
-def _write_numpy(state: Any) -> None:
-    import numpy
-
-    kind, keys, *rest = state
-    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-def _numpy() -> Any:
-    import numpy
-
-    return numpy.random
-
-
-_PYTHON = _Generator("Python", random.getstate, random.setstate)
-_NUMPY = _Generator("NumPy", _read_numpy, _write_numpy)
-
-
-def _available() -> tuple[_Generator, ...]:
-    return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
-
-
 class RandomStreams:
     """Switches generators and attributes between micro-batches. They are the process's and the model's: one runs at a
     time.
@@ -85,7 +49,8 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._others: tuple[_Generator, ...] = ()  # outside torch, that the model was seen to draw from
+        self._others: tuple[Generator, ...] = ()  # that the model was seen to draw from
+        self._held: tuple[Generator, ...] = ()
         self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
         self._states: dict[object, tuple[tuple[Tensor, ...], Snapshot]] = {}
         self._current: object | None = None
@@ -94,6 +59,18 @@ class RandomStreams:
         self._before: tuple[tuple[Any, ...], Snapshot] | None = None
         self.apart: Places = ()
         self.touched: Places = ()
+
+    @property
+    def draws_from_others(self) -> bool:
+        """Whether forward passes draw from generators that the program may draw from or seed between their calls."""
+        return bool(self._others)
+
+    def look_for_generators(self, modules: Iterable[nn.Module]) -> None:
+        """What `modules` hold may be drawn from, too."""
+        self._held = generators_of(modules)
+
+    def _available(self) -> tuple[Generator, ...]:
+        return *global_generators(), *self._held
 
     def open(self) -> None:
         """Remembers the user's generators."""
@@ -156,7 +133,7 @@ class RandomStreams:
         are replayed from then on; they are where they were.
         """
         known = self._others
-        self._others = _available()
+        self._others = self._available()
         before = self._read_others()
         drawn: list[str] = []
         try:
@@ -169,8 +146,8 @@ class RandomStreams:
 
     @contextmanager
     def others_kept(self) -> Iterator[None]:
-        """Whatever is drawn from generators outside torch while the context is open is undone in the end."""
-        before = [(generator, generator.read()) for generator in _available()]
+        """Whatever is drawn from other generators while the context is open is undone in the end."""
+        before = [(generator, generator.read()) for generator in self._available()]
         try:
             yield
         finally:

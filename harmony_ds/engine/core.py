@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
-import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +19,9 @@ from harmony_ds.config import Config
 from harmony_ds.engine.by_hand import OptimizerByHand
 from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.gradients import EngineOwner
+from harmony_ds.engine.lifetime import let_go, while_alive
 from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.used_gradients import UsedGradients
 from harmony_ds.errors import (
     BatchError,
@@ -36,22 +35,18 @@ from harmony_ds.errors import (
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import ungated
-from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
+from harmony_ds.runtime.work import Outcome
 from harmony_ds.scheduler.plan import Plan, Task
-from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
 from harmony_ds.stepping.group import GroupParts, StepGroup
-from harmony_ds.stepping.inputs import Arguments
+from harmony_ds.stepping.inputs import Arguments, take_batches
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
-from harmony_ds.stepping.ticket import QueuedMicroBatch
-
-LossFunction = Callable[[Any], Tensor]
-_STEPS_KEPT = 32
+from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
 
 class HarmonyEngine(Checkpoints):
@@ -76,11 +71,7 @@ class HarmonyEngine(Checkpoints):
         self._backwards_scaled_by_hand = 0  # announced by engine.scale
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
-        self._traffic: Traffic | None = None
-        self._traffic_micro_batches = 0
-        self._peak_bytes = 0
-        self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._timed_plan: Plan | None = None  # the plan that `_step_ms` is of
+        self._record = StepRecord(assembly, config.accumulation_dtype)
         self._looked_early = False
         self._running = False  # a step, or a part of one
         self._gradients_shown: set[str] = set()  # whoever saw them may have changed them
@@ -90,7 +81,7 @@ class HarmonyEngine(Checkpoints):
         self._reports = StepReports(config)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
-        self._let_go = weakref.finalize(self, _let_go, self._links, self._by_hand, assembly)
+        self._let_go = weakref.finalize(self, let_go, self._links, self._by_hand, assembly)
         self._inside_no_sync = False
         self.training_data: Any = None
         self.training_dataloader: Any = None
@@ -110,9 +101,9 @@ class HarmonyEngine(Checkpoints):
             assembly.runner,
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
-            _while_alive(self._warn_about_looking),
-            _while_alive(self._check_scaled),
-            _while_alive(self._propagate),
+            while_alive(self._warn_about_looking),
+            while_alive(self._check_scaled),
+            while_alive(self._propagate),
         )
         self._group = self._new_group()
 
@@ -202,19 +193,24 @@ class HarmonyEngine(Checkpoints):
                 "them before train_batch()."
             )
         batches = self._take(data_iter)
+        losses = self._step_over(len(batches), lambda: [self._group.queue(batch, loss_fn) for batch in batches])
+        loss = torch.stack(losses).mean()
+        self._reports.train_loss(self, loss)
+        return loss
+
+    def _step_over(self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]]) -> list[Tensor]:
+        """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
         try:
-            queued = [self._group.queue(batch, loss_fn) for batch in batches]
-            self._ask_for_gradients(queued, len(batches))
-            self._backwards = len(batches)
+            queued = queue()
+            self._ask_for_gradients(queued, divisor)
+            self._backwards = len(queued)
             self._optimizer_step({})
         except BaseException:
             self._group = self._new_group()
             raise
-        self.micro_steps += len(batches)
+        self.micro_steps += len(queued)
         self._group_began = self.micro_steps
-        loss = torch.stack([micro_batch.loss(attached=False) for micro_batch in queued]).mean()
-        self._reports.train_loss(self, loss)
-        return loss
+        return [ticket.loss(attached=False) for ticket in queued]
 
     def train_group(
         self,
@@ -240,17 +236,8 @@ class HarmonyEngine(Checkpoints):
                 f"train_group() got {len(batches)} micro-batches while {len(self._group)} of engine(...) are queued: it "
                 "takes at least one, and none may be queued."
             )
-        try:
-            queued = [self._group.queue(Arguments((batch,), {}), None, loss_fn, aside) for batch in batches]
-            self._ask_for_gradients(queued, 1)
-            self._backwards = len(batches)
-            self._optimizer_step({})
-        except BaseException:
-            self._group = self._new_group()
-            raise
-        self.micro_steps += len(batches)
-        self._group_began = self.micro_steps
-        return [micro_batch.loss(attached=False) for micro_batch in queued]
+        given = [Arguments((batch,), {}) for batch in batches]
+        return self._step_over(1, lambda: [self._group.queue(one, call=loss_fn, aside=aside) for one in given])
 
     def _ask_for_gradients(self, queued: Sequence[QueuedMicroBatch], divisor: int) -> None:
         for micro_batch in queued:
@@ -276,48 +263,25 @@ class HarmonyEngine(Checkpoints):
         return torch.stack(losses).mean()
 
     def _take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
-        if data_iter is None:
-            data_iter = self._training_batches()
-        elif isinstance(data_iter, (list, tuple)):
-            data_iter = iter(data_iter)
-        elif not isinstance(data_iter, Iterator):
-            raise BatchError(
-                f"the micro-batches are to come from an iterator or a list of them, not from {type(data_iter).__name__}: "
-                "pass iter(loader), made once, so that the next step goes on where this one ends."
-            )
-        batches = []
-        for _ in range(self.gradient_accumulation_steps()):
-            try:
-                args, kwargs = _arguments(next(data_iter))
-                batches.append(Arguments(args, kwargs, take_over=True))  # it may yield the same buffers again
-            except StopIteration:
-                break
-        if not batches:
-            raise StopIteration("the data iterator is at its end")
-        return batches
+        batches = self._training_batches() if data_iter is None else data_iter
+        return take_batches(batches, self.gradient_accumulation_steps())
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        assembly, executor = self._assembly, self._runner.executor
         assert self._by_hand is not None
         self._by_hand.follow(by_hand=lr_kwargs is None)
         group, count = self._group, len(self._group)
-        assembly.device.reset_peak()
+        full = count == self.gradient_accumulation_steps() and not group.propagated
         self._reports.begin()
-        looked = group.propagated
-        begin = time.perf_counter()
-        try:
-            ran = self._run_group(group)
-        finally:
-            self._group = self._new_group()
-        held = self._links.held()
-        if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
-            assembly.looks.at_weights(tuple(held))
-        full = count == self.gradient_accumulation_steps() and not looked
-        self._note_time((time.perf_counter() - begin) * 1e3, full)
-        self._peak_bytes = assembly.device.peak_bytes()
-        self._traffic = assembly.ledger.close()
-        self._traffic_micro_batches = count
-        self._boundary_passed(ran and executor.outcome.overflow, executor.outcome.norm if ran else None, lr_kwargs)
+        with self._record.step(count, full):
+            try:
+                ran = self._run_group(group)
+            finally:
+                self._group = self._new_group()
+            held = self._links.held()
+            if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
+                self._assembly.looks.at_weights(tuple(held))
+        outcome = self._runner.executor.outcome if ran else Outcome()
+        self._boundary_passed(outcome, lr_kwargs)
 
     def _run_group(self, group: StepGroup) -> bool:
         """The queued group, and what the user's own backward passes left; False if there is no gradient at all."""
@@ -337,9 +301,9 @@ class HarmonyEngine(Checkpoints):
     def _take_optimizer(self, optimizer: HostOptimizer) -> OptimizerByHand:
         return OptimizerByHand(
             optimizer,
-            _while_alive(self._step_by_hand),
-            _while_alive(self._zero_grad_by_hand),
-            _while_alive(self.finish_updates),
+            while_alive(self._step_by_hand),
+            while_alive(self._zero_grad_by_hand),
+            while_alive(self.finish_updates),
         )
 
     def _settle(self) -> None:
@@ -483,32 +447,22 @@ class HarmonyEngine(Checkpoints):
                 "from: call engine.backward(loss) first, or change parameters behind engine.step()."
             )
 
-    def _note_time(self, step_ms: float, full: bool) -> None:
-        """Keeps the times of full steps of the present plan; the first of a plan touches memory for the first time."""
-        if self._timed_plan is not self._runner.planner.plan:
-            self._timed_plan = self._runner.planner.plan
-            self._step_ms.clear()
-        elif full:
-            self._step_ms.append(step_ms)
-
-    def _boundary_passed(
-        self, overflow: bool, norm: Future[GradientNorm] | None, lr_kwargs: dict[str, Any] | None
-    ) -> None:
+    def _boundary_passed(self, outcome: Outcome, lr_kwargs: dict[str, Any] | None) -> None:
         """`lr_kwargs`: for the scheduler; None: it is not stepped."""
-        self._norm = norm
-        self._applied = not overflow
-        if overflow:
+        self._norm = outcome.norm
+        self._applied = not outcome.overflow
+        if outcome.overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None and lr_kwargs is not None:
             # torch's schedulers look for a sign that the optimizer was stepped first.
             self.optimizer._opt_called = True  # type: ignore[union-attr]
             self.lr_scheduler.step(**lr_kwargs)
-        self._scaler.update(overflow)
+        self._scaler.update(outcome.overflow)
         self.global_steps += 1
         self.global_samples += self._samples_of_step()
         self._group = self._new_group()
         self._tell_optimizer()
-        self._reports.boundary(self, self._traffic_micro_batches)
+        self._reports.boundary(self, self._record.micro_batches)
 
     def _new_group(self) -> StepGroup:
         return StepGroup(self._group_parts, self.global_steps)
@@ -634,19 +588,7 @@ class HarmonyEngine(Checkpoints):
         Raises:
             RuntimeError: there has been none.
         """
-        plan = self._runner.planner.plan
-        if self._traffic is None or plan is None:
-            raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
-        store = self._assembly.store
-        count = self._traffic_micro_batches
-        return SwapReport.of(
-            self._traffic,
-            lower_bound_bytes(
-                plan, self._runner.planner.graph, store.dtype.itemsize, self._settings.accumulation_dtype.itemsize
-            ),
-            zero3_offload_bytes(self._runner.planner.graph, store.dtype.itemsize, count),
-            count,
-        )
+        return self._record.swaps()
 
     def plan_report(self) -> PlanReport:
         """Predicted against measured step time, device peak and bytes, and the plans that were not chosen.
@@ -654,14 +596,7 @@ class HarmonyEngine(Checkpoints):
         Raises:
             RuntimeError: there has been no step.
         """
-        if self._traffic is None or self._runner.planner.plan is None:
-            raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
-        swapped = sum(
-            side[kind]
-            for side in (self._traffic.host_to_device, self._traffic.device_to_host)
-            for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
-        )
-        return PlanReport(self._runner.planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+        return self._record.plan()
 
     @contextmanager
     def record_steps(self) -> Iterator[list[ExecutedStep]]:
@@ -689,17 +624,7 @@ class HarmonyEngine(Checkpoints):
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""
-        self._assembly.wait_for_updates()
-        plan = self._runner.planner.plan
-        device = self._assembly.device
-        return MemoryReport(
-            device_peak_bytes=self._peak_bytes,
-            planned_peak_bytes=0 if plan is None else plan.peak_bytes,
-            budget_bytes=device.budget_bytes,
-            host_bytes=self._assembly.host_bytes(),
-            counted="plan" if device.name == "cpu" else "allocator",
-            beside_bytes=self._runner.planner.beside_bytes,
-        )
+        return self._record.memory()
 
     def destroy(self) -> None:
         """Finishes updates, ends threads, frees memory, and gives the model its own forward and plain parameters back.
@@ -711,29 +636,6 @@ class HarmonyEngine(Checkpoints):
         """
         self._group.abandon()
         self._let_go()
-
-
-def _let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Assembly) -> None:
-    """What ends an engine, without it."""
-    links.remove()
-    if by_hand is not None:
-        by_hand.remove()
-    updater = assembly.parts.updater
-    if updater is not None and updater.entered:  # garbage was collected there
-        threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
-    else:
-        assembly.destroy()
-
-
-def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `method` while its object lives, and does not keep it alive: a loss may outlive its engine."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        living = reference()
-        return None if living is None else living(*args)
-
-    return call
 
 
 def _need_scalar(loss: object, message: str) -> None:
@@ -750,11 +652,3 @@ def _users_frame() -> int:
         frame = frame.f_back
         level += 1
     return max(level - 1, 1)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}

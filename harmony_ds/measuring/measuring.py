@@ -152,6 +152,7 @@ class Measuring:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What forward passes do to attributes and generators while the context is open is undone in the end."""
+        self._parts.random.look_for_generators(self._parts.lending.modules)
         with undone(self._parts.lending.modules), self._parts.random.others_kept():
             yield
 

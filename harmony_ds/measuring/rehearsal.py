@@ -8,18 +8,20 @@ forward passes must run one after another, if they must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, places_of, undone
-from harmony_ds.calls.boundary import Glue, guarded_backward
+from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
+from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Buffers, buffers_apart
+from harmony_ds.calls.layer_call import Buffers, DeadEnd, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, RecomputeError
@@ -44,6 +46,9 @@ class Rehearsal:
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
+        # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
+        self._known = {layer: modules_in(self._modules[layer], set(self._all)) for layer in self._modules}
+        self._known[_BETWEEN] = self._modules[_BETWEEN]
         self._own: dict[int, set[Place]] = {}
         self._start: dict[int, Snapshot] = {}
         self._touched: set[Place] = set()
@@ -78,25 +83,47 @@ class Rehearsal:
             parts.random.close()
             parts.residency.evict(copy)
         if drawn:
-            return f"the model draws from {drawn[0]}'s global random numbers, which go on from one forward pass to the next"
+            return f"the model draws from {drawn[0]}, from one forward pass to the next"
         return reason
 
     def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
         self._pass(forward, seed)
         found = _Prints(self._all, self._touched)
-        self._own = {layer: set(places_of(modules)) for layer, modules in self._modules.items()}
         for layer in self._modules:
             if layer != _BETWEEN:
-                self._parts.layer_calls.watch(layer, [place for place in self._touched if self._owns(layer, place)])
+                self._watch_touched(layer)
         self._first = False
         outputs = self._outputs
+        start = _Start(self._all, self._parts.random)
         self._pass(forward, seed)
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
+        if not same and self._parts.device.has_values:
+            self._check_again(forward, seed, start)
         return self._compare(found, same or not self._parts.device.has_values)
+
+    def _check_again(self, forward: Callable[[], Any], seed: int, start: _Start) -> None:
+        """Whether the last pass gives the same once more."""
+        outputs, touched = self._outputs, self._touched
+        with undone(self._all), start.again():
+            self._pass(forward, seed)
+        if not self._same(outputs, self._outputs):
+            raise RecomputeError(
+                f"the forward pass of {type(self._all[0]).__name__} was run twice on the same arguments, attributes, "
+                "buffers and random numbers, and gave different outputs: the code between its layers goes on from "
+                "something that is not seen (an iterator, a generator out of sight). Forward passes run more often than "
+                "they are called. Keep such state in attributes or buffers of the model's modules."
+            )
+        self._touched = touched
+
+    def _watch_touched(self, layer: int) -> None:
+        """What somebody has touched and `layer` knows is part of what its calls take and give."""
+        places = [place for place in self._touched if self._owns(layer, place)]
+        self._parts.layer_calls.watch(layer, places)
 
     def _pass(self, forward: Callable[[], Any], seed: int) -> None:
         """One forward pass; what it touches is in `_touched`."""
         self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
+        self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
         self._glue = Glue()
@@ -143,12 +170,15 @@ class Rehearsal:
         Raises: as `run`.
         """
         calls, layer = self._parts.layer_calls, request.layer
-        buffers = calls.copied_buffers(layer)
+        self._watch_touched(layer)
         for _ in range(_ATTEMPTS):
             buffers = calls.copied_buffers(layer)
             outputs, touched = self._trial(request, copy, buffers)
+            self._touched |= touched
             if not calls.watch(layer, touched):
                 break
+        self._check_graph(layer, outputs)
+        outputs = [output.detach() for output in outputs]
         self._check_written(f"layer {self._layers[layer].name}", copy)
         # Normalization gathers statistics that it does not read: to copy them for each call would be for nothing.
         advanced = dict(buffers)
@@ -159,8 +189,8 @@ class Rehearsal:
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
-                "numbers, and gave different outputs: it depends on something else that it changes (a global or "
-                "enclosing variable, a generator of its own), so its forward pass cannot be recomputed. Keep such "
+                "numbers, and gave different outputs: it depends on something else that it changes (an "
+                "iterator, a generator out of sight), so its forward pass cannot be recomputed. Keep such "
                 "state in attributes or buffers of the layer's modules."
             )
 
@@ -168,19 +198,35 @@ class Rehearsal:
         """Outputs of the call over `buffers`, and the attributes that it touches; everything is as before then."""
         parts = self._parts
         state = parts.random.snapshot()
-        seen = (*self._modules[request.layer], *self._modules[_BETWEEN])
+        seen = tuple(dict.fromkeys((*self._known[request.layer], *self._modules[_BETWEEN])))
         with undone(seen), buffers_apart(buffers):
             before = Snapshot(places_of(seen))
             with assignments() as assigned:
                 trial = parts.layer_calls.trial(request, copy.leaves)
             touched = before.changed() | assigned
         parts.random.rewind(state)
-        return [output.detach() for output in trial.outputs], touched
+        return trial.outputs, touched
 
     def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
         # Kernels of other devices may add up in any order.
         equal = _equal if self.device_type == "cpu" or torch.are_deterministic_algorithms_enabled() else close
         return len(outputs) == len(again) and all(map(equal, outputs, again))
+
+    def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
+        """Whether gradients of a call's outputs go to that call alone."""
+        name = self._layers[layer].name
+        others = {self._layer_of(sink) for sink in sinks_behind(outputs)} - {name}
+        if others:
+            raise RecomputeError(
+                f"layer {name} computes with a tensor of {', '.join(sorted(others))} that it was not given: it comes "
+                "neither in its arguments nor on an attribute of a module or in a variable that its code names, and its "
+                "gradient would be lost. Pass it as an argument."
+            )
+
+    def _layer_of(self, sink: Sink) -> str:
+        if isinstance(sink, Slot):
+            return self._layers[self._calls[sink.call]].name
+        return sink.layer if isinstance(sink, DeadEnd) else "the code between the layers"
 
     def _check_written(self, who: str, copy: DeviceCopy) -> None:
         written = self._parts.residency.written(copy)
@@ -219,7 +265,7 @@ class Rehearsal:
         return self._is_one_call(owners) and all(isinstance(v, _ATOMS) for v in prints.attributes[place].leaves)
 
     def _owns(self, layer: int, place: Place) -> bool:
-        return place in self._own[layer] or place.module in self._modules[layer]
+        return place in self._own[layer] or place.module in self._known[layer]
 
     def _is_one_call(self, owners: Sequence[int]) -> bool:
         return len(owners) == 1 and self._calls.count(owners[0]) == 1
@@ -258,6 +304,24 @@ class _Print:
         versions = dict(other.versions)
         in_place = any(versions.get(tensor, version) != version for tensor, version in self.versions)
         return not in_place and all(map(_alike, self.leaves, other.leaves))
+
+
+class _Start:
+    """What a forward pass begins with, kept as it is now."""
+
+    def __init__(self, modules: Sequence[nn.Module], random: RandomStreams) -> None:
+        self._random = random
+        self._state = random.snapshot()
+        self._attributes = Snapshot(places_of(modules), copies=True)
+        self._buffers = [(m, {k: None if b is None else b.clone() for k, b in m._buffers.items()}) for m in modules]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything is as it was; buffers, while the context is open."""
+        self._attributes.restore()
+        self._random.rewind(self._state)
+        with buffers_apart(self._buffers):
+            yield
 
 
 class _Prints:

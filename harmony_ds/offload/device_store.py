@@ -16,7 +16,6 @@ A parameter that several resident packs share lies on the device once; each pack
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,69 +24,13 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
+from harmony_ds.offload.device_twin import HeldParameter, Twin
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.residency import DeviceCopy, Residency
 
 Names = tuple[str, ...]
-
-
-class _Twin:
-    """One tensor on both sides. At most one of them is ahead of the other."""
-
-    def __init__(self, host: Tensor, device: Tensor) -> None:
-        self.host = host
-        self.device = device
-        self.ahead = False  # the device's is newer
-        self.shown = False  # somebody may have written into the host's
-        with ungated():
-            self._version = host._version
-
-    def to_host(self, read_only: bool = False) -> int:
-        """Issues the copy to the host, if that lags behind; returns the bytes it moves.
-
-        Args:
-            read_only: who asks will not write into it, so that the device's copy stays good.
-        """
-        self.shown = self.shown or not read_only
-        if not self.ahead:
-            return 0
-        self.ahead = False
-        with ungated():
-            self.host.data.copy_(self.device, non_blocking=True)
-            self._version = self.host._version
-        return self.device.numel() * self.device.element_size()
-
-    def to_device(self) -> int:
-        """Issues the copy to the device, if the host's may have changed; returns the bytes it moves."""
-        with ungated():
-            if not self.shown and self.host._version == self._version:
-                return 0
-            self.shown = self.ahead = False
-            self._version = self.host._version
-            self.device.copy_(self.host, non_blocking=True)
-        return self.device.numel() * self.device.element_size()
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """One parameter on the device.
-
-    Attributes:
-        weight: what layers compute with.
-        master: beside it, if the weight is not its own master and the parameter is trained.
-        stepped: what the optimizer steps: the master, or the weight; None if it is not trained.
-        state_bytes: what its optimizer state takes.
-        state_ahead, state_shown: as those of a twin.
-    """
-
-    weight: _Twin
-    master: _Twin | None = None
-    stepped: nn.Parameter | None = None
-    state_bytes: int = 0
-    state_ahead: bool = False
-    state_shown: bool = False
 
 
 class DeviceStore:
@@ -108,7 +51,7 @@ class DeviceStore:
         self._optimizer = optimizer
         self._names: tuple[Names, ...] = ()
         self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, HeldParameter] = {}
         self._masters: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
         self._norm_buffers: list[Tensor] = []  # every one
@@ -151,7 +94,7 @@ class DeviceStore:
         self._packs.append(copy)
         copy.wait(self._device)
         for name in fresh:
-            self._held[name] = _Held(_Twin(self._store.parameters[name], copy.leaves[name].detach()))
+            self._held[name] = HeldParameter(Twin(self._store.parameters[name], copy.leaves[name].detach()))
         for name in names:
             if name not in copy.leaves:
                 shared = self._held[name].weight
@@ -168,7 +111,7 @@ class DeviceStore:
             held = self._held[name]
             held.stepped = nn.Parameter(masters.get(name, held.weight.device))
             if name in masters:
-                held.master = _Twin(self._store.masters[name], held.stepped.detach())
+                held.master = Twin(self._store.masters[name], held.stepped.detach())
             state_bytes = self._optimizer.footprint(name, held.stepped.shape).state_bytes
             self._device.charge(state_bytes, f"the optimizer state of {name}")
             held.state_bytes, held.state_shown = state_bytes, True
@@ -296,7 +239,7 @@ class DeviceStore:
             for held in self._held.values():
                 held.state_ahead, held.state_shown = False, True
 
-    def _give_state(self, name: str, held: _Held) -> int:
+    def _give_state(self, name: str, held: HeldParameter) -> int:
         moved = 0
         if held.state_ahead and held.stepped is not None and self._optimizer is not None:
             moved = self._optimizer.give(name, held.stepped)

@@ -170,10 +170,5 @@ class _Composer:
     def _issue(self, order: list[tuple[int, bool]]) -> Iterator[list[Task]]:
         """For each pack in `order`, with whether it is swapped in: the swap-ins to issue before it runs."""
         tasks = [[Task(TaskKind.SWAP_IN, index)] if swapped else [] for index, swapped in order]
-        for place in range(len(order)):
-            if not self._policy.prefetch:
-                yield tasks[place]
-            elif place == 0:
-                yield tasks[0] + (tasks[1] if len(tasks) > 1 else [])
-            else:
-                yield tasks[place + 1] if place + 1 < len(tasks) else []
+        ahead = self._policy.prefetch and len(tasks) > 1
+        return iter([tasks[0] + tasks[1], *tasks[2:], []] if ahead else tasks)

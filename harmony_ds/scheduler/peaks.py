@@ -7,16 +7,17 @@ groups are walked, and what each of those tasks holds is continued to the group 
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import Request, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
-from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.plan import Packing, Policy, TaskKind
 
 _SHORT = 4
-Place = tuple[object, int, int, int]
+_Place = tuple[tuple[TaskKind, int, int], int]
 
 
 class Peaks:
@@ -27,14 +28,19 @@ class Peaks:
         self._request = request
         self._stash = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
         self._walks: dict[int, tuple[Packing, MemoryWalks]] = {}  # by identity: a packing takes long to hash
-        self._known: dict[tuple[Packing, Policy], int] = {}
 
     def of(self, packing: Packing, policy: Policy) -> int:
         """The peak in bytes."""
-        known = self._known.get((packing, policy))
-        if known is None:
-            known = self._known[packing, policy] = self._peak(packing, policy)
-        return known
+        base = resident_bytes(packing, policy, self._request)
+        wanted = self._request.micro_batches
+        if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
+            tasks = compose_step(packing, Group.of(wanted), policy)
+            return base + self._walks_of(packing).walk(tasks).peak_bytes
+        if wanted <= _SHORT + 1:
+            return base + max(self._held(packing, policy, wanted).values())
+        short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
+        further = wanted - _SHORT
+        return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
 
     def at_least(self, packing: Packing, policy: Policy) -> int:
         """Bytes below which the peak cannot be: weights, gradients and stash while each pack runs back."""
@@ -60,32 +66,20 @@ class Peaks:
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))
 
-    def _peak(self, packing: Packing, policy: Policy) -> int:
-        base = resident_bytes(packing, policy, self._request)
-        wanted = self._request.micro_batches
-        if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
-            tasks = compose_step(packing, Group.of(wanted), policy)
-            return base + self._walks_of(packing).walk(tasks).peak_bytes
-        if wanted <= _SHORT + 1:
-            return base + max(self._held(packing, policy, wanted).values())
-        short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
-        further = wanted - _SHORT
-        return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
-
-    def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[Place, int]:
+    def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[_Place, int]:
         """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
         tasks = compose_step(packing, Group.of(micro_batches), policy)
         profile = self._walks_of(packing).walk(tasks)
-        held: dict[Place, int] = {}
-        times: dict[Place, int] = {}
+        held: dict[_Place, int] = {}
+        times: Counter[tuple[TaskKind, int, int]] = Counter()
         for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
             m = task.micro_batch
             if m >= 0 and 2 <= m < micro_batches - 2:
                 continue
             near = m if m < 2 else m - micro_batches  # -1 where there is none, the last is -1 too: kinds differ
-            key = (task.kind, task.pack, near, 0)
-            times[key] = times.get(key, 0) + 1
-            held[task.kind, task.pack, near, times[key]] = weights + rest
+            key = (task.kind, task.pack, near)
+            times[key] += 1
+            held[key, times[key]] = weights + rest
         return held
 
     def _walks_of(self, packing: Packing) -> MemoryWalks:

@@ -23,7 +23,7 @@ class TimeBounds:
     def __init__(self, costs: CostTable, machine: Machine, request: Request) -> None:
         self.copies_overlap = machine.copies_overlap
         self._machine = machine
-        self._groups = request.micro_batches
+        self._micro_batches = request.micro_batches
         self._deferred = request.policy.deferred_update
         self._set = request.resident_set
         self._costs = costs
@@ -35,7 +35,7 @@ class TimeBounds:
     def of(self, packing: Packing, policy: Policy) -> tuple[float, int]:
         """The bound in ms, and the bytes of weights and gradients that are swapped."""
         machine, packs = self._machine, packing.packs
-        rounds = 1 if policy.grouping else self._groups
+        rounds = 1 if policy.grouping else self._micro_batches
         stay = set(policy.resident)
         backward = [packs[i] for i in packing.backward if packs[i].needs_backward or i == packing.backward[-1]]
         there = [packs[i] for i in (*packing.forward, packing.backward[-1]) if i not in stay]
@@ -43,7 +43,7 @@ class TimeBounds:
         out = [p for p in backward if p.needs_backward and p.index not in stay]
         in_bytes = self._set.weight_bytes + rounds * sum(p.weight_bytes for p in (*there, *back))
         out_bytes = self._set.gradient_bytes + rounds * sum(p.gradient_bytes for p in out)
-        stash = self._groups * self._stash_bytes(packing, policy)
+        stash = self._micro_batches * self._stash_bytes(packing, policy)
         swap_in = (
             rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
         )
@@ -66,7 +66,7 @@ class TimeBounds:
         """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
         if not policy.grouping:
             return 0.0  # the looser bound counts every swap of every micro-batch, and that is nearly all there is
-        walk = _Walk(self._machine, policy, packing, self._groups)
+        walk = _Walk(self._machine, policy, packing, self._micro_batches)
         ends = []
         for _ in range(2):
             for index, backward in walk.order:
@@ -90,10 +90,10 @@ class TimeBounds:
         if backward and pack is packing.fused:
             ms += self._costs.tail_ms
         begins = not backward or (fused and not packing.forward)
-        return self._groups * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
+        return self._micro_batches * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
 
     def _compute_ms(self, packing: Packing, backward: list[Pack], fuse: bool) -> float:
-        machine, groups = self._machine, self._groups
+        machine = self._machine
         fused = packing.fused.positions
         begin = fused[0]
         runs = len(packing.forward) + len(backward) + (not fuse)
@@ -103,7 +103,7 @@ class TimeBounds:
         ms = self._forward[begin] + last + self._costs.head_ms + self._costs.tail_ms
         ms += sum(self._backward[p.positions[-1] + 1] - self._backward[p.positions[0]] for p in backward[:-1])
         overhead = 0.0 if machine.copies_overlap else machine.task_ms * runs
-        return groups * (ms + overhead)
+        return self._micro_batches * (ms + overhead)
 
     def _stash_bytes(self, packing: Packing, policy: Policy) -> int:
         if not policy.stash_on_host or not packing.forward:
@@ -126,7 +126,7 @@ class _Walk:
         self._policy = policy
         self._packing = packing
         self._stay = set(policy.resident)
-        self._groups = micro_batches
+        self._micro_batches = micro_batches
         self._leaving, self._returning = stash_moves(packing, policy)
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
@@ -158,7 +158,7 @@ class _Walk:
         begin = max(self._computed, self._freed_earlier)
         self._computed = begin + run_ms
         if (index in self._returning and backward) or (index in self._leaving and not backward):
-            self._move_stash(begin, run_ms / self._groups, backward, stash_bytes)
+            self._move_stash(begin, run_ms / self._micro_batches, backward, stash_bytes)
         self._evicted_earlier, self._freed_earlier = self._evicted, self._freed
         if index not in self._stay and (backward or index not in self._kept):
             self._evicted = self._computed
@@ -167,17 +167,17 @@ class _Walk:
             self._swap_out(pack)
 
     def _move_stash(self, begin: float, one_ms: float, backward: bool, stash_bytes: float) -> None:
-        machine, groups = self._machine, self._groups
+        machine = self._machine
         one_copy = machine.swap_in_ms(stash_bytes) if backward else machine.swap_out_ms(stash_bytes)
         if not machine.copies_overlap:
-            self._computed += groups * one_copy
+            self._computed += self._micro_batches * one_copy
         elif backward:
             # The last micro-batch computes when its stash is back.
-            self._came = self._came + groups * one_copy
+            self._came = self._came + self._micro_batches * one_copy
             self._computed = max(self._computed, self._came + one_ms)
         else:
             # The first stash leaves when its micro-batch has computed.
-            self._gone = max(self._gone, begin + one_ms) + groups * one_copy
+            self._gone = max(self._gone, begin + one_ms) + self._micro_batches * one_copy
 
     def _swap_out(self, pack: Pack) -> None:
         machine, deferred = self._machine, self._policy.deferred_update

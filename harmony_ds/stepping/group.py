@@ -92,7 +92,10 @@ class StepGroup:
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._kinds.get(args, kwargs)
         assert kind is not None
-        if not kind.pending or self._runner.left or hooked_as_a_module():
+        if self._runner.at_their_calls:
+            self.catch_up(ticket)
+            self._run_forward(ticket)
+        if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
@@ -152,7 +155,7 @@ class StepGroup:
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
-            state=self._calls.take(),
+            state=self._calls.take(arguments.functions),
             grad=grad,
             inputs=inputs,
         )
@@ -178,12 +181,26 @@ class StepGroup:
         return self._device.upload(tensor)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
+        micro_batch = ticket.micro_batch
+        forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
+        with (
+            self._ledger.aside(),
+            ticket.aside(),
+            Autocast.entered(micro_batch.autocast),
+            self._calls.running(),
+            self._calls.entered(micro_batch.state),
+        ):
+            self._runner.measure(self._sample(ticket), forwarded)
+
+    def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
+        # Made-up gradients must not reach what the caller propagates through.
+        own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
         writes = False
 
         def forward() -> Any:
             nonlocal writes
-            outputs, wrote = self._call(ticket.call, own)
+            outputs, wrote = self._call(ticket.call, Arguments(*own.tree))
             writes = writes or wrote
             return outputs
 
@@ -199,26 +216,7 @@ class StepGroup:
             some = Arguments(*few_rows(own.tree, rows))
             return lambda: self._call(ticket.call, some)[0]
 
-        # Made-up gradients must not reach what the caller propagates through.
-        own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
-        micro_batch = ticket.micro_batch
-        forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
-        with (
-            self._ledger.aside(),
-            ticket.aside(),
-            Autocast.entered(micro_batch.autocast),
-            self._calls.running(),
-            self._calls.entered(micro_batch.state),
-        ):
-            sample = Sample(
-                (args, kwargs),
-                forward,
-                few,
-                objective,
-                micro_batch.seed,
-                micro_batch.modes,
-            )
-            self._runner.measure(sample, forwarded)
+        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
 
     # ---- running
 

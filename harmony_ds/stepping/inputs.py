@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from harmony_ds.calls.call_code import is_function
+from harmony_ds.calls.generators import is_generator
 from harmony_ds.calls.trees import Made, changed, flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss
@@ -27,6 +30,8 @@ class Arguments:
         """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
         self._names = tuple(kwargs)
         leaves, self._shape = flatten((args, tuple(kwargs.values())))
+        if take_over:
+            _refuse_once_only(leaves)
         own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
         self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
         self._callers = [_weak(leaf) for leaf in leaves]
@@ -38,6 +43,11 @@ class Arguments:
     def tensors(self) -> list[Tensor]:
         """Every tensor among them."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def functions(self) -> list[Any]:
+        """Every function among them."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, Tensor) and is_function(leaf)]
 
     @property
     def tree(self) -> Inputs:
@@ -85,6 +95,48 @@ class Arguments:
     def _containers(self) -> list[Made]:
         """The caller's, as they are now."""
         return [Made(b, b.original, *b.kind.open(b.original)) for b in self._shape.mutable]
+
+
+def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:
+    """The next `count` micro-batches of an iterator or a list: mappings (keyword arguments), tuples or single arguments.
+
+    Raises:
+        BatchError: `data` would begin anew with every step.
+        StopIteration: there is none.
+    """
+    if isinstance(data, (list, tuple)):
+        data = iter(data)
+    elif not isinstance(data, Iterator):
+        raise BatchError(
+            f"the micro-batches are to come from an iterator or a list of them, not from {type(data).__name__}: "
+            "pass iter(loader), made once, so that the next step goes on where this one ends."
+        )
+    # Taken over one by one: it may yield the same buffers again.
+    batches = [_arguments_of(batch) for batch in islice(data, count)]
+    if not batches:
+        raise StopIteration("the data iterator is at its end")
+    return batches
+
+
+def _arguments_of(batch: Any) -> Arguments:
+    if isinstance(batch, Mapping):
+        return Arguments((), dict(batch), take_over=True)
+    return Arguments(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
+
+
+def _refuse_once_only(leaves: Sequence[Any]) -> None:
+    """Raises BatchError for what one pass uses up: forward passes run more often than they are called, and later."""
+    for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise BatchError(
+                f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
+                "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
+            )
+        if is_generator(leaf):
+            raise BatchError(
+                "an argument is a generator of random numbers, which would be drawn from later than at its call. Keep it "
+                "on an attribute of the model (model.generator = ...), or draw the numbers before the call and give those."
+            )
 
 
 def _weak(leaf: Any) -> Callable[[], Any]:

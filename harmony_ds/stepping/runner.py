@@ -67,6 +67,11 @@ class Runner:
         return bool(self._parts.layer_calls.changing_buffers) or calls.advances or self._why_alone() is not None
 
     @property
+    def at_their_calls(self) -> bool:
+        """Whether forward passes cannot be put off, because what they leave or draw may matter to the program."""
+        return bool(self.left) or self._parts.random.draws_from_others
+
+    @property
     def left(self) -> Places:
         """Attributes and variables that forward passes write to, where the program may look for it as soon as its call has
         returned. Said once.

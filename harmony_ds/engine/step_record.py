@@ -1,0 +1,90 @@
+"""What the last optimizer steps took, in bytes and time, against what was planned."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from harmony_ds.assembly import Assembly
+from harmony_ds.offload.ledger import Kind, Traffic
+from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
+from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
+
+_STEPS_KEPT = 32
+
+
+class StepRecord:
+    """Measures steps, and makes the engine's reports of them."""
+
+    def __init__(self, assembly: Assembly, gradient_dtype: torch.dtype) -> None:
+        self._assembly = assembly
+        self._planner = assembly.runner.planner
+        self._gradient_dtype = gradient_dtype
+        self._peak_bytes = 0
+        self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._plan: Plan | None = None  # that `_step_ms` is of
+        self.traffic: Traffic | None = None
+        """Of the last step; None before the first."""
+        self.micro_batches = 0
+        """In the last step."""
+
+    @contextmanager
+    def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
+        """Around an optimizer step; `as_planned`: a full group, run at once."""
+        device = self._assembly.device
+        device.reset_peak()
+        begin = time.perf_counter()
+        yield
+        self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
+        self._peak_bytes = device.peak_bytes()
+        self.traffic, self.micro_batches = self._assembly.ledger.close(), micro_batches
+
+    def _note_time(self, step_ms: float, as_planned: bool) -> None:
+        """Keeps the times of the present plan; its first step touches memory for the first time."""
+        if self._plan is not self._planner.plan:
+            self._plan = self._planner.plan
+            self._step_ms.clear()
+        elif as_planned:
+            self._step_ms.append(step_ms)
+
+    def swaps(self) -> SwapReport:
+        """See `HarmonyEngine.swap_report`."""
+        plan, graph = self._planner.plan, self._planner.graph
+        if self.traffic is None or plan is None:
+            raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
+        weight_bytes = self._assembly.store.dtype.itemsize
+        return SwapReport.of(
+            self.traffic,
+            lower_bound_bytes(plan, graph, weight_bytes, self._gradient_dtype.itemsize),
+            zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
+            self.micro_batches,
+        )
+
+    def plan(self) -> PlanReport:
+        """See `HarmonyEngine.plan_report`."""
+        if self.traffic is None or self._planner.plan is None:
+            raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
+        swapped = sum(
+            side[kind]
+            for side in (self.traffic.host_to_device, self.traffic.device_to_host)
+            for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
+        )
+        return PlanReport(self._planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+
+    def memory(self) -> MemoryReport:
+        """See `HarmonyEngine.memory_report`."""
+        self._assembly.wait_for_updates()
+        plan, device = self._planner.plan, self._assembly.device
+        return MemoryReport(
+            device_peak_bytes=self._peak_bytes,
+            planned_peak_bytes=0 if plan is None else plan.peak_bytes,
+            budget_bytes=device.budget_bytes,
+            host_bytes=self._assembly.host_bytes(),
+            counted="plan" if device.name == "cpu" else "allocator",
+            beside_bytes=self._planner.beside_bytes,
+        )
