@@ -328,9 +328,12 @@ class StepGroup:
 
     def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
         """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
-        # Calls that nobody propagates back from may change something, too.
-        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
-            self.catch_up()
+        # Calls that nobody propagates back from may change something, too. Those behind the last that is may wait.
+        wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
+        end = len(self._queue) if last or not wanted else wanted[-1] + 1
+        ahead = self._queue[:end]
+        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in ahead):
+            self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False

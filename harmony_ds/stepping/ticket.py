@@ -109,6 +109,9 @@ class QueuedMicroBatch:
         """As `backward(loss / divisor * scale)`."""
         self._note_caller()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
+        if self._alone:
+            self.backward_now()
+            self.received = True
 
     def outputs(self) -> Any:
         """The model's outputs, with their graph; computed now if need be."""
