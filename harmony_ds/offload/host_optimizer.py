@@ -77,8 +77,23 @@ class HostOptimizer:
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return self.own_step is not None or not _is_elementwise(self.optimizer) or any(hooks)
 
-    def step_whole(self, gradients: Mapping[str, Tensor]) -> None:
-        """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters."""
+    def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
+        """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters.
+
+        Args:
+            follow: makes weights follow the masters, as soon as these have been stepped: what hooks and overriding steps
+                do behind that may be to the weights.
+        """
+        followed = False
+
+        def follow_once(*_: Any) -> None:
+            nonlocal followed
+            if not followed:
+                followed = True
+                follow()
+
+        hook = self.optimizer.register_step_post_hook(follow_once)
+        self.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         with ungated():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
@@ -90,6 +105,8 @@ class HostOptimizer:
                 type(self.optimizer).step(self.optimizer)
         finally:
             self.is_stepping_whole = False
+            hook.remove()
+            follow_once()
             with ungated():
                 for name in gradients:
                     self._masters[name].grad = None

@@ -28,8 +28,7 @@ def step_whole(parts: Parts, gathered: GatheredGradients, clipping: Clipping, ou
         for gradient in gradients.values():
             gradient.mul_(norm.coefficient)
     outcome.updates_issued = 1  # from here on, nobody knows what has been changed
-    optimizer.step_whole(gradients)
-    parts.follow_masters(gradients)
+    optimizer.step_whole(gradients, lambda: parts.follow_masters(gradients))
 
 
 def update_own(

@@ -202,6 +202,38 @@ def step_put_on_the_optimizer_later(side: Side) -> Found:
     return {**weights(model), "counts": torch.tensor(len(counts))}
 
 
+@case(*ALL)
+def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
+    """The same with bf16 weights."""
+    model, counts = Scored(), []
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, bf16={"enabled": True})
+    clamping(optimizer, model, counts)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x.bfloat16(), y))
+        engine.step()
+    return {**weights(model), "counts": torch.tensor(len(counts))}
+
+
+@case(*ALL)
+def weights_clamped_by_a_step_hook_in_bf16(side: Side) -> Found:
+    """optimizer.register_step_post_hook clamps bf16 weights."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, bf16={"enabled": True})
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        for p in model.parameters():
+            p.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x.bfloat16(), y))
+        engine.step()
+    return weights(model)
+
+
 @case(*ONE)
 def step_put_on_the_optimizer_and_called_by_hand(side: Side) -> Found:
     """The same before and after initialize, in a plain loop, with a scheduler around the first one."""
