@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
 from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Buffers, DeadEnd, buffers_apart
+from harmony_ds.calls.layer_buffers import Buffers, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
