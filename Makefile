@@ -13,6 +13,7 @@ PYTHON_GPU ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := venv
 .PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory paper vldb22
@@ -32,24 +33,32 @@ demo: export GOMP_SPINCOUNT = 0
 demo: venv
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
+# What tests compile, once for each machine: it takes minutes, and is no test's time.
+$(COMPILED): $(STAMP)
+	$(BIN)/python -m tests.compile
+	touch $@
+
 # One OpenMP thread: with more, spinning threads on busy cores make small kernels many times slower. Two processes, one
 # core each.
 test: export OMP_NUM_THREADS = 1
-test: venv
+test: venv $(COMPILED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict harmony_ds benchmarks/vldb22
 	$(BIN)/lint-imports
 	$(MAKE) --jobs=2 test-training test-rest
 
-TRAINING := tests/engine tests/checkpoint
+# What each of the two processes runs, by what it takes: both end at about the same time. The test devices take torch's one
+# place for an accelerator, so that their tests run in processes of their own: one behind each.
+DEVICES := tests/simdevice tests/late_device
+TRAINING := tests/engine tests/checkpoint tests/offload tests/integrations
 
 test-training:
-	$(BIN)/python -m pytest $(TRAINING)
+	$(BIN)/python -m pytest -m "not gpu" $(TRAINING)
+	$(BIN)/python -m pytest tests/late_device
 
-# The test device takes torch's one place for an accelerator, so its tests run in a process of their own.
 test-rest:
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/simdevice $(foreach folder,$(TRAINING),--ignore $(folder))
+	$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(TRAINING) $(DEVICES))
 	$(BIN)/python -m pytest tests/simdevice
 
 test-gpu:

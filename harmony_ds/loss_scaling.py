@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from harmony_ds.config import LossScale
+from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import LossScaleError
 
 _FACTOR = 2.0
@@ -36,12 +37,7 @@ class LossScaler:
             "hysteresis": self._hysteresis,
             "step": self._step,
             "last_overflow": self._last_overflow,
-            "settings": {
-                "loss_scale_window": settings.loss_scale_window,
-                "min_loss_scale": settings.min_loss_scale,
-                "hysteresis": settings.hysteresis,
-                "consecutive_hysteresis": settings.consecutive_hysteresis,
-            },
+            "settings": {name: getattr(settings, name) for name in SCALER_NAMES},
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -30,7 +30,7 @@ _DESCRIPTIONS = frozenset(
     "shape dtype device layout is_leaf ndim requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "itemsize nbytes names name _version output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks numel size "
     "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
-    "_has_compatible_shallow_copy_type register_hook is_same_size".split()
+    "_has_compatible_shallow_copy_type is_same_size".split()
 )
 """What says nothing about a parameter's values."""
 _ALIASES = frozenset("data detach numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
@@ -96,6 +96,10 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return links[0].read_grad() if descriptor == "__get__" else links[0].write_grad(*args[1:2])
     if name in _REFUSED:
         raise UnsupportedError(f"{name}() of {links[0].name}, which an engine trains: {_REFUSED[name]}.")
+    if name == "register_hook":  # backward passes that were asked for before do not see it
+        links[0].owner.gradient(links[0].name)
+        with ungated():
+            return func(*args, **kwargs)
     if descriptor == "__set__" and name == "data":
         return links[0].replace(args[1])
     writes = _writes(name, descriptor, kwargs)
@@ -205,8 +209,12 @@ class ParameterLinks(Added):
         Raises:
             ModelError: a parameter has been given other memory.
         """
+        with ungated():
+            for link in self._links:
+                link.check_memory()
         for link in self._links:
-            link.settle()
+            if link.is_to_be_settled:
+                link.settle()
 
     def held(self) -> list[str]:
         """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""
@@ -366,22 +374,27 @@ class ParameterLink:
         with ungated():
             self._parameter.grad = value
 
+    def check_memory(self) -> None:
+        """Raises ModelError if the parameter has been given other memory. To be called ungated."""
+        if self.weight is None or self._parameter is None or self._parameter.data_ptr() == self.weight.data_ptr():
+            return
+        raise ModelError(
+            f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a library "
+            "that assigns storages): copy values into it instead, or initialize again."
+        )
+
+    @property
+    def is_to_be_settled(self) -> bool:
+        """Whether somebody may have written into the parameter."""
+        return self._touched or self._handed_out is not None
+
     def settle(self) -> None:
         """What was written into the parameter by hand reaches its master.
 
         Raises:
-            ModelError: it has been given other memory.
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        if self.weight is None or self._parameter is None:
-            return
-        with ungated():
-            if self._parameter.data_ptr() != self.weight.data_ptr():
-                raise ModelError(
-                    f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a "
-                    "library that assigns storages): copy values into it instead, or initialize again."
-                )
-        if self._handed_out is not None:
+        if self._handed_out is not None and self.weight is not None:
             before, self._handed_out = self._handed_out, None
             if self._owner.has_queued() and not torch.equal(before, self.weight):
                 raise CallChangedError(

@@ -21,15 +21,17 @@ def pairs(*axes: Sequence[Any], allowed: Callable[[Row], bool] = lambda row: Tru
 
     Greedy: the next row is the first of those that meet most pairs that have not met.
     """
-    rows = [row for row in product(*axes) if allowed(row)]
-    left = {pair for row in rows for pair in pairs_of(row)}
+    places = product(*(range(len(axis)) for axis in axes))
+    rows = {place: row for place, row in zip(places, product(*axes), strict=True) if allowed(row)}
+    left = {pair for place in rows for pair in pairs_of(place)}
     chosen = []
     while left:
-        best = max(rows, key=lambda row: sum(pair in left for pair in pairs_of(row)))
-        chosen.append(best)
+        best = max(rows, key=lambda place: sum(pair in left for pair in pairs_of(place)))
+        chosen.append(rows[best])
         left -= set(pairs_of(best))
     return chosen
 
 
 def pairs_of(row: Row) -> Iterable[Pair]:
+    """By their axes."""
     return [(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(row), 2)]

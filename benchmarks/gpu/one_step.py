@@ -18,7 +18,7 @@ import torch
 from suite import add_point_options, device, point, results_folder, write
 
 import harmony_ds
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.survey import update_cost
 
@@ -31,7 +31,7 @@ def main() -> None:
     chosen = point(args)
     ds_config = {**chosen.ds_config(), "harmony": {"device": device(), "device_memory_gib": chosen.cap_gib}}
     rows, sequence = chosen.rows, chosen.sequence
-    task = Task(chosen.model, ds_config, rows, rows, chosen.accumulation, sequence, device(), chosen.cap_gib)
+    task = Workload(chosen.model, ds_config, rows, rows, chosen.accumulation, sequence, device(), chosen.cap_gib)
     triad = _triad_bytes_per_s()
     engine, *_ = harmony_ds.initialize(model=task.subject.model, config=task.config())
     for step in range(_WARM_UP):

@@ -18,13 +18,15 @@ import torch
 from run import Moments
 
 from harmony_ds.checkpoint import Progress, Snapshot, folders, read_any, write
-from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Source
+from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Source
 
 
 def state(number: int) -> Snapshot:
     """A state that is told apart by its number."""
     values = {f"layer{i}": Source.of(torch.full((40, 30), float(number + i))) for i in range(4)}
-    optimizer = OptimizerState("SGD", (Group(tuple(values), {"lr": 0.1}),), {n: {"m": v} for n, v in values.items()})
+    optimizer = OptimizerState(
+        "SGD", (ParameterGroup(tuple(values), {"lr": 0.1}),), {n: {"m": v} for n, v in values.items()}
+    )
     return Snapshot("sweep", Progress(number, number, 0), values, {}, optimizer=optimizer)
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from harmony_ds.bench.processes import Child
 from harmony_ds.bench.results import Contestant, Results, environment
-from harmony_ds.bench.run import Timing, run
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.run import Rounds, run
+from harmony_ds.bench.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "benchmarks" / "models" / "llama-tiny-32.json"
@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("--one-core", action="store_true", help="pin every process to one core")
     args = parser.parse_args()
     core = min(os.sched_getaffinity(0)) if args.one_core else None
-    task = Task(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION)
+    task = Workload(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION)
     weights_gib = sum(p.numel() * 4 for p in task.subject.model.parameters()) / 2**30
-    task = Task(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION, memory_gib=0.78 * weights_gib)
+    task = Workload(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION, memory_gib=0.78 * weights_gib)
     with tempfile.TemporaryDirectory() as folder:
-        timing = Timing(args.rounds, WARM_UP, 2, core=core)
+        timing = Rounds(args.rounds, WARM_UP, 2, core=core)
         contestants = [Contestant(name, name, task) for name in ENGINES]
         results = run(contestants, timing, Path(folder) / "r.json", False, print)
     per_call = _per_call(results)
@@ -78,7 +78,7 @@ def _per_call(results: Results) -> dict[str, float]:
     return found
 
 
-def _profile(name: str, task: Task, core: int | None) -> dict[str, Any]:
+def _profile(name: str, task: Workload, core: int | None) -> dict[str, Any]:
     program = [str(Path(__file__).with_name("child.py"))]
     with Child(name, task, core, program) as child:
         child.start()

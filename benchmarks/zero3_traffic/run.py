@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 
 import harmony_ds
-from harmony_ds.bench.engines.deepspeed_zero3_offload import zero3
+from harmony_ds.bench.engines.deepspeed import zero3
 from harmony_ds.bench.results import environment
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "benchmarks" / "models" / "llama-7m.json"
@@ -100,7 +100,7 @@ def counting(counter: Counter) -> Iterator[None]:
         yield
 
 
-def deepspeed_step(task: Task) -> dict[str, int]:
+def deepspeed_step(task: Workload) -> dict[str, int]:
     """Bytes of one step of ZeRO-3 with parameter and optimizer offload, without activation checkpointing.
 
     Nothing is kept from the forward to the backward pass (`stage3_max_reuse_distance` 0): as it is for a model whose
@@ -120,7 +120,7 @@ def deepspeed_step(task: Task) -> dict[str, int]:
     return counter.bytes
 
 
-def harmony_step(task: Task, gib: float, gradients: str) -> harmony_ds.SwapReport:
+def harmony_step(task: Workload, gib: float, gradients: str) -> harmony_ds.SwapReport:
     """The ledger of one step under a device budget of `gib`, gradients summed and sent in the dtype `gradients`."""
     config = {
         **task.config(),
@@ -144,8 +144,8 @@ def main() -> int:
     harmony_ds.init_distributed()
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
-    def task() -> Task:
-        return Task(str(MODEL), config, 1, 1, args.accumulation, sequence=8)
+    def task() -> Workload:
+        return Workload(str(MODEL), config, 1, 1, args.accumulation, sequence=8)
 
     elements = sum(p.numel() for p in task().subject.model.parameters())
     weights_gib = 2 * elements / 2**30

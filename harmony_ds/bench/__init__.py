@@ -1,8 +1,7 @@
 """Head to head: one model, one data stream, one ds_config, several engines (`harmony-ds bench`).
 
-    comparison = Comparison(task, contestants)
-    results = run(comparison, Path("bench.json"))     # every engine in a process of its own, repeats interleaved
-    print(table(results)); write_page(results, Path("bench.html"))
+    results = run(contestants, Rounds(), Path("bench.json"), resume=False, tell=print)   # a process per engine
+    print(table(summarize(results), results.unit)); write_page(results, Path("bench.html"))
 
-An engine is one module in `engines/`; adding another touches nothing else.
+An engine is a row of `ENGINES` in a module of `engines/`; adding another touches nothing else.
 """

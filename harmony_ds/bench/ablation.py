@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.config.ablations import ABLATIONS, Ablation
 
 AS_IT_IS = "harmony"
@@ -13,7 +13,7 @@ _CHOICES = ("stash-on-device", "stash-on-host", "bf16-gradients")
 """Where nothing is switched off: the same is done in another way."""
 
 
-def ablated(task: Task) -> list[Contestant]:
+def ablated(task: Workload) -> list[Contestant]:
     """Harmony as it is first, then with every switch of `ABLATIONS` that can make a difference here."""
     contestants = [Contestant(AS_IT_IS, "harmony", task)]
     for ablation in ABLATIONS:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch
 
 from harmony_ds.bench.engines import Engine, adapter
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import DoesNotFitError, UnsupportedError
 
 _GIB = 2**30
@@ -36,7 +36,7 @@ def main(kind: type[Server] | None = None) -> None:
         for line in sys.stdin:
             command = json.loads(line)
             if "engine" in command:
-                server = (kind or Server)(command["engine"], Task(**command["task"]))
+                server = (kind or Server)(command["engine"], Workload(**command["task"]))
                 reply: dict[str, Any] = {"ready": True}
             else:
                 assert server is not None
@@ -52,7 +52,7 @@ def main(kind: type[Server] | None = None) -> None:
 class Server:
     """The engine, and what can be asked of it."""
 
-    def __init__(self, name: str, task: Task) -> None:
+    def __init__(self, name: str, task: Workload) -> None:
         torch.set_num_threads(task.threads)
         self.task = task
         self._on_cuda = task.device == "cuda"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterable
 
 import torch
+from torch.utils.benchmark import Timer
 
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.profiler.hardware import Gpu, known_hardware
 
-_SIZE, _REPEATS = 1024, 5
+_SIZE = 1024
 
 
-def peak_tflops(task: Task) -> tuple[float, str] | None:
+def peak_tflops(task: Workload) -> tuple[float, str] | None:
     """The datasheet's dense peak of a GPU we know, in the compute dtype; on the CPU the rate of a large matrix product.
 
     Returns:
@@ -46,22 +45,8 @@ def gpu_named(name: str, gpus: Iterable[Gpu]) -> Gpu | None:
     )
 
 
-def _matrix_product(task: Task) -> float:
+def _matrix_product(task: Workload) -> float:
     """Of the faster of fp32 and the compute dtype: a CPU without arithmetic for the latter emulates it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(task.threads)
-    try:
-        seconds = min(_product_s(dtype) for dtype in {torch.float32, task.settings.compute_dtype})
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * _SIZE**3 / seconds / 1e12
-
-
-def _product_s(dtype: torch.dtype) -> float:
-    matrix = torch.randn(_SIZE, _SIZE).to(dtype)
-    samples = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        matrix @ matrix
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+    matrices = (torch.randn(_SIZE, _SIZE).to(dtype) for dtype in {torch.float32, task.settings.compute_dtype})
+    timers = (Timer("m @ m", globals={"m": matrix}, num_threads=task.threads) for matrix in matrices)
+    return 2 * _SIZE**3 / min(timer.blocked_autorange().median for timer in timers) / 1e12

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 
 
-class EngineFailedError(Exception):
+class ChildFailedError(Exception):
     """The engine's process raised or ended; the message is what it said."""
 
     def __init__(self, message: str, out_of_memory: bool = False) -> None:
@@ -28,7 +28,7 @@ class Child:
     def __init__(
         self,
         engine: str,
-        task: Task,
+        task: Workload,
         core: int | None = None,
         program: Sequence[str] = ("-m", "harmony_ds.bench.child"),
     ) -> None:
@@ -49,7 +49,7 @@ class Child:
         """Builds the engine.
 
         Raises:
-            EngineFailedError: it cannot be built.
+            ChildFailedError: it cannot be built.
         """
         self.ask(self._first)
 
@@ -57,7 +57,7 @@ class Child:
         """The answer to `command`.
 
         Raises:
-            EngineFailedError: there is none.
+            ChildFailedError: there is none.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -70,16 +70,16 @@ class Child:
             raise self._last_words()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise EngineFailedError(answer["error"], answer["out_of_memory"])
+            raise ChildFailedError(answer["error"], answer["out_of_memory"])
         return answer
 
-    def _last_words(self) -> EngineFailedError:
+    def _last_words(self) -> ChildFailedError:
         code = self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
         killed = code == -9  # what the kernel does to the largest process when memory is short
         said = lines[-1] if lines else "it said nothing"
-        return EngineFailedError(f"the process ended with status {code}: {said}", out_of_memory=killed)
+        return ChildFailedError(f"the process ended with status {code}: {said}", out_of_memory=killed)
 
     def close(self) -> None:
         """Ends the process."""
@@ -102,7 +102,7 @@ class Child:
         self.close()
 
 
-def _environment(task: Task) -> dict[str, str]:
+def _environment(task: Workload) -> dict[str, str]:
     """As many threads for everyone, and none that spins while it waits."""
     threads = str(task.threads)
     return {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import ConfigError
 
 _PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers", "roundpipe")
@@ -27,7 +27,7 @@ class Contestant:
 
     label: str
     engine: str
-    task: Task
+    task: Workload
 
 
 @dataclass

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.peak import peak_tflops
-from harmony_ds.bench.processes import Child, EngineFailedError
+from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Contestant, Results, Row, environment
-from harmony_ds.bench.task import Task, model_flops
+from harmony_ds.bench.workload import Workload, model_flops
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Rounds:
     """How much is measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Timing:
     limit_s: float | None = None
 
 
-def run(contestants: list[Contestant], timing: Timing, path: Path, resume: bool, tell: Tell) -> Results:
+def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool, tell: Tell) -> Results:
     """Measures what `path` does not hold yet, saving after every turn.
 
     Raises:
@@ -70,7 +70,7 @@ def run(contestants: list[Contestant], timing: Timing, path: Path, resume: bool,
     return results
 
 
-def begin(contestants: list[Contestant], timing: Timing, path: Path, resume: bool) -> Results:
+def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool) -> Results:
     """The results so far, or empty ones."""
     first = contestants[0].task
     wanted: dict[str, Any] = {
@@ -99,13 +99,13 @@ def begin(contestants: list[Contestant], timing: Timing, path: Path, resume: boo
     return results
 
 
-def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tuple[Contestant | None, dict[str, Any]]:
+def best_micro_batch(contestant: Contestant, timing: Rounds, tell: Tell) -> tuple[Contestant | None, dict[str, Any]]:
     """The contestant at the micro-batch, doubled from its own, that makes its step shortest; and every time measured.
 
     None if it is its own micro-batch, or runs with none.
     """
     found: dict[str, Any] = {}
-    best: tuple[float, Task] | None = None
+    best: tuple[float, Workload] | None = None
     task = contestant.task
     for micro_batch in _doubled(task):
         cut = task.cut(micro_batch)
@@ -115,7 +115,7 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
                 child.start()
                 child.ask({"run": 1, "first": 0})
                 step_ms = child.ask({"run": 1, "first": 1})["drained_ms"]
-        except EngineFailedError as error:
+        except ChildFailedError as error:
             found[str(micro_batch)] = {"error": str(error), "out_of_memory": error.out_of_memory}
             break  # a larger one needs more still
         found[str(micro_batch)] = {"step_ms": step_ms}
@@ -128,7 +128,7 @@ def best_micro_batch(contestant: Contestant, timing: Timing, tell: Tell) -> tupl
     return replace(contestant, label=label, task=best[1]), found
 
 
-def _doubled(task: Task) -> Iterator[int]:
+def _doubled(task: Workload) -> Iterator[int]:
     rows = task.micro_batch
     while task.samples % rows == 0:
         yield rows
@@ -142,9 +142,9 @@ def _turned(contestants: list[Contestant], number: int) -> list[Contestant]:
 
 
 class _Turns:
-    def __init__(self, results: Results, timing: Timing, path: Path, tell: Tell) -> None:
+    def __init__(self, results: Results, timing: Rounds, path: Path, tell: Tell) -> None:
         self._results, self._timing, self._path, self._tell = results, timing, path, tell
-        self._children: dict[str, Child] = {}
+        self._running: dict[str, tuple[Contestant, Child]] = {}
         self._began = self._first_turn = time.monotonic()
         self._next_step: dict[str, int] = {}
         self._taken = 0
@@ -161,73 +161,64 @@ class _Turns:
             return
         self._tell(f"{contestant.label}: warming up{self._outlook()}")
         child = alive.enter_context(Child(contestant.engine, contestant.task, self._timing.core))
-        try:
+        with self._told(contestant):
             child.start()
             _note_losses(row, 0, child.ask({"run": self._timing.warmup_steps, "first": 0})["losses"])
-        except EngineFailedError as error:
-            self._failed(contestant, error)
-            return
-        self._children[contestant.label] = child
-        self._next_step[contestant.label] = self._timing.warmup_steps
+            self._running[contestant.label] = contestant, child
+            self._next_step[contestant.label] = self._timing.warmup_steps
 
     def take(self, number: int, contestant: Contestant) -> None:
         """One engine's turn of one round."""
-        row = self._results.rows[contestant.label]
         if not self._taken:
             self._first_turn = time.monotonic()
-        if row.error is None:
-            if self._timing.together:
+        if self._timing.together:
+            self._run(number, contestant)
+        else:
+            with ExitStack() as alive:
+                self.start(contestant, alive)
                 self._run(number, contestant)
-            else:
-                with ExitStack() as alive:
-                    self.start(contestant, alive)
-                    if row.error is None:
-                        self._run(number, contestant)
-                        self._finish(contestant)
-                    self._children.pop(contestant.label, None)
+                self.close_reports()
         self._taken += 1
         self.left -= 1
         self._results.save(self._path)
 
     def _run(self, number: int, contestant: Contestant) -> None:
+        """Steps, if it is still running."""
         label, steps = contestant.label, self._timing.steps
+        if label not in self._running:
+            return
+        _, child = self._running[label]
         row, first = self._results.rows[label], self._next_step[label]
         self._tell(f"{label}: round {number + 1} of {self._timing.rounds}{self._outlook()}")
-        try:
-            answer = self._children[label].ask({"run": steps, "first": first})
-        except EngineFailedError as error:
-            self._failed(contestant, error)
-            return
-        self._next_step[label] = first + steps
-        _note_losses(row, first, answer["losses"])
-        row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
-
-    def _finish(self, contestant: Contestant) -> None:
-        """The engine's report, and its copies counted in a step of their own."""
-        label = contestant.label
-        row, child = self._results.rows[label], self._children[label]
-        try:
-            report = child.ask({"report": True})  # peaks of the steps that were timed
-            counted = child.ask({"count": self._next_step[label]})
-        except EngineFailedError as error:
-            self._failed(contestant, error)
-            return
-        if counted:
-            report["copied_bytes"] = counted
-        row.report = report
+        with self._told(contestant):
+            answer = child.ask({"run": steps, "first": first})
+            self._next_step[label] = first + steps
+            _note_losses(row, first, answer["losses"])
+            row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
 
     def close_reports(self) -> None:
-        """Of the processes that are still alive."""
-        for label in list(self._children):
-            wanted = self._results.wanted["contestants"][label]
-            self._finish(Contestant(label, wanted["engine"], Task(**wanted["task"])))
+        """The reports of all that are running, and their copies counted in a step of their own."""
+        for contestant, child in list(self._running.values()):
+            with self._told(contestant):
+                report = child.ask({"report": True})  # peaks of the steps that were timed
+                counted = child.ask({"count": self._next_step[contestant.label]})
+                self._results.rows[contestant.label].report = {
+                    **report,
+                    **({"copied_bytes": counted} if counted else {}),
+                }
+        self._running.clear()
 
-    def _failed(self, contestant: Contestant, error: EngineFailedError) -> None:
-        row = self._results.rows[contestant.label]
-        row.error, row.out_of_memory = str(error), error.out_of_memory
-        self._children.pop(contestant.label, None)
-        self._tell(f"{contestant.label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
-        self._results.save(self._path)
+    @contextmanager
+    def _told(self, contestant: Contestant) -> Iterator[None]:
+        """An error of its process is its row's, and ends its part in the comparison."""
+        try:
+            yield
+        except ChildFailedError as error:
+            row = self._results.rows[contestant.label]
+            row.error, row.out_of_memory = str(error), error.out_of_memory
+            self._running.pop(contestant.label, None)
+            self._tell(f"{contestant.label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
+            self._results.save(self._path)
 
     def _outlook(self) -> str:
         if not self._taken:

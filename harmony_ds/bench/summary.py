@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harmony_ds.bench.engines import is_exact
+from harmony_ds.bench.engines import adapter
 from harmony_ds.bench.results import Results, Row
 
 _REFERENCES = ("torch", "torch-checkpoint", "harmony")
@@ -145,7 +145,7 @@ def _losses(results: Results, label: str, row: Row) -> tuple[float | None, bool 
     if not pairs:
         return None, None
     difference = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-    return difference, difference <= tolerance(results) if is_exact(row.engine) else None
+    return difference, difference <= tolerance(results) if adapter(row.engine).is_exact else None
 
 
 def _traffic(report: Mapping[str, Any]) -> tuple[int | None, int | None, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from harmony_ds.bench.summary import Summary
-
-_GIB, _MIB = 2**30, 2**20
+from harmony_ds.scheduler.grid import amount
 
 
 def headers(unit: str) -> tuple[str, ...]:
@@ -42,10 +41,10 @@ def cells(summary: Summary) -> tuple[str, ...]:
         f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}",
         "" if summary.utilization is None else f"{summary.utilization:.0%}",
         "" if summary.ratio is None else f"{summary.ratio.median:.2f}",
-        nbytes(summary.device_peak_bytes),
-        nbytes(summary.host_peak_bytes),
-        nbytes(summary.host_to_device) + _mark(summary),
-        nbytes(summary.device_to_host) + _mark(summary),
+        _bytes(summary.device_peak_bytes),
+        _bytes(summary.host_peak_bytes),
+        _bytes(summary.host_to_device) + _mark(summary),
+        _bytes(summary.device_to_host) + _mark(summary),
         _difference(summary),
     )
 
@@ -62,8 +61,5 @@ def _difference(summary: Summary) -> str:
     return f"{summary.loss_difference:.1e}{mark}"
 
 
-def nbytes(value: int | None) -> str:
-    """For people."""
-    if value is None:
-        return ""
-    return f"{value / _GIB:,.2f} GiB" if value >= _GIB else f"{value / _MIB:,.1f} MiB"
+def _bytes(value: int | None) -> str:
+    return "" if value is None else amount(value)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.caches import empty_caches
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import Made, Shape, Written, flatten, unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
 Writes = list[Written]
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,7 @@ class Arguments:
     leaves: list[Any]
     shape: Shape
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
+    caches: list[Any]  # those that the layer may fill, and that are emptied again
 
     def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Made]]:
         """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
@@ -56,7 +57,8 @@ def is_plain(leaf: object) -> bool:
 
 def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
     """What a call takes without its tensors, and those, each once."""
-    leaves, shape = flatten((request.args, request.kwargs, list(attributes)))
+    caches = empty_caches(request)
+    leaves, shape = flatten((request.args, request.kwargs, list(attributes)), {id(cache): cache for cache in caches})
     places: dict[int, list[int]] = {}
     tensors: dict[int, Tensor] = {}
     for place, leaf in enumerate(leaves):
@@ -64,21 +66,7 @@ def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Argu
             tensors[id(leaf)] = leaf
             places.setdefault(id(leaf), []).append(place)
             leaves[place] = None
-    return Arguments(leaves, shape, list(places.values())), list(tensors.values())
-
-
-def without_cache(request: Request) -> Request:
-    """In training there is no cache to fill, and a recomputation would fill it twice (as transformers' own
-    gradient checkpointing does).
-    """
-    kwargs = dict(request.kwargs)
-    for key in _CACHE_ARGUMENTS:
-        if kwargs.get(key) is not None:
-            kwargs[key] = None
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    args = tuple(None if type(a).__name__.endswith("Cache") else a for a in request.args)
-    return Request(request.layer, request.forward, args, kwargs, request.context, request.grad, request.autocast)
+    return Arguments(leaves, shape, list(places.values()), caches), list(tensors.values())
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value

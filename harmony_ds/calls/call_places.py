@@ -39,6 +39,8 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
+_GLOBAL_HOOKS = {key.replace("_", "_global_", 1): what for key, what in _HOOKS.items()}
+_OF_ALL_MODULES = vars(nn.modules.module)
 _HELD = {"_modules": "a module", "_buffers": "a buffer"}
 _SWITCHES = Switches()
 
@@ -105,6 +107,7 @@ class Found:
     opened: list[dict[str, Any]] = field(default_factory=list)  # dictionaries, by their values
     sized: list[Any] = field(default_factory=list)  # whatever may grow
     left: list[Place] = field(default_factory=list)  # scalars that forward changes
+    backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
     references: list[Any] = field(default_factory=list)
     equals: list[Any] = field(default_factory=list)
 
@@ -158,6 +161,7 @@ class Walk:
         found = self._found
         for name, value in _SWITCHES.items():
             self._value((id(_SWITCHES), name), Place(_SWITCHES, name, name), value)
+        self._hooks_in(_OF_ALL_MODULES, _GLOBAL_HOOKS, "all modules")
         self._modules(type(self._model).__name__, self._model)
         for function in self._functions:
             self._function(function)
@@ -178,14 +182,7 @@ class Walk:
         self._training.append(module.training)
         self._class(type(module))
         found, held = self._found, module.__dict__
-        for key, what in _HOOKS.items():
-            self._checked(held, key, tuple(held[key]), f"{what} of {name} was registered or removed")
-            found.sized.append(held[key])
-            if held[key]:
-                self._hooks += held[key]
-                found.iterated.append(held[key])
-                for hook in held[key].values():
-                    self._function(hook)
+        self._hooks_in(held, _HOOKS, name)
         for key, what in _HELD.items():
             inside = held[key]
             values = tuple(dict.values(inside))
@@ -198,6 +195,19 @@ class Walk:
         if isinstance(module, nn.modules.batchnorm._NormBase):
             found.statistics.append(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
+
+    def _hooks_in(self, held: dict[str, Any], kinds: Mapping[str, str], owner: str) -> None:
+        for key, what in kinds.items():
+            hooks = held[key]
+            self._checked(held, key, tuple(hooks), f"{what} of {owner} was registered or removed")
+            self._found.sized.append(hooks)
+            if hooks:
+                self._hooks += hooks
+                self._found.iterated.append(hooks)
+                for hook in hooks.values():
+                    self._function(hook)
+                if "backward" in key:
+                    self._found.backward_hook = f"{what} of {owner}"
 
     def _checked(self, held: Any, key: Any, value: Any, changed: str) -> None:
         self._found.checked[id(held), key] = Checked(value, changed)

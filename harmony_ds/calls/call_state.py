@@ -70,6 +70,8 @@ class CallStates:
         self._look()
         self.alone: str | None = None
         """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
+        self.tensor_hook: str | None = None
+        """What forward calls on a tensor to see its gradient (`register_hook`), if it was seen to."""
         self._queue: weakref.ref[Queue] | None = None
 
     def follow(self, queue: Queue) -> None:
@@ -163,6 +165,13 @@ class CallStates:
     def advances(self) -> bool:
         """Whether one forward pass changes what the next may see, so that their order is that of the calls."""
         return self._writes or bool(self._advanced)
+
+    @property
+    def backward_hook(self) -> str | None:
+        """What of the program's runs in each backward pass by way of the model; None: nothing."""
+        if self.tensor_hook is not None:
+            return f"{self.tensor_hook}() of a tensor in forward"
+        return self._found.backward_hook
 
     def watch_buffers(self) -> None:
         """From now on, whoever looks at a buffer sees what forward passes that wait make of it."""

@@ -105,6 +105,7 @@ class InterceptedForward(Added):
         self._layer = layer
         self._forward = layer.module.forward
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _active.handler
         if handler is None:
@@ -152,7 +153,10 @@ class Interception:
         """Gives every layer its own forward back."""
         for module in self._modules:
             copy_all(module)
-            intercepted = module.__dict__.pop("forward")
+            intercepted = module.__dict__.get("forward")
+            if not isinstance(intercepted, InterceptedForward):
+                continue  # somebody has put another in its place, or taken it away
+            del module.__dict__["forward"]
             if intercepted.before is not None:
                 module.__dict__["forward"] = intercepted.before
         self._modules.clear()

@@ -6,6 +6,7 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ from harmony_ds.calls.arguments import (
     forget_collected,
     give_back,
     take_tensors,
-    without_cache,
 )
 from harmony_ds.calls.attributes import Place, Places, held, write_all
 from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
@@ -84,6 +85,7 @@ class RecordedCall:
         cut: how the call is cut into pieces; None: not at all.
         buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
         slots: per tensor output: the sum of its gradients, or None where none flows.
+        retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
     request: Request
@@ -95,6 +97,7 @@ class RecordedCall:
     cut: Cut | None = None
     buffers: Buffers | None = None
     slots: list[Slot | None] = field(default_factory=list)
+    retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
     def entries(self) -> list[StashEntry]:
@@ -195,19 +198,22 @@ class LayerCalls:
     def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
-            request = without_cache(request)
-        with self._slots[request.layer].filled(copies), _caller_state(request):
+            request = without_unknown(request)
+        with self._slots[request.layer].filled(copies), _caller_state(request), emptied(empty_caches(request)):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
-            lent = _memory_of(copies.values())
+            lent = self._lent_memory(request.layer, copies)
             if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
                 outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
             return outputs
+
+    def _lent_memory(self, layer: int, copies: Mapping[str, Tensor]) -> set[int | None]:
+        return _memory_of(copies[name] for name in self._layers[layer].parameters if name in copies)
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
         if not self.rows.cuts:
             return self.attached(request, copies)
-        without = without_cache(request)
+        without = without_unknown(request)
         arguments, tensors = self._take(without)
         cut = self.rows.cut(request.layer, tensors)
         if cut is None or not self._may_cut(request.layer, arguments):
@@ -229,7 +235,7 @@ class LayerCalls:
         if not request.grad:
             return self.unrecorded(request, copies), None
         glue.origin.model = id(self)
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         call = RecordedCall(
             request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
@@ -248,7 +254,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         versions = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, _memory_of(copies.values()), glue)
+        outputs = self._cut_outputs(call, outcome, tensors, self._lent_memory(request.layer, copies), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
@@ -321,8 +327,13 @@ class LayerCalls:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
+        retained = [(outputs[place], handed) for place, handed in call.retained]
         del outcome, outputs
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        for output, reference in retained:
+            handed = reference()
+            if handed is not None:
+                handed.grad = output.grad
 
     def _check(self, call: RecordedCall, outputs: list[Tensor]) -> None:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once."""
@@ -340,7 +351,7 @@ class LayerCalls:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
         and nothing is handed back.
         """
-        request = without_cache(request)
+        request = without_unknown(request)
         arguments, tensors = self._take(request)
         sinks: list[Sink | None] = [self._dead_ends[request.layer] if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, [], sinks, [], cut)
@@ -420,6 +431,7 @@ class LayerCalls:
             _caller_state(request),
             held(places, attributes) as left,
             collecting(request) as collected,
+            emptied(call.arguments.caches),
         ):
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered:
@@ -481,6 +493,9 @@ class LayerCalls:
             call.slots.append(slot)
         for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
+            if outcome.leaves[place].retains_grad:
+                number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
+                call.retained.append((number, weakref.ref(tensor)))
         return self._hand_over(call, outcome, leaves, sources)
 
     def copied_buffers(self, layer: int) -> Buffers:

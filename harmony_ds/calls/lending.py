@@ -110,7 +110,7 @@ def belongs_to_engine(model: nn.Module) -> bool:
     """Whether an engine holds parameters of `model`. One that was dropped lets go of them here at the latest."""
 
     def watched() -> bool:
-        return any(isinstance(module.__dict__["_parameters"], FixedParameters) for module in model.modules())
+        return any(isinstance(module.__dict__.get("_parameters"), FixedParameters) for module in model.modules())
 
     if watched():
         gc.collect()

@@ -1,23 +1,21 @@
 """Checkpoints: one noun, `Snapshot`, captured from an engine, read from files, written to files, restored to an engine."""
 
 from harmony_ds.checkpoint.capture import Trained, capture
-from harmony_ds.checkpoint.convert import Layout, convert
+from harmony_ds.checkpoint.convert import convert
 from harmony_ds.checkpoint.data_position import ResumableLoader
-from harmony_ds.checkpoint.deepspeed.write import DeepSpeedLayout, to_deepspeed
 from harmony_ds.checkpoint.export import export_weights, save_16bit
 from harmony_ds.checkpoint.find import find, read_any
 from harmony_ds.checkpoint.layout import write
-from harmony_ds.checkpoint.restore import Wanted, restore
-from harmony_ds.checkpoint.snapshot import Progress, Snapshot
+from harmony_ds.checkpoint.restore import LoadOptions, restore
+from harmony_ds.checkpoint.snapshot import Layout, Progress, Snapshot
 
 __all__ = [
-    "DeepSpeedLayout",
     "Layout",
+    "LoadOptions",
     "Progress",
     "ResumableLoader",
     "Snapshot",
     "Trained",
-    "Wanted",
     "capture",
     "convert",
     "export_weights",
@@ -25,6 +23,5 @@ __all__ = [
     "read_any",
     "restore",
     "save_16bit",
-    "to_deepspeed",
     "write",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.random_state import capture_random
-from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Progress, SchedulerState, Snapshot, Source
+from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, SchedulerState, Snapshot, Source
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -106,7 +106,9 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: HostOptimizer, device_store: DeviceStore) -> OptimizerState:
-    groups = tuple(Group(names, dict(v)) for names, v in zip(optimizer.groups(), optimizer.hyper(), strict=True))
+    groups = tuple(
+        ParameterGroup(names, dict(v)) for names, v in zip(optimizer.groups(), optimizer.hyper(), strict=True)
+    )
     states: dict[str, dict[str, Any]] = {}
     for group in groups:
         for name in group.parameters:

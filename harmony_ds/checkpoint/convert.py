@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 
-from harmony_ds.checkpoint.deepspeed.write import DeepSpeedLayout, to_deepspeed
+from harmony_ds.checkpoint.deepspeed.write import to_deepspeed
 from harmony_ds.checkpoint.export import export_weights
 from harmony_ds.checkpoint.find import find, read_any, recognized
 from harmony_ds.checkpoint.layout import write
-from harmony_ds.checkpoint.snapshot import Snapshot
+from harmony_ds.checkpoint.snapshot import Layout, Snapshot
 from harmony_ds.errors import CheckpointError
-
-
-class Layout(str, Enum):
-    """What a checkpoint can be converted to."""
-
-    HARMONY = "harmony"
-    ZERO2 = "deepspeed-zero2"
-    ZERO3 = "deepspeed-zero3"
-    UNIVERSAL = "universal"
-    HF = "hf"
 
 
 def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
@@ -61,4 +50,4 @@ def convert(
         raise CheckpointError(f"{target / folder.name} exists already: choose another folder.")
     if to is Layout.HARMONY:
         return write(snapshot, target, folder.name)
-    return to_deepspeed(snapshot, target, folder.name, DeepSpeedLayout(to.value), sub_group_size)
+    return to_deepspeed(snapshot, target, folder.name, to, sub_group_size)

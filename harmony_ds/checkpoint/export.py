@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from harmony_ds.checkpoint.folders import sync_folder
-from harmony_ds.checkpoint.pickled_tensors import alone
+from harmony_ds.checkpoint.folders import replacing
 from harmony_ds.checkpoint.snapshot import Snapshot, Source
 from harmony_ds.checkpoint.tensor_files import write_bytes, write_tensors
 from harmony_ds.errors import CheckpointError
@@ -26,7 +25,7 @@ def export_weights(snapshot: Snapshot, folder: Path, shard_bytes: int = _SHARD_B
         CheckpointError: it cannot be written.
     """
     shards: list[dict[str, Source]] = [{}]
-    for name, source in {**snapshot.parameters, **snapshot.buffers}.items():
+    for name, source in snapshot.tensors.items():
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + source.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = source
@@ -47,39 +46,29 @@ def save_16bit(snapshot: Snapshot, path: Path) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    sources = {**snapshot.parameters, **snapshot.buffers}
     if path.suffix == ".safetensors":
-        _replaced(path, sources)
+        _replaced(path, snapshot.tensors)
         return
-    values = {name: alone(source.read()) for name, source in sources.items()}
-    _replaced(path, {**values, **{name: values[first] for name, first in snapshot.tied.items() if first in values}})
+    values = {name: source.alone() for name, source in snapshot.tensors.items()}
+    with _complaining(path), replacing(path) as fresh, fresh.open("xb") as file:
+        torch.save(snapshot.with_tied(values), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _replaced(path: Path, content: Mapping[str, Source] | Mapping[str, torch.Tensor] | bytes) -> Path:
-    """A file that is the old one or the whole new one at every moment."""
-    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(fresh, content)
-        os.replace(fresh, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
-    finally:
-        if fresh.parent.is_dir():
-            fresh.unlink(missing_ok=True)
+def _replaced(path: Path, content: Mapping[str, Source] | bytes) -> Path:
+    with _complaining(path), replacing(path) as fresh:
+        if isinstance(content, bytes):
+            write_bytes(fresh, content)
+        else:
+            write_tensors(fresh, content)
     return path
 
 
-def _write(path: Path, content: Mapping[str, Source] | Mapping[str, torch.Tensor] | bytes) -> None:
-    if isinstance(content, bytes):
-        write_bytes(path, content)
-        return
-    sources = {name: value for name, value in content.items() if isinstance(value, Source)}
-    if len(sources) == len(content):
-        write_tensors(path, sources)
-        return
-    with path.open("xb") as file:
-        torch.save(dict(content), file)
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def _complaining(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error

@@ -44,17 +44,11 @@ def saving(target: Path) -> Iterator[Path]:
 
     Left-overs of earlier saves beside `target` are removed.
     """
-    parent = target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    _clean(parent)
-    staging = parent / (_SAVING + uuid.uuid4().hex[:12])
-    staging.mkdir()
-    try:
-        with _locked(staging, wait=True):
-            yield staging
-            _publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target.parent)
+    with _staged(target.parent) as staging:
+        yield staging
+        _publish(staging, target)
 
 
 @contextmanager
@@ -63,17 +57,36 @@ def making(target: Path) -> Iterator[Path]:
     if target.exists():
         raise FileExistsError(errno.EEXIST, "it exists already", str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.parent / (_SAVING + uuid.uuid4().hex[:12])
+    with _staged(target.parent) as staging:
+        yield staging
+        for part in (*staging.rglob("*"), staging):
+            sync_folder(part)
+        os.rename(staging, target)  # noqa: PTH104
+        sync_folder(target.parent)
+
+
+@contextmanager
+def _staged(parent: Path) -> Iterator[Path]:
+    """A locked folder for a save under way; what is still there afterwards goes."""
+    staging = parent / (_SAVING + uuid.uuid4().hex[:12])
     staging.mkdir()
     try:
         with _locked(staging, wait=True):
             yield staging
-            for part in (*staging.rglob("*"), staging):
-                sync_folder(part)
-            os.rename(staging, target)  # noqa: PTH104
-            sync_folder(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write a file at that takes the place of `path`, which is the old file or the whole new one always."""
+    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        yield fresh
+        os.replace(fresh, path)
+        sync_folder(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _publish(staging: Path, target: Path) -> None:
@@ -94,13 +107,8 @@ def _publish(staging: Path, target: Path) -> None:
 
 def point_latest(save_dir: Path, tag: str, name: str = LATEST) -> None:
     """Makes `tag` the one that is loaded by default; `name` is the file that says so."""
-    fresh = save_dir / f".{LATEST}-{uuid.uuid4().hex[:12]}"
-    try:
+    with replacing(save_dir / name) as fresh:
         write_bytes(fresh, tag.encode())
-        os.replace(fresh, save_dir / name)
-    finally:
-        fresh.unlink(missing_ok=True)
-    sync_folder(save_dir)
 
 
 def sync_folder(folder: Path) -> None:
@@ -128,7 +136,7 @@ def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def _clean(parent: Path) -> None:
-    for fresh in parent.glob(f".{LATEST}-*"):
+    for fresh in parent.glob(f".{LATEST}*-*"):
         fresh.unlink(missing_ok=True)
     for staging in parent.glob(_SAVING + "*"):
         with _locked(staging) as ours:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.folders import LATEST, MANIFEST, new_data_name, point_latest, saving
 from harmony_ds.checkpoint.snapshot import (
-    Group,
     OptimizerState,
+    ParameterGroup,
     Progress,
     SchedulerState,
     Snapshot,
@@ -44,6 +44,7 @@ from harmony_ds.errors import CheckpointError
 _FORMAT = "harmony_ds checkpoint"
 _VERSION = 1
 _MODEL, _MASTERS, _OPTIMIZER = "model.safetensors", "masters.safetensors", "optimizer.safetensors"
+_AS_THEY_ARE = ("tied", "extra", "random", "data", "client_state")  # fields of a snapshot that are nested values
 _STATE, _STATE_TENSORS, _PLAN = "state.json", "state.safetensors", "plan.json"
 
 
@@ -92,7 +93,7 @@ def _refuse_foreign(target: Path) -> None:
 
 
 def _write_data(snapshot: Snapshot, data: Path, state: bytes, tensors: dict[str, Tensor]) -> dict[str, FileRecord]:
-    files: dict[str, Mapping[str, Source]] = {_MODEL: {**snapshot.parameters, **snapshot.buffers}}
+    files: dict[str, Mapping[str, Source]] = {_MODEL: snapshot.tensors}
     if snapshot.masters:
         files[_MASTERS] = snapshot.masters
     if snapshot.optimizer is not None:
@@ -125,14 +126,8 @@ def _state_of(snapshot: Snapshot, tensors: dict[str, Tensor]) -> dict[str, Any]:
     optimizer, scheduler = snapshot.optimizer, snapshot.scheduler
     values = {
         "progress": asdict(snapshot.progress),
-        "tied": snapshot.tied,
-        "buffers": list(snapshot.buffers),
-        "frozen": list(snapshot.frozen),
-        "excluded": list(snapshot.excluded),
-        "extra": snapshot.extra,
-        "random": snapshot.random,
-        "data": snapshot.data,
-        "client_state": snapshot.client_state,
+        **{name: getattr(snapshot, name) for name in _AS_THEY_ARE},
+        **{name: list(getattr(snapshot, name)) for name in ("buffers", "frozen", "excluded")},
         "optimizer": None if optimizer is None else _optimizer_values(optimizer),
         "scheduler": None if scheduler is None else {"kind": scheduler.kind, "state": scheduler.state},
     }
@@ -183,15 +178,11 @@ def read(folder: Path) -> Snapshot:
         parameters={name: source for name, source in model.items() if name not in set(buffers)},
         buffers={name: model[name] for name in buffers},
         masters=read_tensors(data / _MASTERS) if _MASTERS in records else {},
-        tied=values["tied"],
         frozen=tuple(values["frozen"]),
         excluded=tuple(values["excluded"]),
-        extra=values["extra"],
         optimizer=None if values["optimizer"] is None else _optimizer(values["optimizer"], data / _OPTIMIZER),
         scheduler=None if scheduler is None else SchedulerState(**scheduler),
-        random=values["random"],
-        data=values["data"],
-        client_state=values["client_state"],
+        **{name: values[name] for name in _AS_THEY_ARE},
         plan=(data / _PLAN).read_text(encoding="utf-8") if _PLAN in records else None,
     )
 
@@ -222,7 +213,7 @@ def _optimizer(values: dict[str, Any], file: Path) -> OptimizerState:
     scalars = values["scalars"]
     return OptimizerState(
         kind=values["kind"],
-        groups=tuple(Group(tuple(group["parameters"]), group["values"]) for group in values["groups"]),
+        groups=tuple(ParameterGroup(tuple(group["parameters"]), group["values"]) for group in values["groups"]),
         states={
             name: {key: scalars[name][key] if key in scalars[name] else tensors[f"{key}/{name}"] for key in keys}
             for name, keys in values["keys"].items()

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from harmony_ds.checkpoint.capture import Trained, extra_states, persistent_buffers, tied_names
 from harmony_ds.checkpoint.optimizer_match import matching, refusals_of_optimizer
 from harmony_ds.checkpoint.random_state import restore_random
-from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import Snapshot, listed
 from harmony_ds.errors import CheckpointError
 
 CustomLoad = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadOptions:
     """What of a checkpoint is loaded, in DeepSpeed's words.
 
     Attributes:
@@ -36,7 +36,7 @@ class Wanted:
     custom: CustomLoad | None = None
 
 
-def restore(trained: Trained, snapshot: Snapshot, wanted: Wanted, where: str) -> None:
+def restore(trained: Trained, snapshot: Snapshot, wanted: LoadOptions, where: str) -> None:
     """Puts `snapshot` in the place of what `trained` holds. The engine is at rest, and all of it on the host.
 
     Raises:
@@ -65,11 +65,11 @@ def restore(trained: Trained, snapshot: Snapshot, wanted: Wanted, where: str) ->
         restore_random(found.random, trained.device)
 
 
-def _has_optimizer(trained: Trained, wanted: Wanted) -> bool:
+def _has_optimizer(trained: Trained, wanted: LoadOptions) -> bool:
     return wanted.optimizer and not wanted.module_only and trained.optimizer is not None
 
 
-def _has_scheduler(trained: Trained, wanted: Wanted) -> bool:
+def _has_scheduler(trained: Trained, wanted: LoadOptions) -> bool:
     return wanted.scheduler and not wanted.module_only and hasattr(trained.scheduler, "load_state_dict")
 
 
@@ -97,7 +97,7 @@ def _renamed(snapshot: Snapshot, trained: Trained) -> Snapshot:
 def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> list[str]:
     complaints: list[str] = []
     ours: dict[str, Tensor] = {**trained.store.parameters, **persistent_buffers(trained.module)}
-    theirs = {**snapshot.parameters, **snapshot.buffers}
+    theirs = snapshot.tensors
     if strict:
         missing = [name for name in ours if name not in theirs]
         left_out = [name for name in missing if name in snapshot.excluded]
@@ -144,10 +144,11 @@ def _given_back_if_refused(trained: Trained, where: str) -> Iterator[None]:
 # ---- putting it there
 
 
-def _put_weights(trained: Trained, snapshot: Snapshot, wanted: Wanted) -> None:
+def _put_weights(trained: Trained, snapshot: Snapshot, wanted: LoadOptions) -> None:
     store = trained.store
     if wanted.custom is not None:
-        wanted.custom(src=_state_dict(snapshot), dst=trained.module)
+        values = {name: source.read() for name, source in snapshot.tensors.items()}
+        wanted.custom(src=snapshot.with_tied(values), dst=trained.module)
         for name, master in store.masters.items():
             if master is not store.parameters[name]:
                 master.data.copy_(store.parameters[name].data)
@@ -178,9 +179,3 @@ def _put_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     for key in extra_states(module):
         if key in extra:
             module.get_submodule(key.removesuffix(suffix).rstrip(".")).set_extra_state(extra[key])
-
-
-def _state_dict(snapshot: Snapshot) -> dict[str, Any]:
-    sources: dict[str, Source] = {**snapshot.parameters, **snapshot.buffers}
-    values = {name: source.read() for name, source in sources.items()}
-    return {**values, **{name: values[first] for name, first in snapshot.tied.items() if first in values}}

@@ -6,12 +6,24 @@ can be converted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Layout(str, Enum):
+    """What a checkpoint can be converted to. DeepSpeed reads a universal one with any ZeRO stage."""
+
+    HARMONY = "harmony"
+    ZERO2 = "deepspeed-zero2"
+    ZERO3 = "deepspeed-zero3"
+    UNIVERSAL = "universal"
+    HF = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +40,7 @@ class Source:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -42,14 +51,17 @@ class Source:
         """A tensor that is there; on a device, it is copied when it is read."""
         return Source(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().cpu())
 
-    @staticmethod
-    def from_file(tensor: Tensor) -> Source:
-        """A tensor whose memory is a mapped file."""
-        return Source(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    def alone(self) -> Tensor:
+        """The tensor for `torch.save`, which writes the whole memory that a view is part of: knowing only its own."""
+        tensor = self.read().detach().contiguous()
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        octets: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        return torch.frombuffer(octets, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """One parameter group: names of its parameters and its hyper-parameters."""
 
     parameters: tuple[str, ...]
@@ -66,7 +78,7 @@ class OptimizerState:
     """
 
     kind: str
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     states: dict[str, dict[str, Any]]
 
     @property
@@ -140,6 +152,15 @@ class Snapshot:
     data: Any = None
     client_state: dict[str, Any] = field(default_factory=dict)
     plan: str | None = None
+
+    @property
+    def tensors(self) -> dict[str, Source]:
+        """What a state dict has, tied parameters once."""
+        return {**self.parameters, **self.buffers}
+
+    def with_tied(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` by the names in `tensors`, and under their other names too."""
+        return {**values, **{name: values[first] for name, first in self.tied.items() if first in values}}
 
     def fp32(self, name: str) -> Source:
         """The most precise value of a parameter."""

@@ -8,11 +8,10 @@ from typing import Any
 
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.forecast import STREAM_NAMES, Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.scheduler.grid import amount
 from harmony_ds.subject import Subject
 from harmony_ds.survey import Survey, update_cost
-
-_GIB = 2**30
 
 Resurvey = Callable[[int], Survey]
 """The survey of the same model with so many rows in a micro-batch."""
@@ -30,8 +29,8 @@ class Lack:
     def __str__(self) -> str:
         missing = self.needed_bytes - self.budget_bytes
         return (
-            f"does not fit: {gib(self.needed_bytes)} of {self.what} are needed and {gib(self.budget_bytes)} may be used: "
-            f"{gib(missing)} too many"
+            f"does not fit: {amount(self.needed_bytes)} of {self.what} are needed and {amount(self.budget_bytes)} may "
+            f"be used: {amount(missing)} too many"
         )
 
 
@@ -137,9 +136,9 @@ def _less_on_device(case: Case, needed: int, resurvey: Resurvey) -> Iterator[str
         rows //= 2
         peak = smallest_peak_bytes(resurvey(rows))
         if peak <= budget:
-            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {gib(peak)} at least"
+            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak)} at least"
             break
-    yield f"at least {gib(needed)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
+    yield f"at least {amount(needed)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
     yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
 
 
@@ -150,8 +149,8 @@ def _less_on_host(case: Case, now: Forecast) -> Iterator[str]:
     for what in sorted(saved, key=lambda what: (saved[what] < missing, -saved[what])):
         if saved[what] > 0:
             enough = "enough" if saved[what] >= missing else "not enough alone"
-            yield f"{what}: {gib(saved[what])} less, {enough}"
-    yield f"{gib(now.host_total_bytes)} of host memory"
+            yield f"{what}: {amount(saved[what])} less, {enough}"
+    yield f"{amount(now.host_total_bytes)} of host memory"
 
 
 def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
@@ -169,12 +168,3 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if now.host_bytes["stash"]:
         saved["half the micro-batches in a step (--accumulation)"] = now.host_bytes["stash"] // 2
     return saved
-
-
-def gib(nbytes: float) -> str:
-    """For people."""
-    return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB / 10 else f"{nbytes / 2**20:,.1f} MiB"
-
-
-def stream_name(stream: str) -> str:
-    return STREAM_NAMES[stream]

@@ -17,10 +17,10 @@ from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import ablated, equal_results
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.run import Tell, Timing, best_micro_batch, run
+from harmony_ds.bench.run import Rounds, Tell, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
 from harmony_ds.bench.table import table
-from harmony_ds.bench.task import Task
+from harmony_ds.bench.workload import Workload
 from harmony_ds.cli import options
 from harmony_ds.cli.exits import one_sentence
 from harmony_ds.errors import ConfigError
@@ -100,9 +100,9 @@ class Turns:
         ),
     ] = None
 
-    def timing(self, device: str) -> Timing:
+    def timing(self, device: str) -> Rounds:
         alive = device == "cpu" if self.together is None else self.together
-        return Timing(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
+        return Rounds(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
 
 
 Output = Annotated[
@@ -146,10 +146,10 @@ def _contestants(wanted: Raced, tell: Tell) -> Iterator[Contestant]:
         yield from ablated(one) if wanted.ablate else _engines(one, wanted, len(counts) > 1, tell)
 
 
-def _task(wanted: Raced) -> Task:
+def _task(wanted: Raced) -> Workload:
     config = wanted.config()
     raw = {key: value for key, value in config.raw.items() if key != "train_batch_size"}
-    return Task(
+    return Workload(
         model=wanted.model,
         ds_config=copy.deepcopy(raw),
         rows=config.micro_batch,
@@ -174,7 +174,7 @@ def _counts(given: str | None, default: int) -> list[int]:
     return counts
 
 
-def _engines(task: Task, wanted: Raced, several: bool, tell: Tell) -> Iterator[Contestant]:
+def _engines(task: Workload, wanted: Raced, several: bool, tell: Tell) -> Iterator[Contestant]:
     """Ours first."""
     every = sorted(engines.names(), key=lambda name: name != "harmony")
     free = replace(task, memory_gib=None)
@@ -190,13 +190,13 @@ def _engines(task: Task, wanted: Raced, several: bool, tell: Tell) -> Iterator[C
 
 
 def _with_best(
-    contestants: list[Contestant], timing: Timing, output: Path, resume: bool, tell: Tell
+    contestants: list[Contestant], timing: Rounds, output: Path, resume: bool, tell: Tell
 ) -> tuple[list[Contestant], dict[str, dict[str, Any]]]:
     """The contestants, and those of them that are not ours once more at their best micro-batch."""
     if resume and output.is_file():
         begun = Results.load(output)
         known = begun.wanted["contestants"]
-        return [Contestant(label, one["engine"], Task(**one["task"])) for label, one in known.items()], begun.sweeps
+        return [Contestant(label, one["engine"], Workload(**one["task"])) for label, one in known.items()], begun.sweeps
     found: list[Contestant] = []
     sweeps: dict[str, dict[str, Any]] = {}
     for contestant in contestants:

@@ -7,9 +7,10 @@ import json
 import typer
 from rich.console import Console
 
-from harmony_ds.cli.answer import Answer, Lack, gib, stream_name
+from harmony_ds.cli.answer import Answer, Lack
 from harmony_ds.cli.exits import DOES_NOT_FIT
-from harmony_ds.forecast import Forecast
+from harmony_ds.forecast import STREAM_NAMES, Forecast
+from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
 
 
@@ -45,9 +46,9 @@ def _show(console: Console, answer: Answer) -> None:
 def _show_forecast(console: Console, now: Forecast, unit: str) -> None:
     device, host = _budget(now.device_budget_bytes), _budget(now.host_budget_bytes)
     fits = "does not fit" if now.host_missing_bytes else "fits"
-    kinds = ", ".join(f"{kind} {gib(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
-    console.print(f"device       {gib(now.plan.peak_bytes)} of {device}: fits")
-    console.print(f"host         {gib(now.host_total_bytes)} of {host}: {fits} ({kinds})")
+    kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
+    console.print(f"device       {amount(now.plan.peak_bytes)} of {device}: fits")
+    console.print(f"host         {amount(now.host_total_bytes)} of {host}: {fits} ({kinds})")
     swaps = now.prediction.swaps
     moved = swaps.weights_in + swaps.gradients_out
     console.print(f"plan         {now.choice.reason}")
@@ -58,12 +59,12 @@ def _show_forecast(console: Console, now: Forecast, unit: str) -> None:
         f"one step     {_seconds(now.prediction.step_ms)}: [bold]{now.items_per_s:,.0f} {unit}/s[/], the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time"
     )
-    busy = ", ".join(f"{stream_name(name)} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005)
-    console.print(f"bottleneck   [bold]{stream_name(now.bottleneck)}[/] (busy: {busy})")
+    busy = ", ".join(f"{STREAM_NAMES[name]} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005)
+    console.print(f"bottleneck   [bold]{STREAM_NAMES[now.bottleneck]}[/] (busy: {busy})")
     stash = swaps.stash_in + swaps.stash_out
     console.print(
-        f"swaps        {gib(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
-        f"bound, {gib(stash)} of stash; ZeRO-3 offload moves {gib(now.zero3_offload_bytes)}"
+        f"swaps        {amount(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
+        f"bound, {amount(stash)} of stash; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
     )
 
 
@@ -74,7 +75,7 @@ def _show_lack(console: Console, lack: Lack) -> None:
 
 
 def _budget(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else gib(nbytes)
+    return "unknown" if nbytes is None else amount(nbytes)
 
 
 def _seconds(ms: float) -> str:

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from harmony_ds.assembly import assemble, saved_plan
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import stream_name
 from harmony_ds.cli.exits import DOES_NOT_FIT, one_sentence
 from harmony_ds.cli.plan import ProfileFile, read_profile, surveyed
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
 from harmony_ds.errors import ConfigError, DoesNotFitError
+from harmony_ds.forecast import STREAM_NAMES
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -132,7 +132,7 @@ def _show(console: Console, drawn: _Drawn, output: Path) -> None:
     for stream, simulated_ms in busy_of(prediction.spans).items():
         executed_ms = None if executed is None else executed.busy_ms[stream]
         if simulated_ms or executed_ms:
-            table.add_row(*_row(stream_name(stream), simulated_ms, executed_ms))
+            table.add_row(*_row(STREAM_NAMES[stream], simulated_ms, executed_ms))
     table.add_row(*_row("the whole step", prediction.step_ms, None if executed is None else executed.step_ms))
     console.print(table)
     console.print(f"\n{output}: open it in https://ui.perfetto.dev", markup=False)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from harmony_ds.config.harmony import Switches
+from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import NOT_RUN
@@ -41,7 +41,9 @@ def tables() -> dict[str, str]:
 
 def _table(effect: Effect) -> list[str]:
     rows = [_row(key) for key in KEYS if key.effect is effect]
-    first = len(fields(Switches)) if effect is Effect.OURS else 0  # what a newcomer needs comes before the mechanisms
+    first = (
+        len(fields(PlanSwitches)) if effect is Effect.OURS else 0
+    )  # what a newcomer needs comes before the mechanisms
     return ["| key | values | default | |", "|---|---|---|---|", *rows[first:], *rows[:first]]
 
 

@@ -81,6 +81,10 @@ def _finite(value: object, wanted: str) -> float:
     return number
 
 
+def _or_never(value: object) -> object:
+    return None if value == math.inf else value  # accelerate writes infinity for "never"
+
+
 def _capitals(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
@@ -96,6 +100,7 @@ DTYPES = {
 ANYTHING = Form("any", Any)
 _FLAG, _INTEGER, _NUMBER = Form("flag", bool), Form("integer", int), Form("number", float)
 _TEXT, _BLOCK = Form("text", str), Form("object", dict[str, Any], '"{path}": Input should be an object, not {value!r}.')
+_WHOLE = '"{path}" must be a whole number, not {value!r}.'
 _LOSS_SCALE = BeforeValidator(_number_of_the_loss_scale)
 _LOSS_SCALE_INTEGER = BeforeValidator(lambda value: _finite(value, "an integer"))
 _TAG_VALIDATION = choice("WARN", "IGNORE", "FAIL")
@@ -118,6 +123,9 @@ FORMS: dict[str, Form] = {
     "log level or null": optional(choice("debug", "info", "warning", "error", "critical")),
     "mean or sum": choice("mean", "sum"),
     "tag validation": Form(_TAG_VALIDATION.name, Annotated[_TAG_VALIDATION.type, BeforeValidator(_capitals)]),
+    "count": Form("whole number or null", StrictInt | None, _WHOLE),
+    "count or auto": Form('whole number, "auto" or null', StrictInt | Literal["auto"] | None, _WHOLE),
+    "interval": Form("whole number or null", Annotated[StrictInt | None, BeforeValidator(_or_never)], _WHOLE),
     "loss scale": Form("number >= 0", Annotated[float, _LOSS_SCALE], "{path} {wrong}"),
     "loss scale integer": Form("integer", Annotated[int, _LOSS_SCALE_INTEGER], "{path} {wrong}"),
 }

@@ -28,7 +28,7 @@ def _off(name: str, key: str, instead: str, value: object = False, **more: Any) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switches:
+class PlanSwitches:
     """How a plan is carried out. Every plan knows what it was made with: see `harmony_ds.scheduler.plan.Policy`."""
 
     grouping: bool = _key(
@@ -84,7 +84,7 @@ class Switches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HarmonySettings(Switches):
+class HarmonySettings(PlanSwitches):
     """The "harmony" block, and all that a plan is asked for beside the model and the machine."""
 
     device: str = _key(forms.DEVICE, "auto", '`"cpu"`, `"cuda"`, `"cuda:N"`; auto takes CUDA if there is one')

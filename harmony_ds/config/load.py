@@ -40,7 +40,7 @@ def load_config(
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
     values = read_values(raw)
     compute, loss_scale = _precision(raw, values)
-    micro_batch, steps, batch = _batch_triple(raw, world_size)
+    micro_batch, steps, batch = _batch_triple(values, world_size)
     clipping = _clipping(raw, values)
     return Config(
         micro_batch=micro_batch,
@@ -53,7 +53,7 @@ def load_config(
         accumulation_dtype=_accumulation_dtype(values, compute),
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
-        steps_per_print=_steps_per_print(raw.get("steps_per_print")),
+        steps_per_print=values["steps_per_print"],
         harmony=_harmony(raw, values),
         raw=raw,
         values=values,
@@ -166,16 +166,16 @@ def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+def _batch_triple(values: Values, world_size: int) -> tuple[int, int, int]:
     """Micro-batch, accumulation steps and batch, by DeepSpeed's rules: batch = micro-batch * steps * world size."""
-    batch = _count(raw, "train_batch_size")
-    automatic = raw.get(_MICRO_BATCH) == "auto"
+    batch = _count(values, "train_batch_size")
+    automatic = values[_MICRO_BATCH] == "auto"
     if automatic and batch is None:
         raise ContradictionError(
             f'"{_MICRO_BATCH}" is "auto", which leaves it to the engine: give "train_batch_size", the rows of a step.'
         )
-    micro = None if automatic else _count(raw, _MICRO_BATCH)
-    steps = _count(raw, "gradient_accumulation_steps")
+    micro = None if automatic else _count(values, _MICRO_BATCH)
+    steps = _count(values, "gradient_accumulation_steps")
     if batch is None and micro is None:
         raise ContradictionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
     if micro is None:
@@ -194,14 +194,6 @@ def _batch_triple(raw: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     return micro, steps, batch
 
 
-def _steps_per_print(value: object) -> int | None:
-    if value is None or value == math.inf:  # accelerate writes infinity for "never"
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f'"steps_per_print" must be a whole number, not {value!r}.')
-    return value
-
-
 _MICRO_BATCH, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SPOKEN = {
     "train_batch_size": "Train batch size",
@@ -210,12 +202,10 @@ _SPOKEN = {
 }
 
 
-def _count(raw: Mapping[str, Any], key: str) -> int | None:
-    value = raw.get(key)
+def _count(values: Values, key: str) -> int | None:
+    value: int | None = values[key]
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f'"{key}" must be a whole number, not {value!r}.')
     if value <= 0:
         raise ContradictionError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
     return value

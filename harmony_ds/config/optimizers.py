@@ -28,7 +28,7 @@ class Native:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OptimizerRow:
     """One optimizer.
 
     Attributes:
@@ -59,14 +59,14 @@ class Row:
 _MUP = "it belongs to the package mup, with optimizers of its own: pass one as optimizer=..."
 _ONE_BIT = "1-bit optimizers compress what processes exchange, and there is one process"
 OPTIMIZERS = (
-    Row(
+    OptimizerRow(
         ("adam", "adamw"),
         ("exp_avg", "exp_avg_sq"),
         classes=("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam", "AdamW", "Adam"),
         native=Native("DeepSpeedCPUAdam", "deepspeed.ops.adam", "ds_opt_adam", "adam_update", "HARMONY_ADAM"),
         on_device="AdamW",
     ),
-    Row(
+    OptimizerRow(
         ("lion",),
         ("exp_avg",),
         classes=("DeepSpeedCPULion", "FusedLion"),
@@ -74,7 +74,7 @@ OPTIMIZERS = (
         on_device="Lion",
         kept_as={"exp_avg_sq": ""},
     ),
-    Row(
+    OptimizerRow(
         ("adagrad",),
         ("exp_avg_sq",),
         classes=("DeepSpeedCPUAdagrad",),
@@ -84,31 +84,33 @@ OPTIMIZERS = (
         on_device="Adagrad",
         kept_as={"exp_avg_sq": "sum"},
     ),
-    Row(("sgd",), ("momentum_buffer",), needs="momentum", classes=("SGD",), of_deepspeed=False),
-    Row((), ("sum",), classes=("Adagrad",), of_deepspeed=False),
-    Row(("asgd",), ("ax",), classes=("ASGD",), of_deepspeed=False),
-    Row(("rmsprop",), ("square_avg",), classes=("RMSprop",), of_deepspeed=False),
-    Row(("adafactor",), classes=("Adafactor",), of_deepspeed=False),
-    Row(("lbfgs",), classes=("LBFGS",), of_deepspeed=False, whole=True),
-    Row(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), of_deepspeed=False, whole=True),
-    Row(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
-    Row(("muadam", "muadamw", "musgd"), refusal=_MUP),
-    Row(
+    OptimizerRow(("sgd",), ("momentum_buffer",), needs="momentum", classes=("SGD",), of_deepspeed=False),
+    OptimizerRow((), ("sum",), classes=("Adagrad",), of_deepspeed=False),
+    OptimizerRow(("asgd",), ("ax",), classes=("ASGD",), of_deepspeed=False),
+    OptimizerRow(("rmsprop",), ("square_avg",), classes=("RMSprop",), of_deepspeed=False),
+    OptimizerRow(("adafactor",), classes=("Adafactor",), of_deepspeed=False),
+    OptimizerRow(("lbfgs",), classes=("LBFGS",), of_deepspeed=False, whole=True),
+    OptimizerRow(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), of_deepspeed=False, whole=True),
+    OptimizerRow(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
+    OptimizerRow(("muadam", "muadamw", "musgd"), refusal=_MUP),
+    OptimizerRow(
         ("muon",),
         refusal="DeepSpeed's keeps Adam beside it for other parameters: pass torch.optim.Muon as optimizer=...",
     ),
-    Row(("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT, of_deepspeed=False),  # an older DeepSpeed's
+    OptimizerRow(
+        ("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT, of_deepspeed=False
+    ),  # an older DeepSpeed's
 )
 NOT_RUN = {name: row.refusal for row in OPTIMIZERS if row.refusal for name in row.names}
 """What a ds_config may name and is not run, each with its reason."""
 
 
-def named(name: str) -> Row | None:
+def named(name: str) -> OptimizerRow | None:
     """The row of a name in a ds_config, in any case of letters."""
     return next((row for row in OPTIMIZERS if name.lower() in row.names), None)
 
 
-def of_class(classes: Iterable[type]) -> Row | None:
+def of_class(classes: Iterable[type]) -> OptimizerRow | None:
     """The row of the first of `classes`, a class and its bases, that has one."""
     return next((row for cls in classes for row in OPTIMIZERS if cls.__name__ in row.classes), None)
 
@@ -120,7 +122,8 @@ def same_formula(one: str, other: str) -> bool:
 
 def keeper_of(keys: Iterable[str], counts_in_tensors: bool) -> str | None:
     """The class that keeps states of these names; torch's count steps in tensors, DeepSpeed's do not."""
-    row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) <= set(keys)), None)
+    kept = set(keys) - {"step", "max_exp_avg_sq"}  # amsgrad keeps the latter beside
+    row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) == kept), None)
     if row is None:
         return None
     return row.on_device if counts_in_tensors and row.on_device in row.classes else row.classes[0]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
@@ -55,15 +56,26 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
 
     Raises:
         ConfigError: a pattern matches no module.
-        ModelError: the model has no parameter at all.
+        ModelError: the model has no parameter at all, or holds a module of TorchScript.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name or type(model).__name__} is a TorchScript module (torch.jit.script, torch.jit.trace), which runs "
+                "on parameters of its own that cannot be exchanged: initialize with the module that it was made of. "
+                "Functions of TorchScript and torch.compile(module) can be used inside a model."
+            )
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     if not canonical:
         raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
     blocks = _matching(model, patterns) if patterns else _repeated_blocks(model)
     layers: list[Layer] = []
     resident: list[str] = []
+    seen: set[nn.Module] = set()  # a model may hold one module in several places
     for name, module, bare in _walk(model, "", blocks):
+        if module in seen:
+            continue
+        seen.add(module)
         parameters = module._parameters.values() if bare else module.parameters()
         names = tuple(dict.fromkeys(canonical[id(p)] for p in parameters if p is not None))
         if bare:

@@ -63,6 +63,8 @@ class Device(ABC):
     """Whether `host_empty` page-locks."""
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
+    modes: tuple[type, ...] = ()
+    """Torch's modes of its own, which `inherited` enters on every thread."""
     _watch: Callable[[Stream, Issuing], Issuing] | None = None
 
     @contextmanager

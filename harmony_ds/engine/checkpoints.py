@@ -93,7 +93,7 @@ class Checkpoints(Surface):
         if folder is None:
             return None, None
         snapshot = checkpoint.read_any(folder)
-        wanted = checkpoint.Wanted(
+        wanted = checkpoint.LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         self._runner.check_usable()

@@ -22,6 +22,7 @@ from harmony_ds.engine.gradients import EngineOwner
 from harmony_ds.engine.lifetime import let_go, while_alive
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.step_record import StepRecord
+from harmony_ds.engine.used_gradients import UsedGradients
 from harmony_ds.errors import (
     BatchError,
     CallChangedError,
@@ -32,6 +33,8 @@ from harmony_ds.errors import (
     UsageError,
 )
 from harmony_ds.loss_scaling import LossScaler
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
@@ -72,7 +75,8 @@ class HarmonyEngine(Checkpoints):
         self._looked_early = False
         self._running = False  # a step, or a part of one
         self._gradients_shown: set[str] = set()  # whoever saw them may have changed them
-        self._by_hand = None if self.optimizer is None else self._take_optimizer(self.optimizer)
+        self._used = UsedGradients()
+        self._by_hand = None if assembly.host_optimizer is None else self._take_optimizer(assembly.host_optimizer)
         self._scaler = LossScaler(config.loss_scale)
         self._reports = StepReports(config)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
@@ -198,8 +202,7 @@ class HarmonyEngine(Checkpoints):
         """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
         try:
             queued = queue()
-            for ticket in queued:
-                ticket.backward_from_loss(divisor, self._scaler.scale)
+            self._ask_for_gradients(queued, divisor)
             self._backwards = len(queued)
             self._optimizer_step({})
         except BaseException:
@@ -236,6 +239,13 @@ class HarmonyEngine(Checkpoints):
         given = [Arguments((batch,), {}) for batch in batches]
         return self._step_over(1, lambda: [self._group.queue(one, call=loss_fn, aside=aside) for one in given])
 
+    def _ask_for_gradients(self, queued: Sequence[QueuedMicroBatch], divisor: int) -> None:
+        for micro_batch in queued:
+            micro_batch.backward_from_loss(divisor, self._scaler.scale)
+            if self._runner.hooked:
+                self._settle()
+                self._propagate()
+
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
 
@@ -257,6 +267,8 @@ class HarmonyEngine(Checkpoints):
         return take_batches(batches, self.gradient_accumulation_steps())
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        assert self._by_hand is not None
+        self._by_hand.follow(by_hand=lr_kwargs is None)
         group, count = self._group, len(self._group)
         full = count == self.gradient_accumulation_steps() and not group.propagated
         self._reports.begin()
@@ -286,8 +298,13 @@ class HarmonyEngine(Checkpoints):
             self._hide_gradients()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
 
-    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerByHand:
-        return OptimizerByHand(optimizer, while_alive(self._step_by_hand), while_alive(self.finish_updates))
+    def _take_optimizer(self, optimizer: HostOptimizer) -> OptimizerByHand:
+        return OptimizerByHand(
+            optimizer,
+            while_alive(self._step_by_hand),
+            while_alive(self._zero_grad_by_hand),
+            while_alive(self.finish_updates),
+        )
 
     def _settle(self) -> None:
         """Before the model runs: what the user has done to it by hand is taken over.
@@ -305,6 +322,7 @@ class HarmonyEngine(Checkpoints):
     @contextmanager
     def _busy(self) -> Iterator[None]:
         """A step, or a part of one, wherever it is asked for: gradients may be read under `torch.no_grad()`."""
+        self._used.check()
         self._running = True
         try:
             with torch.inference_mode(False), torch.enable_grad():
@@ -313,16 +331,50 @@ class HarmonyEngine(Checkpoints):
             self._running = False
 
     def _step_by_hand(self) -> None:
-        """`optimizer.step()`: the update of what has gathered, as at a boundary; schedulers are the caller's."""
-        count = len(self._group)
-        if not count and not self._assembly.parts.own.are_there():
+        """`optimizer.step()`: the update of what has gathered, as at a boundary; schedulers are the caller's.
+
+        Gradients of parameters that are not the optimizer's stay, for another one to step.
+        """
+        assembly, count = self._assembly, len(self._group)
+        assert assembly.host_optimizer is not None
+        if not count and not assembly.parts.own.are_there(assembly.host_optimizer.trained):
+            self._used.check()
             return
+        others = self._take_gradients_of_others(assembly.host_optimizer)
         try:
             self._optimizer_step(None)
         except BaseException:
             self.micro_steps = self._group_began
             raise
         self.micro_steps = self._group_began = self._group_began + count
+        with ungated():
+            parameters = assembly.store.parameters
+            self._used.add(name for name in assembly.host_optimizer.trained if parameters[name].requires_grad)
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+    def _take_gradients_of_others(self, optimizer: HostOptimizer) -> list[tuple[nn.Parameter, Tensor]]:
+        """What has gathered for parameters that `optimizer` does not have, and takes it from there."""
+        others = [p for name, p in self._assembly.store.parameters.items() if not optimizer.trains(name)]
+        taken = []
+        for parameter in others:
+            gradient = parameter.grad if parameter.requires_grad else None
+            if gradient is not None:
+                taken.append((parameter, gradient.to("cpu", parameter.dtype, copy=True)))
+                parameter.grad = None
+        return taken
+
+    def _zero_grad_by_hand(self, set_to_none: bool) -> None:
+        """`optimizer.zero_grad()`, where the optimizer has masters in the place of the parameters."""
+        store = self._assembly.store
+        assert self._assembly.host_optimizer is not None
+        for name in self._assembly.host_optimizer.trained:
+            parameter = store.parameters[name]
+            if parameter is not store.masters[name] and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
 
     def _clipping(self) -> Clipping | None:
         settings = self._settings
@@ -375,6 +427,7 @@ class HarmonyEngine(Checkpoints):
         """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
         if self.optimizer is None:
             return
+        self._used.clear()
         if self._propagate():
             self._runner.executor.gathered.drop(self._assembly.store.parameters)
         self._assembly.parts.own.take(self._assembly.store.parameters)

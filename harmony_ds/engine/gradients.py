@@ -47,9 +47,13 @@ class EngineOwner(Owner):
         return engine is not None and not engine._running and engine._group.is_open
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of `name`, itself, not scaled: what has gathered since the last step."""
+        """The gradient of `name`, itself, not scaled: what has gathered since the last step, or was used by it."""
         engine = self._engine()
-        return None if engine is None or not engine._propagate() else engine._show_gradient(name)
+        if engine is None:
+            return None
+        if engine._propagate():
+            return engine._show_gradient(name)
+        return engine._used.show(name, engine._assembly.store.parameters[name])
 
     def is_updating(self, name: str) -> bool:
         """Whether an update of `name` is pending, whose gradient is on it."""
@@ -59,5 +63,8 @@ class EngineOwner(Owner):
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
         engine = self._engine()
-        if engine is not None and engine._propagate():
+        if engine is None:
+            return
+        engine._used.drop(name)
+        if engine._propagate():
             engine._runner.executor.gathered.drop((name,))

@@ -24,12 +24,12 @@ def let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Ass
         assembly.destroy()
 
 
-def while_alive(method: Callable[[], Any]) -> Callable[[], Any]:
+def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `method` while its object lives, and does not keep it alive: a loss may outlive its engine."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> Any:
+    def call(*args: Any) -> Any:
         living = reference()
-        return None if living is None else living()
+        return None if living is None else living(*args)
 
     return call

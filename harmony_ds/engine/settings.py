@@ -10,6 +10,7 @@ import torch
 from harmony_ds.config import Config
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import named
+from harmony_ds.config.settings import SCALER_NAMES
 
 
 class Settings:
@@ -87,14 +88,6 @@ class Settings:
         """Whether layers compute in bf16."""
         return self._settings.compute_dtype == torch.bfloat16
 
-    def bf16_master_weights_and_gradients(self) -> bool:
-        """Masters are fp32."""
-        return False
-
-    def bf16_optimizer_states(self) -> bool:
-        """The optimizer's state is fp32."""
-        return False
-
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows (with fp16)."""
         return bool(self._settings.values["fp16.loss_scale"] == 0)
@@ -106,13 +99,8 @@ class Settings:
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """The dynamic loss scale's settings, under DeepSpeed's names."""
         values = self._settings.values
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": values["fp16.loss_scale_window"],
-            "delayed_shift": values["fp16.hysteresis"],
-            "consecutive_hysteresis": values["fp16.consecutive_hysteresis"],
-            "min_scale": values["fp16.min_loss_scale"],
-        }
+        rules = {theirs: values[f"fp16.{ours}"] for ours, theirs in SCALER_NAMES.items()}
+        return {"init_scale": self.initial_dynamic_scale(), **rules}
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What layers compute in, and what gradients are added up in."""
@@ -153,13 +141,6 @@ class Settings:
 
     zero_cpu_offload = zero_use_cpu_optimizer
 
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """No: it is refused."""
-        return False
-
-    def zenflow_config(self) -> None:
-        """None: it is refused."""
-
     # ---- the rest
 
     def postscale_gradients(self) -> bool:
@@ -170,24 +151,27 @@ class Settings:
         """DeepSpeed's reading of the `aio` block."""
         return self._config.aio_config
 
-    def autotuning_enabled(self) -> bool:
-        """No: it is refused."""
-        return False
-
     def autotp_size(self) -> int:
         """No tensor parallelism."""
         return int(self._settings.raw.get("tensor_parallel", {}).get("autotp_size", 0))
 
-    # ---- one process
 
-    def get_data_parallel_rank(self) -> int:
-        """This process is the only one."""
-        return 0
+_FIXED = {
+    "bf16_master_weights_and_gradients": False,  # masters are fp32, and so is the optimizer's state
+    "bf16_optimizer_states": False,
+    "zero_nvme_offload_optimizer": False,
+    "autotuning_enabled": False,
+    "zenflow_config": None,
+    "get_data_parallel_rank": 0,
+    "get_model_parallel_rank": 0,
+    "get_tensor_parallel_rank": 0,
+    "get_sequence_parallel_group": None,
+}
+"""What this engine answers whatever the ds_config says: values that are refused, and one process."""
 
-    get_model_parallel_rank = get_tensor_parallel_rank = get_data_parallel_rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """There is none."""
+def _answering(value: object) -> Callable[[Settings], Any]:
+    return lambda _: value
 
 
 def _reading(path: str) -> Callable[[Settings], Any]:
@@ -198,6 +182,8 @@ def _reading(path: str) -> Callable[[Settings], Any]:
     return read
 
 
+for _name, _value in _FIXED.items():
+    setattr(Settings, _name, _answering(_value))
 for _key in KEYS:
     if _key.getter:
         setattr(Settings, _key.getter, _reading(_key.path))

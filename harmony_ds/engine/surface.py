@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import nn
 
-from harmony_ds.engine.loader import make_loader
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError, ConfigError, UnsupportedError, UsageError
 
@@ -162,15 +161,24 @@ class Surface(Settings, nn.Module):
         Raises:
             ValueError: `dataset` is no torch Dataset.
         """
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) and not hasattr(dataset, "__iter__"):
+            raise ValueError("Training data must be a torch Dataset")
         if data_sampler is None and route in ("eval", "predict"):
             data_sampler = torch.utils.data.SequentialSampler(dataset)
-        return make_loader(
-            dataset,
-            self._settings.micro_batch if batch_size is None else batch_size,
-            self._settings.values["dataloader_drop_last"],
-            collate_fn or self.collate_fn,
-            data_sampler,
-            num_local_io_workers,
+        from deepspeed.runtime.dataloader import DeepSpeedDataLoader  # its order of samples depends on its own seed
+
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=self._settings.micro_batch if batch_size is None else batch_size,
+            pin_memory=False,  # inputs are copied once, and a step is long
+            local_rank=0,
+            tput_timer=None,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers or 0,  # or they would be forked beside the update's thread
+            data_sampler=data_sampler,
+            data_parallel_world_size=1,
+            data_parallel_rank=0,
+            dataloader_drop_last=self._settings.values["dataloader_drop_last"],
         )
 
     def set_dataloader(self, loader: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.config.optimizers import Row
+from harmony_ds.config.optimizers import OptimizerRow
 from harmony_ds.device.live_bytes import LiveBytes
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
@@ -254,7 +254,7 @@ class DeviceOptimizer:
         return Footprint(sum(_rounded(value) for value in state), 0 if self._fused else working)
 
 
-def _stand_in(row: Row, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _stand_in(row: OptimizerRow, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer with the formula of DeepSpeed's `optimizer` that an accelerator can run."""
     coupled = row.on_device == "AdamW" and not getattr(optimizer, "adam_w_mode", True)
     cls: Any = Lion if row.on_device == "Lion" else getattr(torch.optim, "Adam" if coupled else row.on_device)

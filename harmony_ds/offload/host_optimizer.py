@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, is_native
 from harmony_ds.offload.watched_state import WatchedState, plain
 
+_KNOWN = ("torch", "deepspeed", "harmony_ds")
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
 
@@ -61,6 +62,9 @@ class HostOptimizer:
                     )
                 self._group_of[names[id(parameter)]] = index
         self._members = _members(optimizer)
+        self.own_step: Callable[[], Any] | None = None
+        """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
+        self.is_stepping_whole = False
         self.native = is_native(optimizer)
         self.lock = threading.Lock()  # held while DeepSpeed's compiled object, which has a memory of its own, steps
         self.part = part_of(optimizer)
@@ -71,16 +75,21 @@ class HostOptimizer:
     def steps_whole(self) -> bool:
         """Whether the optimizer's own `step` has to be called, once and with all gradients there."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return not _is_elementwise(self.optimizer) or any(hooks)
+        return self.own_step is not None or not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(self, gradients: Mapping[str, Tensor]) -> None:
         """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters."""
         with ungated():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
+        self.is_stepping_whole = True
         try:
-            type(self.optimizer).step(self.optimizer)
+            if self.own_step is not None:
+                self.own_step()
+            else:
+                type(self.optimizer).step(self.optimizer)
         finally:
+            self.is_stepping_whole = False
             with ungated():
                 for name in gradients:
                     self._masters[name].grad = None
@@ -226,7 +235,16 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if says is not None:
         return says
     stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
-    return stepping.__module__.split(".")[0] in ("torch", "deepspeed", "harmony_ds")
+    return all(
+        module.split(".")[0] in _KNOWN for module in (stepping.__module__, *_modules_of(stepping.__dict__["step"]))
+    )
+
+
+def _modules_of(function: Any) -> Iterator[str]:
+    """The modules of a function and of what it is wrapped around: somebody may have put another on a class."""
+    while function is not None:
+        yield getattr(function, "__globals__", {}).get("__name__", function.__module__)
+        function = getattr(function, "__wrapped__", None)
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -31,7 +31,7 @@ _WORTH_RETURNING = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlabPlace:
     """Where a parameter lies: elements `start` to `start + numel` of a slab, `padded` with what aligns the next one."""
 
     slab: int
@@ -42,11 +42,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlabPart:
     """Host memory that one copy moves, and the parameters in it: (name, first element in the piece, place)."""
 
     memory: Tensor
-    parameters: tuple[tuple[str, int, Place], ...]
+    parameters: tuple[tuple[str, int, SlabPlace], ...]
 
 
 class HostStore:
@@ -59,7 +59,7 @@ class HostStore:
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
         self._slabs: list[Tensor] = []
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, SlabPlace] = {}
         mapped = MappedFiles()
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.resident):
@@ -73,12 +73,12 @@ class HostStore:
     def _settle(self, names: list[str], mapped: MappedFiles) -> int:
         """Moves `names` into a slab; returns how many bytes they took before."""
         freed_bytes = 0
-        places: dict[str, Place] = {}
+        places: dict[str, SlabPlace] = {}
         end = 0
         for name in names:
             parameter = self.parameters[name]
             padded = slab_bytes(parameter.numel(), self.dtype.itemsize) // self.dtype.itemsize
-            places[name] = Place(len(self._slabs), end, parameter.numel(), padded, parameter.shape)
+            places[name] = SlabPlace(len(self._slabs), end, parameter.numel(), padded, parameter.shape)
             end += padded
         # Slabs that torch allocates are aligned already; so is every place in them.
         slab = self._device.host_empty(end, self.dtype)
@@ -130,11 +130,11 @@ class HostStore:
                     self.parameters[name].grad = None
         return taken
 
-    def pieces(self, names: Iterable[str]) -> list[Piece]:
+    def pieces(self, names: Iterable[str]) -> list[SlabPart]:
         """The fewest contiguous runs of host memory that hold `names`."""
         places = sorted(((self._places[name], name) for name in names), key=lambda p: (p[0].slab, p[0].start))
-        pieces: list[Piece] = []
-        run: list[tuple[str, int, Place]] = []
+        pieces: list[SlabPart] = []
+        run: list[tuple[str, int, SlabPlace]] = []
         start = end = slab = -1
         for place, name in places:
             if place.slab != slab or place.start != end:
@@ -146,10 +146,10 @@ class HostStore:
         return pieces
 
     def _close_run(
-        self, pieces: list[Piece], run: list[tuple[str, int, Place]], slab: int, start: int, end: int
+        self, pieces: list[SlabPart], run: list[tuple[str, int, SlabPlace]], slab: int, start: int, end: int
     ) -> None:
         if run:
-            pieces.append(Piece(self._slabs[slab][start:end], tuple(run)))
+            pieces.append(SlabPart(self._slabs[slab][start:end], tuple(run)))
 
     def upload_copy(self, name: str) -> Tensor | None:
         """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""

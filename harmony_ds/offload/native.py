@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from harmony_ds.config.optimizers import OPTIMIZERS, Row, of_class
+from harmony_ds.config.optimizers import OPTIMIZERS, OptimizerRow, of_class
 from harmony_ds.errors import CompilerMissingError
 from harmony_ds.offload import compiled
 
 _SOURCE = Path(__file__).parent / "csrc" / "gil_free.cpp"
 
 
-def native_of(optimizer: torch.optim.Optimizer) -> Row | None:
+def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
     """The row of `optimizer` if it is one of DeepSpeed's compiled CPU optimizers."""
     row = of_class(type(optimizer).__mro__)
     names = {base.__name__ for base in type(optimizer).__mro__}

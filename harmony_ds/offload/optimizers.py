@@ -5,6 +5,7 @@ Parameters of the model go in, their masters come to lie in the optimizer's para
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
 from harmony_ds.offload.native import make_native
 
 ParameterGroups = Iterable[Any]
+_HOOKS = tuple(
+    f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
@@ -82,6 +86,7 @@ def build_optimizer(
     """
     if client is not None:
         optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
+        _complete(optimizer)
         masters.adopt(optimizer)
         return optimizer
     if section is None:
@@ -93,6 +98,24 @@ def build_optimizer(
         return _by_name(section, groups)
     except TypeError as error:
         raise ConfigError(f'optimizer "{section.type}" does not take these params: {error}') from None
+
+
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer whose class does not call `Optimizer.__init__` (a wrapper around another one) places for hooks.
+
+    Raises:
+        OptimizerError: it lacks more than that.
+    """
+    for hooks in _HOOKS:
+        optimizer.__dict__.setdefault(hooks, OrderedDict())
+    for key in ("param_groups", "state"):
+        try:
+            setattr(optimizer, key, getattr(optimizer, key))
+        except AttributeError as error:
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.{key} is not there or cannot be exchanged ({error}): let its __init__ call "
+                f"super().__init__(params, defaults), or set self.{key}."
+            ) from error
 
 
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -17,10 +17,11 @@ class OwnGradients:
         self._store = store
         self._updater = updater
 
-    def are_there(self) -> bool:
-        """Whether `take` would find any."""
+    def are_there(self, names: Iterable[str] | None = None) -> bool:
+        """Whether `take` would find any of `names` (None: of any parameter)."""
+        parameters = self._store.parameters
         with ungated():
-            found = [name for name, parameter in self._store.parameters.items() if parameter.grad is not None]
+            found = [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
         return not all(map(self.is_updating, found))
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:

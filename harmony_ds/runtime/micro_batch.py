@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -120,7 +122,10 @@ class MicroBatch:
         def own(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or not self.glue.touches(tensor):
                 return tensor
-            return cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+            own = cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+            if tensor.retains_grad:
+                tensor.register_hook(partial(_show_grad, weakref.ref(own)))
+            return own
 
         if self.glue.is_trivial:
             return
@@ -148,6 +153,12 @@ class MicroBatch:
         self.abandon()
         self.forward = self.objective = _nothing
         self.inputs = (), {}
+
+
+def _show_grad(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
+    own = reference()
+    if own is not None:
+        own.grad = gradient if own.grad is None else own.grad + gradient
 
 
 def _nothing(*_: Any) -> None:

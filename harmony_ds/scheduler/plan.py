@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from harmony_ds.config.harmony import Switches
+from harmony_ds.config.harmony import PlanSwitches
 
 
 class TaskKind(Enum):
@@ -115,7 +115,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(Switches):
+class Policy(PlanSwitches):
     """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
 
     Of one kind of update (`deferred_update`), and one size of pieces, every policy gives the same bits.
@@ -137,9 +137,9 @@ class Policy(Switches):
     backward_rows: int = 0
 
     @staticmethod
-    def of(switches: Switches, deferred_update: bool) -> Policy:
+    def of(switches: PlanSwitches, deferred_update: bool) -> Policy:
         """As the ds_config says; what the search decides is left as it is."""
-        given = {one.name: getattr(switches, one.name) for one in fields(Switches)}
+        given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
         return Policy(**given, deferred_update=deferred_update)
 
     @property

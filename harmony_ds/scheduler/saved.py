@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from harmony_ds.config.harmony import Switches
+from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
@@ -63,7 +63,7 @@ def _check_policy(saved: Policy, wanted: Policy) -> None:
             + ("with" if wanted.deferred_update else "without")
             + ". Plan again."
         )
-    for key in (one.name for one in fields(Switches) if one.name not in ("prefetch", "gradient_slabs")):
+    for key in (one.name for one in fields(PlanSwitches) if one.name not in ("prefetch", "gradient_slabs")):
         there, here = getattr(saved, key), getattr(wanted, key)
         if there != here:
             raise ConfigError(

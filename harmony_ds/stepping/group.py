@@ -16,6 +16,7 @@ from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.layer_call import InputChangedError
 from harmony_ds.calls.random_streams import micro_batch_seed
+from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError
@@ -25,7 +26,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
-from harmony_ds.stepping.inputs import Arguments, check_saved_tensors
+from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss, PendingOutput
 from harmony_ds.stepping.runner import Runner
@@ -126,6 +127,7 @@ class StepGroup:
         return ticket
 
     def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
+        check_modes("a call of the engine", self._device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
             raise BatchError(
@@ -188,7 +190,9 @@ class StepGroup:
             self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
-            self._runner.measure(self._sample(ticket), forwarded)
+            with noticing_hooks() as noticed:
+                self._runner.measure(self._sample(ticket), forwarded)
+            self._calls.tensor_hook = self._calls.tensor_hook or next(iter(noticed), None)
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
@@ -262,7 +266,9 @@ class StepGroup:
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._propagating()
-        if not ticket.leads_outside:
+        if not later:
+            check_modes("backward from a loss of the engine", self._device.modes)
+        if not ticket.leads_outside and not self._runner.hooked:
             return
         if not later:
             self._propagate()

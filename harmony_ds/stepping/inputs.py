@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from harmony_ds.calls.call_code import is_function
 from harmony_ds.calls.generators import is_generator
@@ -163,3 +166,20 @@ def check_saved_tensors() -> None:
             "saved_tensors_hooks around a call of the engine change what is saved for backward. Layers are recomputed for "
             "their backward pass, which does not ask these hooks: open the context inside a layer's forward."
         )
+
+
+def check_modes(what: str, carried: tuple[type, ...]) -> None:
+    """What runs later and on other threads is not seen by the modes that are active around `what`, but by those `carried`.
+
+    Raises:
+        UnsupportedError: one is, other than torch's default device.
+    """
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        active = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+        modes = [type(mode).__name__ for mode in active if not isinstance(mode, (DeviceContext, *carried))]
+        if modes:
+            raise UnsupportedError(
+                f"{modes[-1]} is active around {what}, which runs layer by layer, later and on other threads, where a "
+                "TorchFunctionMode or TorchDispatchMode is not: enter it inside a layer's forward, or use it with the "
+                "plain model, before initialize."
+            )

@@ -41,7 +41,7 @@ class Runner:
         self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
         self._said_alone: str | None = None
-        self._said_left = False
+        self._said_left = self._said_hooked = False
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self.executor = Executor(parts)
@@ -97,6 +97,24 @@ class Runner:
                 reason,
             )
         return reason
+
+    @property
+    def hooked(self) -> bool:
+        """Whether code of the program's runs in backward passes, which may depend on what the program does meanwhile, and
+        leave what it looks at: each backward pass then runs when it is asked for. Said once.
+        """
+        hook = self._parts.calls.backward_hook
+        if hook is None:
+            with ungated():
+                hook = next((f"a hook of {n}" for n, p in self._parameters.items() if p._backward_hooks), None)
+        if hook is not None and not self._said_hooked:
+            self._said_hooked = True
+            _logger.warning(
+                "%s runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a group "
+                "are propagated back from one by one, and each swaps the whole model in.",
+                hook,
+            )
+        return hook is not None
 
     def _why_alone(self) -> str | None:
         calls = self.planner.graph.calls
@@ -238,7 +256,8 @@ class Runner:
     def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
-        if not self._parts.own.are_there():
+        optimizer = self._parts.optimizer
+        if optimizer is None or not self._parts.own.are_there(optimizer.trained):
             return False
         with self._recovering(()):
             update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.release(None))

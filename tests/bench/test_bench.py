@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from harmony_ds.bench.child import copied_bytes
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
-from harmony_ds.bench.run import Timing, begin, best_micro_batch, run
+from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
-from harmony_ds.bench.task import Task, model_flops
+from harmony_ds.bench.workload import Workload, model_flops
 from harmony_ds.cli.app import app
 from harmony_ds.errors import BatchError, ConfigError
 from harmony_ds.profiler.hardware import known_hardware
@@ -46,8 +45,8 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def task(model: str) -> Task:
-    return Task(model, DS_CONFIG, rows=2, micro_batch=2, accumulation=4, memory_gib=0.001)
+def task(model: str) -> Workload:
+    return Workload(model, DS_CONFIG, rows=2, micro_batch=2, accumulation=4, memory_gib=0.001)
 
 
 def silent(_: str) -> None:
@@ -57,7 +56,7 @@ def silent(_: str) -> None:
 # ---- the task
 
 
-def test_every_cut_sees_the_same_samples(task: Task) -> None:
+def test_every_cut_sees_the_same_samples(task: Workload) -> None:
     for step in (0, 3):
         whole = torch.cat([batch["input_ids"] for batch in task.batches(step)])
         assert whole.shape == (8, 16)
@@ -68,17 +67,17 @@ def test_every_cut_sees_the_same_samples(task: Task) -> None:
     assert not torch.equal(task.batches(0)[0]["input_ids"], task.batches(1)[0]["input_ids"])
 
 
-def test_labels_are_the_inputs_where_the_model_is_given_them_so(task: Task) -> None:
+def test_labels_are_the_inputs_where_the_model_is_given_them_so(task: Workload) -> None:
     batch = task.batches(0)[1]
     assert torch.equal(batch["input_ids"], batch["labels"])
 
 
-def test_a_cut_that_does_not_divide_the_step_is_refused(task: Task) -> None:
+def test_a_cut_that_does_not_divide_the_step_is_refused(task: Workload) -> None:
     with pytest.raises(BatchError, match="8 samples cannot be cut into micro-batches of 3"):
         task.cut(3)
 
 
-def test_dropout_is_off(task: Task) -> None:
+def test_dropout_is_off(task: Workload) -> None:
     assert all(
         module.attention_dropout == 0.0
         for module in task.subject.model.modules()
@@ -86,7 +85,7 @@ def test_dropout_is_off(task: Task) -> None:
     )
 
 
-def test_model_flops_are_three_forward_passes(task: Task) -> None:
+def test_model_flops_are_three_forward_passes(task: Workload) -> None:
     rows, hidden, inner, vocabulary, length = 8, 16, 24, 61, 16
     products = 3 * (4 * hidden**2 + 3 * hidden * inner) + hidden * vocabulary
     attention = 3 * length * hidden  # scores and values of each token with, on average, half of all
@@ -102,7 +101,7 @@ def test_engines_are_the_modules_of_their_folder() -> None:
         "harmony", "torch", "torch-checkpoint", "deepspeed-zero2-offload", "deepspeed-zero3-offload",
         "deepspeed-super-offload", "deepspeed-zenflow", "fsdp2-offload", "roundpipe",
     } == set(engines.names())  # fmt: skip
-    assert not engines.is_exact("deepspeed-zenflow")
+    assert not engines.adapter("deepspeed-zenflow").is_exact
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
@@ -111,24 +110,20 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp2-offload", "roundpipe", "deepspeed-super-offload", "deepspeed-zenflow"])
-def test_what_needs_cuda_says_so(task: Task, name: str) -> None:
+def test_what_needs_cuda_says_so(task: Workload, name: str) -> None:
     assert engines.adapter(name).unavailable(task) == "it needs a CUDA device"
 
 
 def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> None:
     config = {**DS_CONFIG, "optimizer": {"type": "Lion", "params": {}}}
-    lion = Task(model, config, rows=2, micro_batch=2, accumulation=4)
+    lion = Workload(model, config, rows=2, micro_batch=2, accumulation=4)
     assert "Adam or AdamW, and the ds_config's is Lion" in str(engines.adapter("torch").unavailable(lion))
 
 
 @pytest.mark.parametrize("name", ["deepspeed-zero2-offload", "deepspeed-zero3-offload"])
-def test_zero_traffic_formulas_for_one_micro_batch(task: Task, name: str) -> None:
-    from harmony_ds.bench.engines import deepspeed_zero2_offload, deepspeed_zero3_offload
-
-    traffic: Callable[[Task], Any] = {
-        "deepspeed-zero2-offload": deepspeed_zero2_offload.traffic,
-        "deepspeed-zero3-offload": deepspeed_zero3_offload.traffic,
-    }[name]
+def test_zero_traffic_formulas_for_one_micro_batch(task: Workload, name: str) -> None:
+    traffic = engines.adapter(name).traffic
+    assert traffic is not None
     count = sum(p.numel() for p in task.subject.model.parameters())
     moved = traffic(task.cut(8))
     weights = 1 if "zero2" in name else 2
@@ -163,7 +158,7 @@ def test_a_gpu_is_known_by_the_name_that_cuda_gives_it(name: str, known: str | N
 # ---- results
 
 
-def results_of(task: Task, **rows: Row) -> Results:
+def results_of(task: Workload, **rows: Row) -> Results:
     results = Results({"steps": 1, "warmup_steps": 1, "contestants": {}}, {"cpu": "one", "gpu": None})
     results.peak_tflops = (1e-3, "a guess")
     for label, row in rows.items():
@@ -173,12 +168,12 @@ def results_of(task: Task, **rows: Row) -> Results:
     return results
 
 
-def row(task: Task, engine: str, ms: list[float], losses: list[float]) -> Row:
+def row(task: Workload, engine: str, ms: list[float], losses: list[float]) -> Row:
     rounds = {str(i): {"ms": value, "drained_ms": value, "cpu_ms": value} for i, value in enumerate(ms)}
     return Row(engine, task.as_json(), rounds, losses)
 
 
-def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Task) -> None:
+def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Workload) -> None:
     results = results_of(
         task,
         harmony=row(task, "harmony", [100.0, 300.0, 100.0], [2.0, 1.0]),
@@ -194,7 +189,7 @@ def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Ta
     assert other.utilization == pytest.approx(0.5)
 
 
-def test_out_of_memory_is_a_result(task: Task, tmp_path: Path) -> None:
+def test_out_of_memory_is_a_result(task: Workload, tmp_path: Path) -> None:
     failed = Row("torch", task.as_json(), error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
     results = results_of(task, harmony=row(task, "harmony", [1.0], [1.0]), torch=failed)
     assert summarize(results)[1].status == "out of memory: OutOfMemoryError: CUDA out of memory."
@@ -202,7 +197,7 @@ def test_out_of_memory_is_a_result(task: Task, tmp_path: Path) -> None:
     assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
 
 
-def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Task, tmp_path: Path) -> None:
+def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Workload, tmp_path: Path) -> None:
     rows = {}
     for tokens in (64, 128):
         for name in ("harmony", "torch", "torch, its best micro-batch"):
@@ -216,7 +211,7 @@ def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Task,
     assert throughput.count("<!-- torch, its best micro-batch -->") == 1
 
 
-def test_results_are_saved_whole_and_read_back(task: Task, tmp_path: Path) -> None:
+def test_results_are_saved_whole_and_read_back(task: Workload, tmp_path: Path) -> None:
     results = results_of(task, harmony=row(task, "harmony", [1.5], [math.pi]))
     results.save(tmp_path / "deep" / "r.json")
     assert Results.load(tmp_path / "deep" / "r.json") == results
@@ -229,11 +224,11 @@ def test_a_foreign_file_is_no_result(tmp_path: Path) -> None:
         Results.load(tmp_path / "x.json")
 
 
-def test_resuming_another_comparison_is_refused(task: Task, tmp_path: Path) -> None:
+def test_resuming_another_comparison_is_refused(task: Workload, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    begin([Contestant("harmony", "harmony", task)], Timing(), path, False).save(path)
+    begin([Contestant("harmony", "harmony", task)], Rounds(), path, False).save(path)
     with pytest.raises(ConfigError, match="steps was 2 and is 7"):
-        begin([Contestant("harmony", "harmony", task)], Timing(steps=7), path, True)
+        begin([Contestant("harmony", "harmony", task)], Rounds(steps=7), path, True)
 
 
 # ---- real runs
@@ -290,16 +285,16 @@ def test_wrong_options_are_one_sentence(model: str, options: list[str], message:
     assert message in done.output and "Traceback" not in done.output
 
 
-def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Task, tmp_path: Path) -> None:
-    tight = Task(**{**task.as_json(), "memory_gib": 1e-6})
+def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_path: Path) -> None:
+    tight = Workload(**{**task.as_json(), "memory_gib": 1e-6})
     contestants = [Contestant("harmony", "harmony", tight)]
-    results = run(contestants, Timing(1, 1, 1), tmp_path / "r.json", False, silent)
+    results = run(contestants, Rounds(1, 1, 1), tmp_path / "r.json", False, silent)
     assert results.finished and results.rows["harmony"].out_of_memory
     assert "out of memory" in summarize(results)[0].status
 
 
-def test_the_best_micro_batch_is_looked_for_by_doubling(task: Task) -> None:
-    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Timing(), silent)
+def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload) -> None:
+    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Rounds(), silent)
     assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
     assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")
 
@@ -307,7 +302,7 @@ def test_the_best_micro_batch_is_looked_for_by_doubling(task: Task) -> None:
 # ---- ablation
 
 
-def test_the_ablation_compares_harmony_with_itself(task: Task) -> None:
+def test_the_ablation_compares_harmony_with_itself(task: Workload) -> None:
     contestants = ablated(task)
     assert contestants[0].label == AS_IT_IS
     assert "without grouping" in {c.label for c in contestants}

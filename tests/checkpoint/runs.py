@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import harmony_ds
 from harmony_ds import HarmonyEngine
+from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, family
 from tests.families import Family
 
@@ -90,6 +91,13 @@ def train(engine: HarmonyEngine, setup: Setup, steps: Sequence[int], micro_batch
         batches = [setup.one.batch(step * micro_batches + i) for i in range(micro_batches)]
         losses.append(engine.train_batch(iter(batches)).item())
     return losses
+
+
+def masters_of(engine: HarmonyEngine) -> dict[str, Tensor]:
+    """The fp32 weights that the optimizer updates, by the names of the weights."""
+    found = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    assert found
+    return {name: master for name, master in found.items() if master is not None}
 
 
 def state_of(engine: HarmonyEngine) -> dict[str, Any]:

@@ -19,10 +19,10 @@ import torch
 import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import Layout, convert, read_any
-from harmony_ds.checkpoint.deepspeed.flat import Parts, split_each, split_in_order
+from harmony_ds.checkpoint.deepspeed.flat import Shares, split_each, split_in_order
 from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
 from tests.checkpoint import deepspeed_side as side
-from tests.checkpoint.runs import data_folder, scrambled
+from tests.checkpoint.runs import data_folder, masters_of, scrambled
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,9 +96,10 @@ def test_masters_and_the_loss_scale_come_over_exactly(precision: str, saved: Cas
     with engine_of(precision) as engine:
         engine.load_checkpoint(saved.folder / name)
         snapshot = read_any(saved.folder / name / "global_step3")
-        for parameter, master in engine._assembly.store.masters.items():
+        for parameter, master in masters_of(engine).items():
             assert torch.equal(master, snapshot.masters[parameter].read())
-            assert torch.equal(engine._assembly.store.parameters[parameter], snapshot.parameters[parameter].read())
+        for parameter, weight in engine.module.named_parameters():
+            assert torch.equal(weight, snapshot.parameters[parameter].read())
         assert engine.skipped_steps == saved.expected[name]["skipped_steps"]
         if precision == "fp16":
             assert scaler_of(engine) == saved.expected[name]["saved_scaler"]
@@ -177,15 +178,15 @@ def test_vectors_that_processes_share_are_put_together() -> None:
     flat = torch.cat([v.reshape(-1) for v in values.values()])
     for count in (1, 2, 3, 5):
         share = -(-flat.numel() // count)
-        parts = Parts(tuple(flat.split(share)))
+        parts = Shares(tuple(flat.split(share)))
         assert_values(split_in_order(shapes, None, parts, "x"), values)
         padded = {n: torch.cat([v.reshape(-1), torch.zeros(-v.numel() % count)]) for n, v in values.items()}
         ranks = [torch.cat([v.chunk(count)[rank] for v in padded.values()]) for rank in range(count)]
-        assert_values(split_each(shapes, Parts(tuple(ranks)), "x"), values)
+        assert_values(split_each(shapes, Shares(tuple(ranks)), "x"), values)
     spaced = torch.cat([flat[:6], torch.zeros(2), flat[6:11], torch.zeros(3), flat[11:]])
-    assert_values(split_in_order(shapes, [2, 3, 0], Parts((spaced,)), "x"), values)
+    assert_values(split_in_order(shapes, [2, 3, 0], Shares((spaced,)), "x"), values)
     with pytest.raises(CheckpointError, match="the x of b has 3 elements instead of 5"):
-        split_in_order(shapes, None, Parts((flat[:9],)), "x")
+        split_in_order(shapes, None, Shares((flat[:9],)), "x")
 
 
 def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> None:

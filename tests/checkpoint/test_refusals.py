@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds import CheckpointError, HarmonyEngine, initialize
+import harmony_ds
+from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
-from tests.checkpoint.runs import Setup, adamw, assert_equal, data_folder, engine_of, state_of, tag_folder, train
+from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
+from tests.engine.drive import adamw
 
 SETUP = Setup(config={"bf16": {"enabled": True}})
 
@@ -220,13 +222,12 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(name: str, good: Path
 
 
 def test_other_shapes_are_refused_with_both(good: Path) -> None:
-    small = SETUP.one.build(0.0)
-    small.resize_token_embeddings(104)
-    config = {"train_micro_batch_size_per_gpu": 2, **SETUP.config, "harmony": {"device": "cpu"}}
-    engine, *_ = initialize(model=small, optimizer=adamw(small.parameters()), config=config)
-    with pytest.raises(
-        CheckpointError, match=r"lm_head.weight is \[96, 32\] in the checkpoint and \[104, 32\] in this"
-    ):
+    model = SETUP.one.build(0.0)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(7))
+    config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}, **SETUP.config}
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    message = r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
+    with pytest.raises(CheckpointError, match=message):
         engine.load_checkpoint(good)
     engine.destroy()
 
@@ -294,7 +295,9 @@ def test_a_function_of_the_users_loads_the_weights(good: Path) -> None:
     with engine_of(SETUP) as engine:
         engine.load_checkpoint(good, custom_load_fn=load)
         assert given.keys() == engine.module.state_dict().keys()
-        assert all((m == 0.5).all() for m in engine._assembly.store.masters.values())
+        masters = masters_of(engine)
+        assert masters.keys() == dict(engine.module.named_parameters()).keys()
+        assert all((master == 0.5).all() for master in masters.values())
         assert engine.global_steps == 2
 
 

@@ -193,3 +193,14 @@ def test_decomposing_changes_nothing() -> None:
 
     assert [(name, id(p)) for name, p in model.named_parameters()] == before
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_module_in_two_places_is_one_layer() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(3, 4)
+            self.head = nn.Linear(4, 3)
+            self.again = self.embed
+
+    assert [layer.name for layer in find_layers(Twice()).layers] == ["embed", "head"]

@@ -87,7 +87,8 @@ def loop(engine: HarmonyEngine, groups: Groups, look: Callable[[int], bool] = la
     for group in groups:
         row = []
         for i, batch in enumerate(group):
-            loss = engine(**batch).loss
+            outputs = engine(**batch)
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
             if look(i):
                 loss.item()
             engine.backward(loss)

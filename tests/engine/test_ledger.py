@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harmony_ds import SwapReport
+from tests.cover import spread
 from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
 from tests.families import HIDDEN, ragged_length
 
@@ -42,8 +43,7 @@ def report_of(accumulation: int, harmony: dict[str, Any], **more: Any) -> tuple[
         return engine.swap_report(), model
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("pack", [1, 2, 3, 4, WHOLE])
+@pytest.mark.parametrize(("pack", "clip"), spread((1, 2, 3, 4, WHOLE), (0.0, 0.5)))
 def test_weights_and_gradients_equal_the_formula(pack: int, clip: float) -> None:
     report, model = report_of(4, {"pack_layers": pack}, gradient_clipping=clip)
 

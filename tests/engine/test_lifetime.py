@@ -41,7 +41,8 @@ CONFIG = config_of(2, 0.5, {"pack_layers": 1, "residency": 1})
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Only reference counts free anything."""
+    """Only reference counts free anything; of what other tests left, nothing is there any more."""
+    gc.unfreeze()
     gc.collect()
     gc.disable()
     yield
@@ -52,8 +53,18 @@ def initialized(model: nn.Module, **arguments: Any) -> HarmonyEngine:
     return harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG, **arguments)[0]
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads that run already are no concern of a test (transformers keeps trainers, and so their engines)."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def update_threads() -> int:
-    return sum(thread.name == "harmony-update" for thread in threading.enumerate())
+    return sum(thread.name == "harmony-update" for thread in {*threading.enumerate()} - OTHERS)
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -205,21 +216,30 @@ CALLS: dict[str, Callable[[HarmonyEngine, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_after_destroy_every_call_is_refused_by_name(call: str, tmp_path: Path) -> None:
-    model = LLAMA.build(0.1)
+@pytest.fixture(scope="module")
+def destroyed(tmp_path_factory: pytest.TempPathFactory) -> tuple[HarmonyEngine, nn.Module, Path]:
+    """An engine after one step, its model, and the folder of its checkpoint. Nobody can change any of them."""
+    folder, model = tmp_path_factory.mktemp("destroyed"), LLAMA.build(0.1)
     with engine_for(model, adamw, CONFIG) as engine:
         train_groups(engine, GROUPS[:1])
-        engine.save_checkpoint(tmp_path / "old")
+        engine.save_checkpoint(folder / "old")
     engine.destroy()  # a second time
+    return engine, model, folder
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_after_destroy_every_call_is_refused_by_name(
+    call: str, destroyed: tuple[HarmonyEngine, nn.Module, Path]
+) -> None:
+    engine, model, folder = destroyed
     before, mode = weights_of(model), model.training
 
     with pytest.raises(UsageError, match="this engine has been destroyed"):
-        CALLS[call](engine, tmp_path)
+        CALLS[call](engine, folder)
     assert not engine.usable
     assert model.training is mode
     assert engine.global_steps == 1
-    assert not (tmp_path / "new").exists()
+    assert not (folder / "new").exists()
     assert_same(model, before, bitwise=True)
     assert_plain(model)
 

@@ -57,17 +57,17 @@ def freeze(names: tuple[str, ...]) -> Change:
     return change
 
 
-@pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize(
-    "frozen",
+    ("frozen", "pack"),
     [
-        ("mlp",),
-        ("embed_tokens", "layers.0"),
-        ("embed_tokens", "layers.0", "layers.1"),
-        ("layers.2", "lm_head"),
-        ("layers", "embed"),
+        (("mlp",), 1),
+        (("mlp",), 2),
+        (("embed_tokens", "layers.0"), 2),
+        (("embed_tokens", "layers.0", "layers.1"), 1),
+        (("layers.2", "lm_head"), 2),
+        (("layers", "embed"), 1),
     ],
-    ids=["part of every layer", "early", "most", "late", "all but the head"],
+    ids=["part of every layer", "part of every layer, in pairs", "early", "most", "late", "all but the head"],
 )
 def test_frozen_parameters(frozen: tuple[str, ...], pack: int) -> None:
     model = assert_changed_model_trains_plainly(LLAMA, freeze(frozen), GROUPS, pack=pack)

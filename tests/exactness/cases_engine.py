@@ -97,6 +97,24 @@ def gptj(side: Side) -> Found:
     return weights(model)
 
 
+@case(Setting(2, 0.0), Setting(2, 1.0, resident=True))
+def prefix_tuning(side: Side) -> Found:
+    """PEFT's prefix tuning of a tiny Llama: every layer is handed a cache that holds a trained prefix."""
+    from peft import PrefixTuningConfig, TaskType, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
+    model = get_peft_model(model, PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = side.initialize(model, torch.optim.SGD(trained, lr=0.1))
+    for i in range(4):
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return weights(model)
+
+
 # ---- engines that end, and others that begin
 
 

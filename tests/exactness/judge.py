@@ -1,12 +1,13 @@
 """Runs cases and finds their outcomes: "equal", "refused: ErrorName", or "WRONG: ...".
 
-Every case runs in a process of its own, forked from one that has imported everything and computed nothing: what a case
-leaves behind, or hangs in, is nobody else's. `python -m tests.exactness.judge` reads lines of "case setting-number" and
-answers each with a line of JSON.
+Every case runs, in all of its settings, in a process of its own, forked from one that has imported everything and
+computed nothing: what a case leaves behind, or hangs in, is nobody else's. `python -m tests.exactness.judge` reads names of
+cases, a line each, and answers with a line of JSON.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,13 +139,13 @@ def serve() -> None:
     cases = load_cases()
     import_what_is_imported_late()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a child that looked through what is imported would copy all of its pages
     answers = os.dup(1)
     os.dup2(2, 1)  # what programs print is not an answer
     for line in sys.stdin:
-        name, number = line.split()
-        case = cases[name]
-        answer = in_fork(case, case.settings[int(number)])
-        os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())
+        outcomes = outcomes_of(cases[line.strip()])
+        os.write(answers, (json.dumps([asdict(outcome) for outcome in outcomes]) + "\n").encode())
 
 
 def import_what_is_imported_late() -> None:
@@ -153,37 +154,48 @@ def import_what_is_imported_late() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch._dynamo
 
 
-def in_fork(case: Case, setting: Setting) -> Outcome:
+def outcomes_of(case: Case) -> list[Outcome]:
+    """One for each setting: all in one process, and each in its own where that one has not come to its end."""
+    found = in_fork(case, case.settings)
+    if isinstance(found, list) or len(case.settings) == 1:
+        return found if isinstance(found, list) else [found]
+    return [one[0] if isinstance(one, list) else one for one in (in_fork(case, (s,)) for s in case.settings)]
+
+
+def in_fork(case: Case, settings: Sequence[Setting]) -> list[Outcome] | Outcome:
+    """The outcomes in `settings`, or how the process ended without any."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        child_main(case, setting, writing)
+        child_main(case, settings, writing)
     os.close(writing)
-    ready, _, _ = select.select([reading], [], [], TIMEOUT_S)
+    limit_s = TIMEOUT_S * len(settings)
+    ready, _, _ = select.select([reading], [], [], limit_s)
     if not ready:
         os.kill(child, signal.SIGKILL)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
     if not ready:
-        return Outcome("WRONG: hangs", f"no answer after {TIMEOUT_S} s")
+        return Outcome("WRONG: hangs", f"no answer after {limit_s} s")
     if not said:
         return Outcome("WRONG: crashes", f"the process ended with {status}")
-    outcome, known = pickle.loads(said)
+    outcomes, known = pickle.loads(said)
     rates._known.update(known)
-    return outcome
+    found: list[Outcome] = outcomes
+    return found
 
 
-def child_main(case: Case, setting: Setting, answers: int) -> None:
+def child_main(case: Case, settings: Sequence[Setting], answers: int) -> None:
     warnings.simplefilter("ignore")
     try:
-        outcome = outcome_of(case, setting)
+        outcomes = [outcome_of(case, setting) for setting in settings]
     except BaseException:  # noqa: BLE001 - the process must answer
-        outcome = Outcome("WRONG: the harness fails", traceback.format_exc())
-    # With it go the machine's rates, which the next case then need not measure: half of what a case takes.
+        outcomes = [Outcome("WRONG: the harness fails", traceback.format_exc())] * len(settings)
+    # With them go the machine's rates, which the next case then need not measure: half of what a case takes.
     with os.fdopen(answers, "wb") as pipe:
-        pickle.dump((outcome, rates._known), pipe)
+        pickle.dump((outcomes, rates._known), pipe)
     os._exit(0)
 
 
@@ -198,14 +210,11 @@ class Judge:
 
     def outcomes(self, case: Case) -> list[Outcome]:
         """One for each of the case's settings."""
-        return [self._ask(f"{case.name} {number}\n") for number in range(len(case.settings))]
-
-    def _ask(self, question: str) -> Outcome:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(question)
+        self._process.stdin.write(f"{case.name}\n")
         self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return Outcome(**answer)
+        answers: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
+        return [Outcome(**answer) for answer in answers]
 
 
 @contextmanager

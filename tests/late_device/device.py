@@ -50,6 +50,7 @@ class LateDevice(CpuDevice):
         """`seed`: copies are done at random moments (None: as late as possible)."""
         super().__init__(budget_bytes)
         self.name = "late"
+        self.modes = (_Watch,)
         self.order = Order()
         self.registered: dict[int, int] = {}  # address to bytes
         self._chance = None if seed is None else random.Random(seed)

@@ -43,10 +43,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked a
 
 @contextmanager
 def late_engine(
-    model: nn.Module, config: dict[str, Any], seed: int | None = None, make: Any = adamw
+    model: nn.Module,
+    config: dict[str, Any],
+    seed: int | None = None,
+    make: Any = adamw,
+    device: LateDevice | None = None,
 ) -> Iterator[HarmonyEngine]:
     """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
-    device = LateDevice(seed)
+    device = device or LateDevice(seed)
     with device.watched(), engine_for(model, make, config, device=device) as engine:
         updater = engine._assembly.parts.updater
         assert updater is not None
@@ -205,9 +209,8 @@ def test_weights_may_be_put_back_right_after_an_evaluation(way: str, residency: 
         plain.train()
     found: list[Tensor] = []
     config = config_of(3, 0.5, {"pack_layers": 1, "residency": residency})
-    with late_engine(model, config, seed) as engine:
-        device = engine._assembly.device
-        assert isinstance(device, LateDevice)
+    device = LateDevice(seed)
+    with late_engine(model, config, device=device) as engine:
 
         def evaluate(_: nn.Module) -> None:
             with device.watched():
@@ -320,11 +323,8 @@ def test_pieces() -> None:
 def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() -> None:
     lengths = [5, 12, 3, 9, 12, 7, 4, 11, 6, 12, 8, 10]
     generator = torch.Generator().manual_seed(2)
-    with late_engine(
-        LLAMA.build(0.0), config_of(2, 0.5, {"pack_layers": 1, "stash": "host", "residency": 1}), 1
-    ) as engine:
-        device = engine._assembly.device
-        assert isinstance(device, LateDevice)
+    config, device = config_of(2, 0.5, {"pack_layers": 1, "stash": "host", "residency": 1}), LateDevice(1)
+    with late_engine(LLAMA.build(0.0), config, device=device) as engine:
         known: list[set[int]] = []
         for length in [12, *lengths]:
             ids = torch.randint(0, 96, (2, length), generator=generator)

@@ -28,12 +28,20 @@ class Way:
     clip: float
     pack_layers: int
     stash: str
+    residency: int | str = "off"
 
     def __str__(self) -> str:
-        return f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}"
+        return f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}-resident-{self.residency}"
 
 
-WAYS = (Way(0.0, 0.0, 1, "host"), Way(0.1, 0.5, 2, "device"), Way(0.0, 0.5, 100, "auto"))
+EVERY = 100
+WAYS = (
+    Way(0.0, 0.0, 1, "host"),
+    Way(0.1, 0.5, 1, "auto", EVERY),
+    Way(0.1, 0.5, 2, "device"),
+    Way(0.0, 0.0, 1, "host", 2),
+    Way(0.0, 0.5, EVERY, "auto"),
+)
 
 
 def optimizer_for(family: Family, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -61,7 +69,7 @@ def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GROUP,
         "gradient_clipping": way.clip,
-        "harmony": {"seed": SEED, "pack_layers": way.pack_layers, "stash": way.stash},
+        "harmony": {"seed": SEED, "pack_layers": way.pack_layers, "stash": way.stash, "residency": way.residency},
     }
     device = SimDevice()
     engine, *_ = harmony_ds.initialize(

@@ -11,10 +11,9 @@ from torch import nn
 
 import harmony_ds
 from tests import simdevice
-from tests.families import FAMILIES, MODULES
-from tests.oracle import assert_same, train_plainly
+from tests.oracle import assert_same
 from tests.simdevice.device import SimDevice
-from tests.simdevice.test_engine_exactness import SEED, optimizer_for
+from tests.simdevice.test_engine_exactness import SEED
 from tests.simdevice.test_engine_memory import _no_limit_left_behind, batches, build  # noqa: F401
 
 EVERY = 100
@@ -48,8 +47,7 @@ def peaks(make: Any, residency: Any, clip: float, **more: Any) -> tuple[int, int
     return measured, planned
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("residency", [1, 3, EVERY])
+@pytest.mark.parametrize(("residency", "clip"), [(1, 0.0), (3, 0.5), (EVERY, 0.0), (EVERY, 0.5)])
 def test_measured_peak_is_never_above_the_plan(residency: int, clip: float) -> None:
     measured, planned = peaks(torch.optim.AdamW, residency, clip)
     assert measured <= planned <= 1.25 * measured
@@ -72,8 +70,7 @@ def test_the_plan_knows_what_each_optimizer_takes(make: Any) -> None:
     assert measured <= planned <= 1.25 * measured
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("residency", [1, EVERY])
+@pytest.mark.parametrize(("residency", "clip"), [(1, 0.5), (EVERY, 0.0)])
 def test_masters_are_planned_for(residency: int, clip: float) -> None:
     """In bf16, what residency adds to the peak is planned: measured costs of layers are off by the same either way."""
     measured, planned = peaks(torch.optim.AdamW, "off", clip, **BF16)
@@ -89,31 +86,6 @@ def test_gradients_summed_in_bf16_are_cast_within_the_plan() -> None:
     error = max(0, measured - planned)
     measured, planned = peaks(torch.optim.AdamW, EVERY, 0.5, **more)
     assert measured <= planned + error
-
-
-@pytest.mark.parametrize("name", [f.name for f in (*MODULES, *FAMILIES)])
-def test_every_family_trains_to_the_plain_bits(name: str) -> None:
-    one = next(f for f in (*MODULES, *FAMILIES) if f.name == name)
-    model, plain = one.build(0.1).train(), one.build(0.1).train()
-    if name in ("gpt2", "opt"):
-        plain.config.use_cache = False
-    groups = [[one.batch(step * 3 + i) for i in range(3)] for step in range(2)]
-    train_plainly(
-        plain,
-        groups,
-        optimizer_for(one, plain),
-        clip=0.5,
-        seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
-    )
-    engine, _ = engine_with(
-        lambda _: optimizer_for(one, model), EVERY, model, gradient_clipping=0.5, harmony={"pack_layers": 1}
-    )
-    for group in groups:
-        engine.train_batch(iter(group))
-    report = engine.memory_report()
-    engine.destroy()
-    assert_same(model, plain, one.bitwise)
-    assert report.device_peak_bytes <= report.planned_peak_bytes
 
 
 @pytest.mark.parametrize("residency", [3, EVERY])
@@ -132,14 +104,13 @@ def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: int) -> N
     assert after[1] - before[1] - 3 == sum(report.device_to_host.values())
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("type_", "params"),
+    ("type_", "params", "clip"),
     [
-        ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}),
-        ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}),
-        ("Adagrad", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}),
-        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
+        ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}, 0.5),
+        ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}, 0.0),
+        ("Adagrad", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}, 0.5),
+        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}, 0.0),
     ],
 )
 def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, params: Any, clip: float) -> None:

@@ -1,72 +1,38 @@
-"""The engines that can be compared: every module of this folder whose name does not begin with "_" is one.
-
-An adapter has
-
-    def unavailable(task: Task) -> str | None     why it cannot run this task here, or None
-    def build(task: Task) -> Engine
-
-and, where its arithmetic is not that of plain accumulation by design, `EXACT = False`.
-"""
+"""The engines that can be compared: every module of this folder that has `ENGINES`, adapters by their names."""
 
 from __future__ import annotations
 
 import difflib
 import pkgutil
+from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
 
-from torch import Tensor
-
-from harmony_ds.bench.task import Batch, Task
+from harmony_ds.bench.engines.adapter import Adapter, Engine
 from harmony_ds.errors import ConfigError
 
-
-class Engine(Protocol):
-    """One model under one engine."""
-
-    def step(self, batches: list[Batch]) -> Tensor:
-        """One optimizer step; the mean loss over its micro-batches, 0-dim."""
-        ...
-
-    def drain(self) -> None:
-        """Returns when nothing is under way any longer."""
-        ...
-
-    def report(self) -> dict[str, Any]:
-        """What it was told and what it did: `settings`, and as far as it knows them `traffic`, `device_peak_bytes`."""
-        ...
+__all__ = ["Adapter", "Engine", "adapter", "names"]
 
 
-class Adapter(Protocol):
-    """A module of this folder."""
-
-    def unavailable(self, task: Task) -> str | None: ...
-
-    def build(self, task: Task) -> Engine: ...
+@cache
+def _adapters() -> dict[str, Adapter]:
+    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return dict(sorted(row for module in modules for row in getattr(module, "ENGINES", {}).items()))
 
 
 def names() -> tuple[str, ...]:
     """Of all engines, as they are called on the command line."""
-    return tuple(
-        module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    )
+    return tuple(_adapters())
 
 
 def adapter(name: str) -> Adapter:
-    """The engine's module.
+    """The engine of this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none.
     """
-    if name not in names():
+    found = _adapters().get(name)
+    if found is None:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}" if near else ""
         raise ConfigError(f'there is no engine "{name}"{hint}. There are {", ".join(names())}.')
-    module: Any = import_module(f"{__name__}.{name.replace('-', '_')}")
-    adapter: Adapter = module
-    return adapter
-
-
-def is_exact(name: str) -> bool:
-    """Whether its losses must be those of plain accumulation."""
-    return bool(getattr(adapter(name), "EXACT", True))
+    return found

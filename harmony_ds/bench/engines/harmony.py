@@ -1,4 +1,4 @@
-"""harmony_ds under the task's device memory."""
+"""harmony_ds under the workload's device memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.bench.task import Batch, Task
+from harmony_ds.bench.engines.adapter import Adapter
+from harmony_ds.bench.workload import Batch, Workload
 from harmony_ds.engine import initialize
 
 
 class Harmony:
     """One `train_batch` per step; updates may go on in the background until `drain`."""
 
-    def __init__(self, task: Task) -> None:
-        self._config: dict[str, Any] = task.config()
-        own = {"device": task.device, "seed": task.seed, "device_memory_gib": task.memory_gib}
+    def __init__(self, workload: Workload) -> None:
+        self._config: dict[str, Any] = workload.config()
+        own = {"device": workload.device, "seed": workload.seed, "device_memory_gib": workload.memory_gib}
         self._config["harmony"] = {**self._config.get("harmony", {}), **own}
-        self._engine, *_ = initialize(model=task.subject.model, config=self._config)
+        self._engine, *_ = initialize(model=workload.subject.model, config=self._config)
 
     def step(self, batches: list[Batch]) -> Tensor:
         return self._engine.train_batch(iter(batches))
@@ -48,10 +49,4 @@ class Harmony:
         }
 
 
-def unavailable(task: Task) -> str | None:
-    del task
-    return None
-
-
-def build(task: Task) -> Harmony:
-    return Harmony(task)
+ENGINES = {"harmony": Adapter(Harmony)}

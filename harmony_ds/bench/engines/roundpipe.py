@@ -7,11 +7,17 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from harmony_ds.bench.engines._accumulation import adam_options, adam_section
-from harmony_ds.bench.engines._accumulation import unavailable as _adam_alone
-from harmony_ds.bench.task import Batch, Task
+from harmony_ds.bench.engines.adapter import (
+    Adapter,
+    adam_options,
+    adam_section,
+    clip_and_step,
+    only_adam,
+    only_on_cuda,
+)
+from harmony_ds.bench.workload import Batch, Workload
 from harmony_ds.offload.optimizers import decoupled_decay
 
 _PRESETS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
@@ -20,17 +26,17 @@ _PRESETS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptO
 class RoundPipe:
     """All micro-batches of a step in one call; the step ends with its update (`is_async=False`: no stale weights)."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, workload: Workload) -> None:
         roundpipe: Any = import_module("roundpipe")
-        self._clipping = task.settings.gradient_clipping
-        self._micro_batches = task.accumulation
-        config = roundpipe.RoundPipeRunConfig(num_microbatch=task.accumulation)
+        self._clipping = workload.settings.gradient_clipping
+        self._micro_batches = workload.accumulation
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.accumulation)
         self._model = roundpipe.wrap_model_to_roundpipe(
-            task.subject.model, use_sequential_preset=True, model_run_config=config, optim_dtype=torch.float32
+            workload.subject.model, use_sequential_preset=True, model_run_config=config, optim_dtype=torch.float32
         )
         self._parameters = list(self._model.optim_parameters())
         self._optimizer = roundpipe.optim.Adam(
-            self._parameters, decoupled_weight_decay=decoupled_decay(adam_section(task)), **adam_options(task)
+            self._parameters, decoupled_weight_decay=decoupled_decay(adam_section(workload)), **adam_options(workload)
         )
 
     def step(self, batches: list[Batch]) -> Tensor:
@@ -41,10 +47,7 @@ class RoundPipe:
         return loss.detach()
 
     def _update(self) -> None:
-        if self._clipping > 0:
-            nn.utils.clip_grad_norm_(self._parameters, self._clipping)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        clip_and_step(self._optimizer, self._parameters, self._clipping)
 
     def drain(self) -> None:
         self._model.synchronize()
@@ -54,16 +57,11 @@ class RoundPipe:
         return {"settings": {"is_async": False, "optim_dtype": "fp32", "num_microbatch": self._micro_batches}}
 
 
-def unavailable(task: Task) -> str | None:
-    if task.device != "cuda":
-        return "it needs a CUDA device"
-    if find_spec("roundpipe") is None:
-        return "it is not installed: pip install roundpipe"
-    kind = type(task.subject.model).__name__
-    if kind not in _PRESETS:
-        return f"it has no preset for {kind}"
-    return _adam_alone(task)
+def _unavailable(workload: Workload) -> str | None:
+    if only_on_cuda(workload) is not None or find_spec("roundpipe") is None:
+        return only_on_cuda(workload) or "it is not installed: pip install roundpipe"
+    kind = type(workload.subject.model).__name__
+    return only_adam(workload) if kind in _PRESETS else f"it has no preset for {kind}"
 
 
-def build(task: Task) -> RoundPipe:
-    return RoundPipe(task)
+ENGINES = {"roundpipe": Adapter(RoundPipe, _unavailable)}

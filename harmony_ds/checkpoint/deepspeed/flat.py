@@ -6,6 +6,7 @@ ZeRO-3      each parameter cut into equal parts, the last one padded; a process 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,15 +19,8 @@ from harmony_ds.errors import CheckpointError
 Shapes = Mapping[str, Sequence[int]]
 
 
-def numel_of(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Shares:
     """A vector that processes hold one part of each."""
 
     parts: tuple[Tensor, ...]
@@ -41,7 +35,7 @@ class Parts:
         return pieces
 
 
-def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Parts, where: str) -> dict[str, Source]:
+def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Shares, where: str) -> dict[str, Source]:
     """Parameters of a group of ZeRO-1 or 2.
 
     Raises:
@@ -50,13 +44,13 @@ def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Parts
     found: dict[str, Source] = {}
     offset = 0
     for place, (name, shape) in enumerate(shapes.items()):
-        stop = offset + numel_of(shape)
+        stop = offset + math.prod(shape)
         found[name] = _joined(vector.cut(offset, stop), shape, f"{where} of {name}")
         offset = stop + (paddings[place] if paddings else 0)
     return found
 
 
-def split_each(shapes: Shapes, vector: Parts, where: str) -> dict[str, Source]:
+def split_each(shapes: Shapes, vector: Shares, where: str) -> dict[str, Source]:
     """Parameters of a group of ZeRO-3.
 
     Raises:
@@ -66,7 +60,7 @@ def split_each(shapes: Shapes, vector: Parts, where: str) -> dict[str, Source]:
     offset = 0
     count = len(vector.parts)
     for name, shape in shapes.items():
-        numel = numel_of(shape)
+        numel = math.prod(shape)
         share = -(-numel // count)
         pieces = []
         for rank, part in enumerate(vector.parts):
@@ -78,7 +72,7 @@ def split_each(shapes: Shapes, vector: Parts, where: str) -> dict[str, Source]:
 
 
 def _joined(pieces: Sequence[Tensor], shape: Sequence[int], what: str) -> Source:
-    numel = numel_of(shape)
+    numel = math.prod(shape)
     have = sum(piece.numel() for piece in pieces)
     if have != numel:
         raise CheckpointError(f"the {what} has {have} elements instead of {numel}.")

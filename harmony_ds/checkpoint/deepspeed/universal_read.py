@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.checkpoint.deepspeed.flat import Shapes, numel_of
+from harmony_ds.checkpoint.deepspeed.flat import Shapes
 from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
-from harmony_ds.checkpoint.deepspeed.zero_read import Trained, optimizer_of, snapshot_of
+from harmony_ds.checkpoint.deepspeed.zero_read import OptimizerFiles, optimizer_of, snapshot_of
 from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
 from harmony_ds.errors import CheckpointError
 
@@ -39,7 +40,7 @@ def read_universal(folder: Path) -> Snapshot:
         for name, shape in group.items():
             masters[name], states[name] = _parameter(folder / "zero" / name, name, tuple(shape), step)
     param_groups = optimizer.get("param_groups") or optimizer["optimizer_state_dict"]["param_groups"]
-    trained = Trained(masters, optimizer_of(param_groups, shapes, states), optimizer.get("loss_scaler"))
+    trained = OptimizerFiles(masters, optimizer_of(param_groups, shapes, states), optimizer.get("loss_scaler"))
     return snapshot_of([model], trained)
 
 
@@ -58,9 +59,9 @@ def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: Any) -> tu
             state["step"] = content
             continue
         tensor = content["param"] if isinstance(content, dict) else content
-        if not isinstance(tensor, Tensor) or tensor.numel() != numel_of(shape):
+        if not isinstance(tensor, Tensor) or tensor.numel() != math.prod(shape):
             raise CheckpointError(f"{path} does not hold a tensor of shape {list(shape)}.")
-        source = Source.from_file(tensor.detach().view(shape))
+        source = Source.of(tensor.detach().view(shape))
         if path.stem == "fp32":
             master = source
         else:

@@ -10,7 +10,6 @@ import logging
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,16 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED
 from harmony_ds.checkpoint.folders import making, point_latest
-from harmony_ds.checkpoint.pickled_tensors import alone
-from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import Layout, OptimizerState, ParameterGroup, Snapshot, Source, listed
+from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 _ALIGNMENT = 2  # ZeRO-2 pads its vectors to this many elements per process
 
 
-class DeepSpeedLayout(str, Enum):
-    """What DeepSpeed reads: with the same ZeRO stage, or (universal) with any."""
-
-    ZERO2 = "deepspeed-zero2"
-    ZERO3 = "deepspeed-zero3"
-    UNIVERSAL = "universal"
-
-
 def to_deepspeed(
-    snapshot: Snapshot, save_dir: Path, tag: str, layout: DeepSpeedLayout, sub_group_size: int = 1_000_000_000
+    snapshot: Snapshot, save_dir: Path, tag: str, layout: Layout, sub_group_size: int = 1_000_000_000
 ) -> Path:
     """Writes `snapshot` as `save_dir`/`tag` for DeepSpeed, and points `latest` to it.
 
@@ -50,11 +41,11 @@ def to_deepspeed(
     target = save_dir / tag
     try:
         with making(target) as folder:
-            if layout is DeepSpeedLayout.UNIVERSAL:
+            if layout is Layout.UNIVERSAL:
                 _write_universal(snapshot, optimizer, folder)
             else:
-                _write_zero(snapshot, optimizer, folder, layout is DeepSpeedLayout.ZERO3, sub_group_size)
-        universal = layout is DeepSpeedLayout.UNIVERSAL
+                _write_zero(snapshot, optimizer, folder, layout is Layout.ZERO3, sub_group_size)
+        universal = layout is Layout.UNIVERSAL
         point_latest(save_dir, tag, "latest_universal" if universal else "latest")
         if not universal:
             _add_recovery_script(save_dir)
@@ -87,13 +78,13 @@ def _checked(snapshot: Snapshot) -> OptimizerState:
 def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], stage3: bool) -> dict[str, Any]:
     """A model_states file; ZeRO-3's has no weights, but for frozen ones."""
     shapes = [OrderedDict((n, torch.Size(snapshot.parameters[n].shape)) for n in names) for names in vectors]
-    weights = {name: alone(source.read()) for name, source in snapshot.parameters.items()}
+    weights = {name: source.alone() for name, source in snapshot.parameters.items()}
     fragments = OrderedDict((name, weights[name]) for name in snapshot.frozen if name in weights)
     if stage3:
         fragments = OrderedDict((name, value.reshape(-1)) for name, value in fragments.items())
     module = OrderedDict((name, torch.empty(0, dtype=w.dtype) if stage3 else w) for name, w in weights.items())
     module.update((other, module[first]) for other, first in snapshot.tied.items())
-    module.update((name, alone(source.read())) for name, source in snapshot.buffers.items())
+    module.update((name, source.alone()) for name, source in snapshot.buffers.items())
     progress = snapshot.progress
     return {
         "module": module,
@@ -130,14 +121,8 @@ def _loss_scaler(snapshot: Snapshot) -> dict[str, Any]:
     state = snapshot.progress.loss_scaler
     if state is None:
         return {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
-    rules = state["settings"]
-    scaler = DynamicLossScaler(
-        init_scale=state["scale"],
-        scale_window=rules["loss_scale_window"],
-        min_scale=rules["min_loss_scale"],
-        delayed_shift=rules["hysteresis"],
-        consecutive_hysteresis=rules["consecutive_hysteresis"],
-    )
+    rules = {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
+    scaler = DynamicLossScaler(init_scale=state["scale"], **rules)
     scaler.cur_iter = state["step"]
     scaler.last_overflow_iter = state["last_overflow"]
     scaler.cur_hysteresis = state["hysteresis"]
@@ -200,7 +185,7 @@ def _write_zero(snapshot: Snapshot, optimizer: OptimizerState, folder: Path, sta
     )
 
 
-def _sub_groups(snapshot: Snapshot, group: Group, most: int) -> list[tuple[str, ...]]:
+def _sub_groups(snapshot: Snapshot, group: ParameterGroup, most: int) -> list[tuple[str, ...]]:
     """As ZeRO-3 cuts a parameter group: a part is closed by the parameter that makes it large enough."""
     parts: list[list[str]] = [[]]
     count = 0
@@ -285,7 +270,7 @@ def _write_universal(snapshot: Snapshot, optimizer: OptimizerState, folder: Path
         tensors = {"fp32": snapshot.fp32(name), **optimizer.states.get(name, {})}
         for key, source in tensors.items():
             if key != "step" and isinstance(source, Source):
-                torch.save({"cat_dim": 0, "param": alone(source.read().float())}, own / f"{key}.pt")
+                torch.save({"cat_dim": 0, "param": source.alone().float()}, own / f"{key}.pt")
         if (step := _step_of(optimizer, [name])) is not None:
             torch.save(step, own / "step.pt")
     groups = _param_groups(optimizer, [[index] for index in range(len(vectors))])

@@ -10,10 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.checkpoint.deepspeed.flat import Parts, Shapes, split_each, split_in_order
+from harmony_ds.checkpoint.deepspeed.flat import Shapes, Shares, split_each, split_in_order
 from harmony_ds.checkpoint.deepspeed.pickles import Record, load_pickle
-from harmony_ds.checkpoint.snapshot import Group, OptimizerState, Progress, SchedulerState, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import (
+    OptimizerState,
+    ParameterGroup,
+    Progress,
+    SchedulerState,
+    Snapshot,
+    Source,
+    listed,
+)
 from harmony_ds.config.optimizers import keeper_of
+from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 OWNED = frozenset(
@@ -26,7 +35,7 @@ OWNED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class OptimizerFiles:
     """What the optimizer's files hold, by parameter."""
 
     masters: dict[str, Source]
@@ -79,7 +88,7 @@ def _check_all_there(folder: Path, optims: list[Any], model: dict[str, Any]) -> 
         )
 
 
-def snapshot_of(models: list[dict[str, Any]], trained: Trained | None) -> Snapshot:
+def snapshot_of(models: list[dict[str, Any]], trained: OptimizerFiles | None) -> Snapshot:
     """A snapshot from what the model_states files say, and from what the optimizer's do."""
     model = models[0]
     buffers = set(model.get("buffer_names") or ())
@@ -91,7 +100,7 @@ def snapshot_of(models: list[dict[str, Any]], trained: Trained | None) -> Snapsh
     for name, tensor in weights.items():
         empty = tensor.numel() == 0 and (name in masters or name in frozen)  # ZeRO-3 leaves a placeholder
         if name not in buffers and name not in tied and not empty:
-            parameters[name] = Source.from_file(tensor)
+            parameters[name] = Source.of(tensor)
     parameters = {**masters, **frozen, **parameters}
     steps = int(model.get("global_steps") or 0)
     scheduler = model.get("lr_scheduler")
@@ -104,7 +113,7 @@ def snapshot_of(models: list[dict[str, Any]], trained: Trained | None) -> Snapsh
             loss_scaler=None if trained is None else _scaler(trained.loss_scaler),
         ),
         parameters={name: source for name, source in parameters.items() if name not in tied},
-        buffers={name: Source.from_file(weights[name]) for name in buffers if name in weights},
+        buffers={name: Source.of(weights[name]) for name in buffers if name in weights},
         masters=masters,
         tied=tied,
         frozen=tuple(frozen),
@@ -121,13 +130,9 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, shape in shapes.items():
         if name in fragments[0]:
-            parts = Parts(tuple(fragment[name].reshape(-1) for fragment in fragments))
-            found |= split_each({name: shape}, parts, "value") if len(models) > 1 else _one(name, shape, parts)
+            parts = Shares(tuple(fragment[name].reshape(-1) for fragment in fragments))
+            found |= split_each({name: shape}, parts, "value")
     return found
-
-
-def _one(name: str, shape: Any, parts: Parts) -> dict[str, Source]:
-    return split_in_order({name: shape}, None, parts, "value")
 
 
 def _scaler(record: Record | None) -> dict[str, Any] | None:
@@ -139,19 +144,14 @@ def _scaler(record: Record | None) -> dict[str, Any] | None:
         "hysteresis": int(values["cur_hysteresis"]),
         "step": int(values["cur_iter"]),
         "last_overflow": int(values["last_overflow_iter"]),
-        "settings": {
-            "loss_scale_window": int(values["scale_window"]),
-            "min_loss_scale": float(values["min_scale"]),
-            "hysteresis": int(values["delayed_shift"]),
-            "consecutive_hysteresis": bool(values["consecutive_hysteresis"]),
-        },
+        "settings": {ours: values[theirs] for ours, theirs in SCALER_NAMES.items()},
     }
 
 
 # ---- the optimizer's files
 
 
-def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) -> Trained:
+def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) -> OptimizerFiles:
     shapes: list[Shapes] = model.get("param_shapes") or []
     first = states[0]
     if "fp32_flat_groups" in first:
@@ -166,7 +166,7 @@ def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) 
         )
 
     def split(vectors: Iterable[Tensor], index: int, what: str) -> dict[str, Source]:
-        parts = Parts(tuple(vectors))
+        parts = Shares(tuple(vectors))
         if flat == "fp32_flat_groups":
             return split_each(shapes[index], parts, what)
         return split_in_order(shapes[index], paddings[index] if paddings else None, parts, what)
@@ -184,7 +184,7 @@ def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) 
             for name, source in sources.items():
                 by_name.setdefault(name, {})[key] = source
     param_groups = first[base]["param_groups"]
-    return Trained(masters, optimizer_of(param_groups, shapes, by_name), first.get("loss_scaler"))
+    return OptimizerFiles(masters, optimizer_of(param_groups, shapes, by_name), first.get("loss_scaler"))
 
 
 def optimizer_of(
@@ -192,7 +192,7 @@ def optimizer_of(
 ) -> OptimizerState:
     """An optimizer by parameter names. In torch's words, a flat vector is one parameter."""
     groups = tuple(
-        Group(
+        ParameterGroup(
             tuple(name for vector in group["params"] for name in shapes[vector]),
             {key: value for key, value in group.items() if key not in ("params", "step")},
         )

@@ -24,7 +24,7 @@ _DROPOUT = ("attention_dropout", "dropout", "dropout_p", "attn_pdrop")
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """Optimizer steps of one model.
 
     Attributes:
@@ -55,7 +55,7 @@ class Task:
         """Of one optimizer step."""
         return self.micro_batch * self.accumulation
 
-    def cut(self, micro_batch: int) -> Task:
+    def cut(self, micro_batch: int) -> Workload:
         """The same samples in micro-batches of another size.
 
         Raises:
@@ -139,7 +139,7 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def model_flops(task: Task) -> int:
+def model_flops(task: Workload) -> int:
     """Floating-point operations of one optimizer step, without recomputation; counted on the meta device.
 
     Matrix products and attention, of which a causal one counts half.
@@ -148,7 +148,7 @@ def model_flops(task: Task) -> int:
     any_rates = hardware_of("h200").kernels()
     with on_meta(any_rates) as clock, torch.no_grad():
         subject.model(**subject.inputs)
-    return _MODEL_FLOPS_PER_FORWARD * clock.flops * task.samples // Task._rows(subject.inputs)
+    return _MODEL_FLOPS_PER_FORWARD * clock.flops * task.samples // Workload._rows(subject.inputs)
 
 
 def _like(sample: Tensor, rows: int, generator: torch.Generator) -> Tensor:

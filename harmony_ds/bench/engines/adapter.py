@@ -1,0 +1,123 @@
+"""What an engine that is compared has to have, and what several of them have alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.bench.workload import Batch, Workload
+from harmony_ds.config import Section
+from harmony_ds.runtime.micro_batch import loss_of
+
+
+class Engine(Protocol):
+    """One model under one engine."""
+
+    def step(self, batches: list[Batch]) -> Tensor:
+        """One optimizer step; the mean loss over its micro-batches, 0-dim."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when nothing is under way any longer."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """What it was told and what it did: `settings`, and as far as it knows them `traffic`, `device_peak_bytes`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One engine.
+
+    Attributes:
+        build: makes it for a workload.
+        unavailable: why it cannot run a workload here, or None.
+        is_exact: whether its losses must be those of plain accumulation.
+        traffic: bytes of one step by formula, where they are not counted.
+    """
+
+    build: Callable[[Workload], Engine]
+    unavailable: Callable[[Workload], str | None] = lambda _: None
+    is_exact: bool = True
+    traffic: Callable[[Workload], Mapping[str, Any]] | None = None
+
+
+class Loop(ABC):
+    """A step that calls `model` for each micro-batch in turn, on `device`."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.device = torch.device(workload.device)
+        self.model: Any = workload.subject.model
+
+    def step(self, batches: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            there = {
+                name: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for name, v in batch.items()
+            }
+            loss = loss_of(self.model(**there))
+            self.back(loss, len(batches))
+            total += loss.detach()
+        self.update()
+        return total / len(batches)
+
+    @abstractmethod
+    def back(self, loss: Tensor, micro_batches: int) -> None:
+        """Propagates back from one micro-batch's loss."""
+
+    def update(self) -> None:  # noqa: B027 - an engine may have stepped by itself
+        """Steps the optimizer, behind the last micro-batch."""
+
+    def drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def clip_and_step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clipping: float) -> None:
+    """What ends a step by hand."""
+    if clipping > 0:
+        nn.utils.clip_grad_norm_(parameters, clipping)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def checkpoint(model: nn.Module) -> bool:
+    """Switches transformers' gradient checkpointing on, if the model has it."""
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return True
+
+
+def adam_section(workload: Workload) -> Section:
+    """The ds_config's, with DeepSpeed's default of no weight decay, and without the choice of an implementation."""
+    section = workload.settings.optimizer or Section("Adam")
+    params = {key: value for key, value in section.params.items() if key != "torch_adam"}
+    return Section(section.type, {"weight_decay": 0.0, **params})
+
+
+def adam_options(workload: Workload) -> dict[str, Any]:
+    """What any Adam takes."""
+    return {key: value for key, value in adam_section(workload).params.items() if key != "adam_w_mode"}
+
+
+def only_adam(workload: Workload) -> str | None:
+    """Why not, for what knows Adam alone, and no loss scale."""
+    section = workload.settings.optimizer
+    if section is not None and section.type.lower() not in ("adam", "adamw"):
+        return f"its optimizer is Adam or AdamW, and the ds_config's is {section.type}"
+    if workload.settings.loss_scale is not None:
+        return "it does not scale losses, and the ds_config says fp16"
+    return None
+
+
+def only_on_cuda(workload: Workload) -> str | None:
+    """Why not, for what needs CUDA."""
+    return None if workload.device == "cuda" else "it needs a CUDA device"

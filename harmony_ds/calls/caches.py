@@ -1,0 +1,69 @@
+"""Key and value caches that transformers' models hand to their layers while they train, though nobody reads them then.
+
+A layer gets its cache, because what a cache does to keys and values (it copies them) chooses the kernels that come behind,
+and so the last bits. Afterwards the cache is as it was: a recomputation finds it empty too, and no tensor is kept by it.
+One that is not empty (a trained prefix) is an argument like any other; those of other kinds are left out, as
+transformers' own gradient checkpointing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from harmony_ds.calls.intercept import Request
+
+_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def without_unknown(request: Request) -> Request:
+    """The request without caches of other kinds than those that can be emptied again."""
+    kwargs = dict(request.kwargs)
+    for key in _ARGUMENTS:
+        if kwargs.get(key) is not None and not _slots(kwargs[key]):
+            kwargs[key] = None
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    args = tuple(None if _is_cache(a) and not _slots(a) else a for a in request.args)
+    return replace(request, args=args, kwargs=kwargs)
+
+
+def empty_caches(request: Request) -> list[Any]:
+    """The caches among the arguments that hold nothing."""
+    caches = [value for value in (*request.args, *request.kwargs.values()) if _is_cache(value)]
+    return [cache for cache in caches if not any(slot.is_initialized for part in _parts(cache) for slot in part.layers)]
+
+
+@contextmanager
+def emptied(caches: Iterable[Any]) -> Iterator[None]:
+    """In the end, `caches` are as they were."""
+    held = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
+    before = [(one, {key: _own(value) for key, value in vars(one).items()}) for one in held]
+    try:
+        yield
+    finally:
+        for one, values in before:
+            vars(one).clear()
+            vars(one).update(values)
+
+
+def _own(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict) else value
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache")
+
+
+def _parts(cache: Any) -> list[Any]:
+    """Itself, or those of an encoder-decoder's: what has slots, one for each layer."""
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    return [part for part in parts if part is not None] or [cache]
+
+
+def _slots(cache: Any) -> bool:
+    """Whether it is made of slots that say whether anything is in them."""
+    layers = [getattr(part, "layers", None) for part in _parts(cache)]
+    return all(isinstance(one, list) and all(hasattr(s, "is_initialized") for s in one) for one in layers)

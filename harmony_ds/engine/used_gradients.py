@@ -1,0 +1,110 @@
+"""Gradients that `optimizer.step()` by hand has used, until the program drops them.
+
+Plain PyTorch keeps them, and adds the next ones to them. An engine has let go of them, layer by layer: what it shows on
+`.grad` meanwhile can be dropped and zeroed, and whoever wants its values is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.errors import UnsupportedError
+
+_DESCRIPTIONS = frozenset(
+    "shape dtype device layout ndim is_leaf requires_grad grad_fn is_sparse is_cuda is_cpu numel size dim element_size "
+    "is_floating_point is_complex".split()
+)
+_ITSELF = frozenset("data detach detach_ requires_grad_".split())
+
+
+class UsedGradient(torch.Tensor):
+    """On a parameter's `.grad` there was one."""
+
+    harmony_name: str
+    harmony_parameter: nn.Parameter
+
+    @staticmethod
+    def of(name: str, parameter: nn.Parameter) -> UsedGradient:
+        used: UsedGradient = torch.Tensor._make_wrapper_subclass(
+            UsedGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        used.harmony_name, used.harmony_parameter = name, parameter
+        return used
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"UsedGradient({self.harmony_name})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in _ITSELF:
+            return args[0]
+        if name in ("zero_", "_foreach_zero_"):
+            return [_zero(gradient) for gradient in args[0]] if name == "_foreach_zero_" else _zero(args[0])
+        raise _gone(next(_used_in((args, kwargs))))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise _gone(next(_used_in((args, kwargs))))
+
+
+def _zero(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, UsedGradient):
+        gradient.harmony_parameter.grad = zeros = torch.zeros(gradient.shape, dtype=gradient.dtype)
+        return zeros
+    return gradient.zero_()
+
+
+def _used_in(tree: Any) -> Iterable[Any]:
+    return (leaf for leaf in torch.utils._pytree.tree_iter(tree) if isinstance(leaf, UsedGradient))
+
+
+def _gone(used: UsedGradient) -> UnsupportedError:
+    return UnsupportedError(
+        f"the gradient of {used.harmony_name} has been used by optimizer.step() and is gone: gradients are not kept behind "
+        "the update. Read, log or clip them between backward and optimizer.step() (engine.get_global_grad_norm() has their "
+        "norm behind it), and let no second optimizer step what the engine's optimizer trains."
+    )
+
+
+class UsedGradients:
+    """Which parameters have one."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Those of `names` have been used."""
+        self._names.update(names)
+
+    def drop(self, name: str) -> None:
+        """That of `name` is not wanted."""
+        self._names.discard(name)
+
+    def clear(self) -> None:
+        """None is wanted."""
+        self._names.clear()
+
+    def show(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """What is on `.grad`; None where nothing has been used, or it has been dropped."""
+        return UsedGradient.of(name, parameter) if name in self._names else None
+
+    def check(self) -> None:
+        """Raises UnsupportedError if plain PyTorch would add to used gradients now, or use them again."""
+        if self._names:
+            raise UnsupportedError(
+                f"gradients of the last optimizer.step() are still there ({min(self._names)} and {len(self._names) - 1} "
+                "more): plain PyTorch would go on from them, and the engine has used them up. Call optimizer.zero_grad() "
+                "once for each optimizer.step()."
+            )

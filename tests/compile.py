@@ -1,0 +1,42 @@
+"""Compiles what the tests use, side by side, once for each machine: DeepSpeed's optimizers, and the test device.
+
+python -m tests.compile
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from harmony_ds import CompilerMissingError
+from harmony_ds.offload.native import gil_free_op, make_native
+from tests import simdevice
+
+DEVICE = "the test device"
+OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
+
+
+def compile_one(name: str) -> str:
+    """What came of it: where there is no compiler, tests say themselves what they need."""
+    if name == DEVICE:
+        reason = simdevice.unavailable_reason()
+        if reason is None:
+            simdevice.load()
+        return f"{name}: {reason or 'is there'}"
+    try:
+        gil_free_op(make_native(name, [torch.nn.Parameter(torch.zeros(1))], {}))
+    except CompilerMissingError as error:
+        return f"{name}: {error}"
+    return f"{name}: is there"
+
+
+def main() -> None:
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for said in pool.map(compile_one, (*OPTIMIZERS, DEVICE)):
+            print(said, flush=True)
+
+
+if __name__ == "__main__":
+    main()
