@@ -78,6 +78,8 @@ def all_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
         functions += filter(is_function, module.__dict__.values())
         reads += map(read_by_callable, functions)
         yield from (Place.attribute(module, key) for key in module.__dict__ if key not in _ELSEWHERE)
+    of_all = [hook for kind in _HOOKS for hook in getattr(nn.modules.module, f"_global{kind}").values()]
+    reads += map(read_by_callable, of_all)
     yield from (Place(identity(held, key), key, held) for held, key, _ in chain.from_iterable(reads))
 
 

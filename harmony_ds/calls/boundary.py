@@ -211,12 +211,12 @@ class Glue:
         """Whether every layer input was an output of an earlier layer, untouched."""
         return not self._edges
 
-    def sink(self, tensor: Tensor) -> Sink:
-        """Where the gradient of the layer input `tensor` (which requires one) goes."""
+    def sink(self, tensor: Tensor, hooked: bool = False) -> Sink:
+        """Where the gradient of the layer input `tensor` (which requires one) goes; `hooked`: it may still get hooks."""
         sinks = sinks_of(tensor.grad_fn)
         if sinks is not None:
             self._check(sinks)
-        if sinks is not None and not tensor._backward_hooks and not tensor.retains_grad:
+        if sinks is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
             return sinks[tensor.output_nr]
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
@@ -111,7 +112,7 @@ class InterceptedForward(Added):
         self._layer = layer
         self._forward = layer.module.forward
 
-    @torch._disable_dynamo
+    @_disable_dynamo  # what is compiled around a layer (module.compile()) ends here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _active.handler
         if handler is None:

@@ -44,6 +44,7 @@ class LayerCalls:
     Attributes:
         rows: how calls are cut into pieces.
         replayed: layers that depend on buffers which they change: a recomputation begins with what they were.
+        outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
     """
 
     def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
@@ -55,6 +56,7 @@ class LayerCalls:
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
         self.replayed: set[int] = set()
+        self.outputs_hooked = False
         self._attributes: dict[int, Places] = {}
         self._buffered = [[m for m in layer.module.modules() if m._buffers] for layer in layers]
 
@@ -79,7 +81,7 @@ class LayerCalls:
         sinks: list[Sink | None] = []
         for tensor in tensors:
             try:
-                sinks.append(glue.sink(tensor) if tensor.requires_grad else None)
+                sinks.append(glue.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
             except ModelError:
                 if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
                     raise

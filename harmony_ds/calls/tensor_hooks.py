@@ -1,34 +1,39 @@
-"""Notices that a forward pass asks for gradients of tensors on their way: `register_hook`, `retain_grad`."""
+"""Notices who asks for gradients of tensors on their way: by `register_hook`, `retain_grad`, hooks of all modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.modules.module as all_modules
 from torch import Tensor
+
+from harmony_ds.calls.attributes import Places
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.errors import UnsupportedError
 
 
 @contextmanager
-def noticing_hooks() -> Iterator[list[str]]:
-    """While open, the list gets the name of what is called; what the engine itself registers is none of it."""
-    noticed: list[str] = []
+def noticing_hooks(noticed: Callable[[str], None]) -> Iterator[None]:
+    """While open, `noticed` is told the name of what is called; what the engine itself registers is none of it."""
     register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
 
     def registering(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         if not is_ours(hook):
-            noticed.append("register_hook")
-        return register(tensor, hook)
+            noticed("register_hook")
+        return register(tensor, hook)  # type: ignore[no-untyped-call]
 
     def retaining(tensor: Tensor) -> None:
-        noticed.append("retain_grad")
+        noticed("retain_grad")
         retain(tensor)
 
     own = {key: vars(torch.Tensor).get(key) for key in ("register_hook", "retain_grad")}
     torch.Tensor.register_hook, torch.Tensor.retain_grad = registering, retaining  # type: ignore[method-assign, assignment]
     try:
-        yield noticed
+        yield
     finally:
         for key, value in own.items():
             if value is None:
@@ -39,4 +44,38 @@ def noticing_hooks() -> Iterator[list[str]]:
 
 def is_ours(hook: Any) -> bool:
     """Whether a hook is the engine's own."""
-    return getattr(hook, "__module__", "").partition(".")[0] == "harmony_ds"
+    return getattr(getattr(hook, "func", hook), "__module__", "").partition(".")[0] == "harmony_ds"
+
+
+def hooked_as_a_module() -> bool:
+    """Whether torch puts backward hooks of the program's on what a call of any module gives, an engine's included."""
+    return bool(all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks)
+
+
+class LeftTensors:
+    """Tensors that a forward pass has kept on modules and variables, and the hooks that they had when it was over."""
+
+    def __init__(self, places: Places = (), but: Iterable[Tensor] = ()) -> None:
+        """`but`: those that the program has got as outputs, whose gradients autograd itself computes."""
+        outputs = {id(tensor) for tensor in but}
+        self._found = [
+            (place.key, weakref.ref(tensor), _hooks_of(tensor))
+            for place in places
+            for tensor in tensors_in(place.read())
+            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in outputs
+        ]
+
+    def check(self) -> None:
+        """Raises UnsupportedError if one has got a hook since, which would not see its gradient."""
+        for key, reference, hooks in self._found:
+            tensor = reference()
+            if tensor is not None and _hooks_of(tensor) != hooks:
+                raise UnsupportedError(
+                    f"register_hook() or retain_grad() was called on a tensor that forward kept in {key} when the call was "
+                    "over: layers have taken it by then, and their gradients come past it. Call it in forward (or in a "
+                    "forward hook), where the tensor is made: if h.requires_grad: h.retain_grad()."
+                )
+
+
+def _hooks_of(tensor: Tensor) -> tuple[bool, int]:
+    return tensor.retains_grad, len(tensor._backward_hooks or ())

@@ -6,7 +6,7 @@ Plain PyTorch keeps them, and adds the next ones to them. An engine has let go o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def _zero(gradient: Tensor) -> Tensor:
     return gradient.zero_()
 
 
-def _used_in(tree: Any) -> Iterable[Any]:
+def _used_in(tree: Any) -> Iterator[UsedGradient]:
     return (leaf for leaf in torch.utils._pytree.tree_iter(tree) if isinstance(leaf, UsedGradient))
 
 

@@ -16,7 +16,7 @@ from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import noticing_hooks
+from harmony_ds.calls.tensor_hooks import LeftTensors, hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError
@@ -95,7 +95,7 @@ class StepGroup:
         if self._runner.at_their_calls:
             self.catch_up(ticket)
             self._run_forward(ticket)
-        if not kind.pending or self._runner.at_their_calls:
+        if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
@@ -190,9 +190,7 @@ class StepGroup:
             self._calls.running(),
             self._calls.entered(micro_batch.state),
         ):
-            with noticing_hooks() as noticed:
-                self._runner.measure(self._sample(ticket), forwarded)
-            self._calls.tensor_hook = self._calls.tensor_hook or next(iter(noticed), None)
+            self._runner.measure(self._sample(ticket), forwarded)
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
@@ -259,15 +257,18 @@ class StepGroup:
         if ticket.wanted:
             ticket.backward_now()
             ticket.received = True
-        for output in tensors_in(ticket.micro_batch.outputs):
+        outputs = tensors_in(ticket.micro_batch.outputs)
+        for output in outputs:
             if output.requires_grad:
                 output.register_hook(lambda grad: ticket.receive())
+        ticket.left = LeftTensors(self._runner.left, outputs)
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._propagating()
         if not later:
             check_modes("backward from a loss of the engine", self._device.modes)
+        ticket.left.check()
         if not ticket.leads_outside and not self._runner.hooked:
             return
         if not later:
@@ -327,9 +328,12 @@ class StepGroup:
 
     def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
         """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
-        # Calls that nobody propagates back from may change something, too.
-        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in self._queue):
-            self.catch_up()
+        # Calls that nobody propagates back from may change something, too. Those behind the last that is may wait.
+        wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
+        end = len(self._queue) if last or not wanted else wanted[-1] + 1
+        ahead = self._queue[:end]
+        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in ahead):
+            self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         if not tickets:
             return False

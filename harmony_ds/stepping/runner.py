@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from harmony_ds.calls.attributes import Places
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.layer_call import InputChangedError
+from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import EngineFailedError, UnsupportedError, UsageError
+from harmony_ds.errors import CallChangedError, EngineFailedError, UnsupportedError, UsageError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
@@ -116,6 +118,14 @@ class Runner:
             )
         return hook is not None
 
+    def _note_hook(self, name: str) -> None:
+        self._parts.calls.tensor_hook = name
+        self._parts.layer_calls.outputs_hooked = True
+
+    def _noticing_hooks(self, noticed: Callable[[str], None]) -> AbstractContextManager[None]:
+        """A context in which forward passes run, and `noticed` is told of hooks on tensors, unless it is known."""
+        return nullcontext() if self._parts.calls.tensor_hook is not None else noticing_hooks(noticed)
+
     def _why_alone(self) -> str | None:
         calls = self.planner.graph.calls
         for layer in self._parts.layer_calls.changing_buffers:
@@ -183,7 +193,8 @@ class Runner:
             self._parts.updater.wait_all()
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
-        moved = self.planner.measure(sample)
+        with self._noticing_hooks(self._note_hook):
+            moved = self.planner.measure(sample)
         for micro_batch in queued:
             micro_batch.move(moved)
 
@@ -215,7 +226,7 @@ class Runner:
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            with self._parts.timeline.step(self.planner.plan, work.tasks):
+            with self._noticing_hooks(_refuse_hook), self._parts.timeline.step(self.planner.plan, work.tasks):
                 self.executor.run(work, hyper, clipping)
                 self.executor.finish_step(work)
             # Workspaces are made when a thread first needs one, in some step.
@@ -230,7 +241,7 @@ class Runner:
         self.check_usable()
         self.check_hooks()
         work, rest = self.planner.part_of_step(micro_batches, first=self._after_norm is None)
-        with self._recovering(micro_batches):
+        with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook):
             self.executor.run(work, hyper, clipping)
         self._after_norm = rest
 
@@ -285,7 +296,7 @@ class Runner:
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """The forward pass of one micro-batch, because somebody wants its outputs."""
         self.check_usable()
-        with self._recovering([micro_batch]):
+        with self._recovering([micro_batch]), self._noticing_hooks(_measure_again):
             self.executor.run(self.planner.forward(micro_batch))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -328,3 +339,15 @@ class Runner:
             self.fail(f"a step failed after {self.executor.outcome.updates_issued} packs had been updated: {error!r}")
         elif self._parts.updater is not None:
             self._parts.updater.discard()
+
+
+def _measure_again(name: str) -> None:
+    raise InputChangedError(f"forward calls {name}() on a tensor, which was not seen when the model was measured.")
+
+
+def _refuse_hook(name: str) -> None:
+    raise CallChangedError(
+        f"forward has begun to call {name}() on a tensor, which it did not when the model was measured. It runs later than "
+        "it is called, and the program may have looked for that gradient already: let forward do so from the first step "
+        "on, or look at the loss behind the call (loss.item()), so that forward runs at once."
+    )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.tensor_hooks import LeftTensors
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.inputs import Arguments
@@ -53,6 +54,7 @@ class QueuedMicroBatch:
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
         self._alone = False  # its forward pass ran before the group's
+        self.left = LeftTensors()  # that its forward pass kept, where the program finds them
         self.received = False  # a gradient has come to outputs that were computed on their own
         self.propagated = False  # its backward pass is done
         # Who propagates back expects the gradients of what came in as soon as that is done.
@@ -107,6 +109,9 @@ class QueuedMicroBatch:
         """As `backward(loss / divisor * scale)`."""
         self._note_caller()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
+        if self._alone:
+            self.backward_now()
+            self.received = True
 
     def outputs(self) -> Any:
         """The model's outputs, with their graph; computed now if need be."""
@@ -166,6 +171,7 @@ class QueuedMicroBatch:
         """The step is over: the value stays; graph, outputs and inputs go."""
         self._attached = None
         self._objectives.clear()
+        self.left = LeftTensors()
         self.micro_batch.close()
         self.arguments.forget()
         self._group = None

@@ -1,0 +1,704 @@
+"""Code of the program's that runs inside of torch: hooks, modes, steps put on an optimizer, compiled modules."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.modules.module as all_modules
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
+from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.sides import Side
+
+
+class Scored(Net):
+    """Returns its loss, so that a call of the engine could be put off."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), labels)
+
+
+# ---- optimizers
+
+
+def body_and_head(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    return torch.optim.SGD(body, lr=0.1), torch.optim.SGD(model.head.parameters(), lr=0.05)
+
+
+@case(*ALL, tolerance=REGROUPED)
+def second_optimizer_on_the_rest(side: Side) -> Found:
+    """A plain loop with two optimizers, the engine's over the body and another over the head, both stepped at once."""
+    model = Scored()
+    optimizer, other = body_and_head(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        (engine(x, y) / side.accumulation).backward()
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            other.step()
+            optimizer.zero_grad()
+            other.zero_grad()
+    return weights(model)
+
+
+@case(*ALL, tolerance=REGROUPED)
+def second_optimizer_less_often(side: Side) -> Found:
+    """The same, the second one stepped and zeroed at every second step: its gradients go on gathering meanwhile."""
+    model = Scored()
+    optimizer, other = body_and_head(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    for i, (x, y) in enumerate(batches(4 * side.accumulation)):
+        (engine(x, y) / side.accumulation).backward()
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if (i + 1) % (2 * side.accumulation) == 0:
+            other.step()
+            other.zero_grad()
+    return weights(model)
+
+
+@case(*PAIRS)
+def second_optimizer_on_the_same(side: Side) -> Found:
+    """Two optimizers over the same parameters are stepped one after the other."""
+    model = Scored()
+    optimizer, other = sgd(model), torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        (engine(x, y) / side.accumulation).backward()
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            other.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@case(*PAIRS)
+def gradients_logged_behind_the_step(side: Side) -> Found:
+    """A plain loop logs the norm of all `p.grad` behind optimizer.step()."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    norms = []
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        engine(x, y).backward()
+        optimizer.step()
+        norms.append(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+    return {**weights(model), "norms": torch.stack(norms)}
+
+
+@case(*PAIRS)
+def gradients_never_zeroed(side: Side) -> Found:
+    """A plain loop without zero_grad(): gradients add up from step to step."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    for x, y in batches(4):
+        engine(x, y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+@case(*ONE)
+def optimizer_stepped_twice(side: Side) -> Found:
+    """optimizer.step() twice for each backward, from the same gradients."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    for x, y in batches(4):
+        engine(x, y).backward()
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@case(*ALL)
+def gradients_zeroed_in_every_way(side: Side) -> Found:
+    """A plain loop drops gradients in turn by `p.grad.zero_()`, `p.grad = None`, `zero_grad(set_to_none=False)`, ..."""
+    model = Scored()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    ways: list[Callable[[], Any]] = [
+        lambda: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+        lambda: [p.grad.detach_().zero_() for p in model.parameters()],
+        lambda: [p.grad.data.zero_() for p in model.parameters()],
+        lambda: [setattr(p, "grad", None) for p in model.parameters()],
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: model.zero_grad(set_to_none=False),
+        model.zero_grad,
+    ]
+    for zero in ways:
+        for x, y in batches(side.accumulation):
+            (engine(x, y) / side.accumulation).backward()
+        optimizer.step()
+        zero()
+    return weights(model)
+
+
+@case(*PAIRS)
+def plain_loop_in_bf16(side: Side) -> Found:
+    """A plain loop with bf16 weights: engine.backward(loss), optimizer.step(), optimizer.zero_grad()."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, clipping=0.0, bf16={"enabled": True})
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(engine(x.bfloat16(), y))
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def clamping(optimizer: torch.optim.Optimizer, model: nn.Module, counts: list[int]) -> None:
+    """Puts a step on `optimizer` that clamps the weights behind the one that was there."""
+    below = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = below(*args, **kwargs)
+        counts.append(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+        return result
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+@case(*ALL)
+def step_put_on_the_optimizer_before(side: Side) -> Found:
+    """`optimizer.step = step` before initialize, where `step` calls the old one and clamps weights."""
+    model, counts = Scored(), []
+    optimizer = sgd(model)
+    clamping(optimizer, model, counts)
+    engine = side.initialize(model, optimizer)
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        engine.step()
+    return {**weights(model), "counts": torch.tensor(len(counts))}
+
+
+@case(*ALL)
+def step_put_on_the_optimizer_later(side: Side) -> Found:
+    """The same after a first step of the engine."""
+    model, counts = Scored(), []
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i == side.accumulation:
+            clamping(optimizer, model, counts)
+        engine.backward(engine(x, y))
+        engine.step()
+    return {**weights(model), "counts": torch.tensor(len(counts))}
+
+
+@case(*ONE)
+def step_put_on_the_optimizer_and_called_by_hand(side: Side) -> Found:
+    """The same before and after initialize, in a plain loop, with a scheduler around the first one."""
+    model, counts = Scored(), []
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+    clamping(optimizer, model, counts)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        engine(x, y).backward()
+        optimizer.step()
+        scheduler.step()
+    return {**weights(model), "counts": torch.tensor(len(counts))}
+
+
+@case(*ONE)
+def step_replaced_by_another(side: Side) -> Found:
+    """`optimizer.step` is replaced by a function that never calls the old one, and updates weights itself."""
+    model = Scored()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer, clipping=0.0)
+
+    @torch.no_grad()
+    def step() -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.sub_(0.1 * p.grad.sign() * p.grad.abs().sqrt())
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        engine(x, y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is written by hand: around another optimizer, without `super().__init__`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in base.param_groups]
+        self.steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.steps += 1
+        if self.steps % 2:
+            return
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, q in zip(group["params"], slow, strict=True):
+                q.add_(p - q, alpha=0.5)
+                p.copy_(q)
+
+
+@case(*ONE)
+def optimizer_around_another(side: Side) -> Found:
+    """A Lookahead around AdamW, a torch.optim.Optimizer that does not call `super().__init__`; a plain loop."""
+    model = Scored()
+    base = adamw(model)
+    inner = Lookahead(base)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # which the plain side asks for
+        if type(side).__name__ == "PlainSide":
+            setattr(inner, hooks, OrderedDict())
+    engine = side.initialize(model, inner, clipping=0.0)
+    for x, y in batches(5):
+        inner.zero_grad()
+        engine(x, y).backward()
+        inner.step()
+    return weights(model)
+
+
+# ---- hooks on gradients
+
+
+@case(*PAIRS)
+def parameter_hook_removed_within_a_group(side: Side) -> Found:
+    """A hook on a weight's gradient is removed in the middle of a group."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    handle = model.head.weight.register_hook(lambda gradient: gradient * 0)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i == 2 + side.accumulation:
+            handle.remove()
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def parameter_hook_added_within_a_group(side: Side) -> Found:
+    """A hook on a weight's gradient is registered in the middle of a group."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i == 2 + side.accumulation:
+            model.blocks[1].linear.weight.register_hook(lambda gradient: gradient * 0)
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def parameter_hook_that_reads_what_the_loop_writes(side: Side) -> Found:
+    """A hook on a weight's gradient scales by a list's element, which the loop changes before each backward."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    scale = [1.0]
+    model.head.weight.register_hook(lambda gradient: gradient * scale[0])
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        loss = engine(x, y)
+        scale[0] = 0.5 * i
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def parameter_hook_that_logs(side: Side) -> Found:
+    """Hooks on all weights append the gradient's norm to a list, which the loop reads after each backward."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    norms: list[Tensor] = []
+    for p in model.parameters():
+        p.register_hook(lambda gradient: norms.append(gradient.norm()))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        seen.append(torch.stack(norms[-10:]).sort().values)
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen), "count": torch.tensor(len(norms))}
+
+
+@case(*PAIRS)
+def backward_hook_read_after_backward(side: Side) -> Found:
+    """Grad-CAM: a forward hook keeps a block's output, a full backward hook its gradient; read after each backward."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    kept: dict[str, Tensor] = {}
+    model.blocks[1].register_forward_hook(lambda module, args, out: kept.update(out=out))
+    model.blocks[1].register_full_backward_hook(lambda module, given, came: kept.update(gradient=came[0]))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        seen.append(torch.stack([kept["out"].detach(), kept["gradient"]]).clone())
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def backward_hooks_in_train_batch(side: Side) -> Found:
+    """Full backward hooks on all blocks append the norm of what they see to one list, under train_batch."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    norms: list[Tensor] = []
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda module, given, came: norms.append(came[0].norm()))
+    loader = iter(batches(3 * side.accumulation))
+    for _ in range(3):
+        engine.train_batch(loader)
+    return {**weights(model), "norms": torch.stack(norms)}
+
+
+class Listening(Block):
+    """Scales the gradient of what is inside, and notes its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = torch.tanh(self.linear(self.norm(x)))
+        if inside.requires_grad:
+            inside.register_hook(self.listen)
+        return x + inside
+
+    def listen(self, gradient: Tensor) -> Tensor:
+        self.norms.append(gradient.norm().item())
+        return gradient * 1.5
+
+
+@case(*PAIRS)
+def tensor_hook_in_forward(side: Side) -> Found:
+    """A block registers a hook on a tensor inside it, which appends to a list that the loop reads after each backward."""
+    model = Scored(Listening)
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        seen.append([block.norms[-1] for block in model.blocks])
+        engine.step()
+    return {**weights(model), "seen": torch.tensor(seen), "count": torch.tensor(len(model.blocks[0].norms))}
+
+
+class Retaining(Block):
+    """Keeps what is inside, and what it gives, with their gradients."""
+
+    inside: Tensor
+    out: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = torch.tanh(self.linear(self.norm(x)))
+        self.out = x + self.inside
+        if self.out.requires_grad:
+            self.inside.retain_grad()
+            self.out.retain_grad()
+        return self.out
+
+
+@case(*PAIRS)
+def gradient_retained_inside_a_block(side: Side) -> Found:
+    """A block keeps tensors on itself and calls retain_grad(); the loop reads their `.grad` after each backward."""
+    model = Scored(Retaining)
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        seen += [gradient for block in model.blocks for gradient in (block.inside.grad, block.out.grad)]
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def gradient_retained_between_blocks(side: Side) -> Found:
+    """The model's forward keeps what the last block gives, and twice of that, with retain_grad()."""
+
+    class Keeping(Net):
+        last: Tensor
+        twice: Tensor
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            self.last = self.body(x)
+            self.twice = self.last * 2
+            if self.twice.requires_grad:
+                self.last.retain_grad()
+                self.twice.retain_grad()
+            return F.cross_entropy(self.head(self.twice), labels)
+
+    model = Keeping()
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        assert model.last.grad is not None and model.twice.grad is not None
+        seen.append(torch.stack([model.last.grad, model.twice.grad]))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
+def tensor_hooks_between_blocks_late(side: Side) -> Found:
+    """The model's forward registers hooks on what its blocks gave when the next ones have taken it."""
+
+    class Late(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[Tensor] = []
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            given = [x := self.front(x), *(x := block(x) for block in self.blocks)]
+            logits = self.head(x)
+            for h in given:
+                if h.requires_grad:
+                    h.register_hook(lambda gradient: self.norms.append(gradient.norm()))
+            return F.cross_entropy(logits, labels)
+
+    model = Late()
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        seen.append(len(model.norms))
+        engine.step()
+    return {**weights(model), "seen": torch.tensor(seen), "norms": torch.stack(model.norms)}
+
+
+@case(*PAIRS)
+def tensor_hook_switched_on(side: Side) -> Found:
+    """A block registers a hook on a tensor inside it once `block.listening` is set, in the middle of training."""
+
+    class Switched(Listening):
+        listening = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.listening else Block.forward(self, x)
+
+    model = Scored(Switched)
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        model.blocks[1].listening = i >= side.accumulation
+        engine.backward(engine(x, y))
+        seen.append(len(model.blocks[1].norms))
+        engine.step()
+    return {**weights(model), "seen": torch.tensor(seen)}
+
+
+@case(*PAIRS)
+def gradient_retained_by_the_loop(side: Side) -> Found:
+    """A forward hook keeps a block's output, and the loop calls retain_grad() on it before backward."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    kept: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    seen = []
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, y)
+        kept[-1].retain_grad()
+        engine.backward(loss)
+        seen.append(kept[-1].grad)
+        engine.step()
+    return {**weights(model), "seen": torch.stack([torch.zeros(()) if s is None else s.norm() for s in seen])}
+
+
+# ---- around the model
+
+
+@case(*PAIRS)
+def hook_on_all_modules_within_a_group(side: Side) -> Found:
+    """register_module_forward_hook around one call of a group alone."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        handle: Any = None
+        if i == 1:
+            handle = all_modules.register_module_forward_hook(
+                lambda module, args, out: out * 1.5 if isinstance(module, nn.Linear) else None
+            )
+        loss = engine(x, y)
+        if handle is not None:
+            handle.remove()
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def hook_on_all_modules_between_steps(side: Side) -> Found:
+    """register_module_forward_hook after a step, and removed after another."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    handle: Any = None
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i == side.accumulation:
+            handle = all_modules.register_module_forward_hook(
+                lambda module, args, out: out * 1.5 if isinstance(module, nn.Linear) else None
+            )
+        if i == 2 * side.accumulation:
+            handle.remove()
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def backward_hook_on_all_modules(side: Side) -> Found:
+    """register_module_full_backward_hook counts, and the loop reads the count after each backward."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    counts = [0]
+
+    def count(module: nn.Module, *_: Any) -> None:
+        counts[0] += isinstance(module, Block)
+
+    handle = all_modules.register_module_full_backward_hook(count)
+    seen = []
+    try:
+        for x, y in batches(3 * side.accumulation):
+            engine.backward(engine(x, y))
+            seen.append(counts[0])
+            engine.step()
+    finally:
+        handle.remove()
+    return {**weights(model), "seen": torch.tensor(seen)}
+
+
+class Sigmoid(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.sigmoid(*args) if func is torch.tanh else func(*args, **(kwargs or {}))
+
+
+class SigmoidBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.sigmoid(*args) if func is torch.ops.aten.tanh.default else func(*args, **(kwargs or {}))
+
+
+@case(*PAIRS)
+def function_mode_around_the_call(side: Side) -> Found:
+    """`with` a TorchFunctionMode that exchanges a function, around the call."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(side.accumulation):
+        with Sigmoid():
+            loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def dispatch_mode_around_the_call(side: Side) -> Found:
+    """The same with a TorchDispatchMode."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(side.accumulation):
+        with SigmoidBelow():
+            loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def dispatch_mode_around_train_batch(side: Side) -> Found:
+    """The same around train_batch."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    with SigmoidBelow():
+        engine.train_batch(iter(batches(side.accumulation)))
+    return weights(model)
+
+
+@case(*PAIRS)
+def operations_counted_in_backward(side: Side) -> Found:
+    """`with FlopCounterMode():` around engine.backward(loss)."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    x, y = batches(1)[0]
+    loss = engine(x, y)
+    with FlopCounterMode(display=False) as counter:
+        engine.backward(loss)
+    return {"operations": torch.tensor(counter.get_total_flops())}
+
+
+@case(*PAIRS)
+def default_device_around_the_call(side: Side) -> Found:
+    """`with torch.device("cpu"):` around the whole loop."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    with torch.device("cpu"):
+        for x, y in batches(2 * side.accumulation):
+            engine.backward(engine(x, y))
+            engine.step()
+    return weights(model)
+
+
+# ---- compiled
+
+
+@case(*PAIRS)
+def scripted_block(side: Side) -> Found:
+    """torch.jit.script of a linear layer inside a block."""
+    model = Scored()
+    model.blocks[1].linear = torch.jit.script(model.blocks[1].linear)
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(side.accumulation):
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def traced_block(side: Side) -> Found:
+    """torch.jit.trace of a block."""
+    model = Scored()
+    model.blocks[1] = torch.jit.trace(model.blocks[1], torch.randn(2, WIDTH))
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(side.accumulation):
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def blocks_compiled_in_place(side: Side) -> Found:
+    """`block.compile(backend="eager")` for every block, before initialize."""
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    engine = side.initialize(model, sgd(model))
+    return {"losses": train(engine, batches(2 * side.accumulation)), **weights(model)}
+
+
+@case(*PAIRS)
+def model_compiled_in_place(side: Side) -> Found:
+    """`model.compile(backend="eager")` after initialize, between two steps."""
+    model = Scored()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        if i == side.accumulation:
+            model.compile(backend="eager")
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)
