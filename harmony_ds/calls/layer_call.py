@@ -97,7 +97,8 @@ class LayerCalls:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
             request = without_unknown(request)
-        with self._slots[request.layer].filled(copies), request.callers_state(), emptied(empty_caches(request)):
+        caches = empty_caches(request) if request.grad else []  # generation fills them
+        with self._slots[request.layer].filled(copies), request.callers_state(), emptied(caches):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
             lent = self._lent_memory(request.layer, copies)
             if not lent.isdisjoint(memory_of(tensors_in(outputs))):
