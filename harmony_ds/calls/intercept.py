@@ -68,6 +68,12 @@ class Request:
     grad: bool
     autocast: Autocast | None
 
+    @contextmanager
+    def callers_state(self) -> Iterator[None]:
+        """Gradients and autocast as the caller has them."""
+        with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), passed_through():
+            yield
+
 
 class Handler(Protocol):
     """Who decides what becomes of a layer call."""

@@ -7,13 +7,12 @@ the recomputation must give the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmony_ds.calls.arguments import (
     Arguments,
@@ -25,121 +24,18 @@ from harmony_ds.calls.arguments import (
 from harmony_ds.calls.attributes import Place, Places, held, write_all
 from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
-from harmony_ds.calls.checkpointing import passed_through
-from harmony_ds.calls.intercept import Autocast, Request
+from harmony_ds.calls.dead_end import DeadEnd
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.layer_buffers import Buffers, buffers_apart, versions
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
+from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
 from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
-from harmony_ds.calls.random_streams import State
-from harmony_ds.calls.trees import Shape, Written, changed, flatten, map_tensors, tensors_in, unflatten
+from harmony_ds.calls.random_streams import State, differ
+from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
+from harmony_ds.calls.trees import changed, flatten, map_tensors, tensors_in, unflatten
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import Stash, StashEntry
-
-
-class DeadEnd:
-    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
-
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-
-    def add(self, gradient: Tensor) -> None:
-        raise ModelError(
-            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
-            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
-            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
-        )
-
-    def take(self) -> Tensor | None:
-        return None
-
-    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
-        return {name: self._guard(copy) for name, copy in copies.items()}
-
-    def _guard(self, copy: Tensor) -> Tensor:
-        known: Tensor | None = getattr(copy, _GUARD, None)
-        if known is not None:
-            return known
-        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
-        if copy.requires_grad:
-            alias.register_hook(self.add)
-        setattr(copy, _GUARD, alias)
-        return alias
-
-
-_GUARD = "_harmony_guard"
-Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
-
-
-@dataclass(slots=True, eq=False)
-class RecordedCall:
-    """What it takes to run a layer call again and to propagate through it.
-
-    Attributes:
-        request: the call as the model made it, without its arguments.
-        number: place among the calls of its micro-batch.
-        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
-        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
-        sinks: per tensor argument: where its gradient goes, or None.
-        states: random state before the call, or before each of its pieces if it draws random numbers.
-        cut: how the call is cut into pieces; None: not at all.
-        buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
-        slots: per tensor output: the sum of its gradients, or None where none flows.
-        retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
-    """
-
-    request: Request
-    number: int
-    arguments: Arguments
-    tensors: list[StashEntry | Kept]
-    sinks: list[Sink | None]
-    states: list[State]
-    cut: Cut | None = None
-    buffers: Buffers | None = None
-    slots: list[Slot | None] = field(default_factory=list)
-    retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
-
-    @property
-    def entries(self) -> list[StashEntry]:
-        return [t for t in self.tensors if isinstance(t, StashEntry)]
-
-    def propagated(self) -> None:
-        """From now on, a gradient of an output is an error."""
-        for slot in self.slots:
-            if slot is not None:
-                slot.propagated = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """A tensor argument that stays where it is, and its version when the layer was called."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(slots=True, eq=False)
-class Outcome:
-    """What a run of a layer left: its output leaves, and how to give them back.
-
-    Attributes:
-        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
-    """
-
-    inputs: list[Tensor]
-    leaves: list[Any]
-    shape: Shape
-    written: list[Written]
-    altered: list[int]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trial:
-    """Tensors that a call takes and gives, and whether anything speaks against cutting it."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    may_be_cut: bool
 
 
 class LayerCalls:
@@ -201,15 +97,20 @@ class LayerCalls:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         if request.grad:
             request = without_unknown(request)
-        with self._slots[request.layer].filled(copies), _caller_state(request), emptied(empty_caches(request)):
+        caches = empty_caches(request) if request.grad else []  # generation fills them
+        with self._slots[request.layer].filled(copies), request.callers_state(), emptied(caches):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
             lent = self._lent_memory(request.layer, copies)
-            if not lent.isdisjoint(_memory_of(tensors_in(outputs))):
-                outputs = map_tensors(lambda t: _taken_apart(t) if _memory(t) in lent else t, outputs)
+            if not lent.isdisjoint(memory_of(tensors_in(outputs))):
+                outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in lent else t, outputs)
             return outputs
 
+    def _own(self, layer: int, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that are the layer's: a pack may hold many layers."""
+        return {name: copies[name] for name in self._layers[layer].parameters if name in copies}
+
     def _lent_memory(self, layer: int, copies: Mapping[str, Tensor]) -> set[int | None]:
-        return _memory_of(copies[name] for name in self._layers[layer].parameters if name in copies)
+        return memory_of(self._own(layer, copies).values())
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
@@ -239,29 +140,20 @@ class LayerCalls:
         glue.origin.model = id(self)
         request = without_unknown(request)
         arguments, tensors = self._take(request)
-        call = RecordedCall(
-            request=Request(request.layer, request.forward, (), {}, request.context, True, request.autocast),
-            number=number,
-            arguments=arguments,
-            tensors=[],
-            sinks=self._sinks(request, tensors, glue),
-            states=[],
-            cut=self.rows.cut(request.layer, tensors) if self._may_cut(request.layer, arguments) else None,
-            buffers=self.copied_buffers(request.layer) if request.layer in self.replayed else None,
-        )
+        call = self._record(request, number, arguments, self._sinks(request, tensors, glue), tensors)
         given = tensors
         if request.layer in self._changes_inputs:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         name = self._layers[request.layer].name
         call.tensors = [self._keep(tensor, name) for tensor in given]
-        versions = [t._version for t in tensors]
+        before = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
         outputs = self._cut_outputs(call, outcome, tensors, self._lent_memory(request.layer, copies), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
             raise InputChangedError(f"layer {name} changes a buffer, which was not seen when the model was measured.")
-        if [t._version for t in tensors] != versions and request.layer not in self._changes_inputs:
+        if [t._version for t in tensors] != before and request.layer not in self._changes_inputs:
             self._changes_inputs.add(request.layer)
             raise InputChangedError(
                 f"layer {name} changes its input in place, which was not seen when the model was measured."
@@ -271,6 +163,21 @@ class LayerCalls:
             return outputs, None
         return outputs, call
 
+    def _record(
+        self, request: Request, number: int, arguments: Arguments, sinks: list[Sink | None], tensors: list[Tensor]
+    ) -> RecordedCall:
+        layer = request.layer
+        return RecordedCall(
+            request=replace(request, args=(), kwargs={}),
+            number=number,
+            arguments=arguments,
+            tensors=[],
+            sinks=sinks,
+            states=[],
+            cut=self.rows.cut(layer, tensors) if self._may_cut(layer, arguments) else None,
+            buffers=self.copied_buffers(layer) if layer in self.replayed else None,
+        )
+
     def backward(
         self,
         call: RecordedCall,
@@ -278,13 +185,11 @@ class LayerCalls:
         replay: Callable[[State], None],
         gather: Callable[[], None],
     ) -> bool:
-        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`.
+        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`; whether there was
+        anything to propagate.
 
         Args:
             gather: called between the pieces of a call that is cut: adds up what has reached `copies`.
-
-        Returns:
-            Whether there was anything to propagate.
         """
         gradients = [slot.take() if slot is not None else None for slot in call.slots]
         if all(gradient is None for gradient in gradients):
@@ -323,7 +228,7 @@ class LayerCalls:
     ) -> None:
         outcome = self._run(call, tensors, copies, sinks)
         outputs = [leaf for leaf in outcome.leaves if isinstance(leaf, Tensor)]
-        self._check(call, outputs)
+        call.check(outputs, self._layers[call.request.layer].name)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -336,18 +241,6 @@ class LayerCalls:
             handed = reference()
             if handed is not None:
                 handed.grad = output.grad
-
-    def _check(self, call: RecordedCall, outputs: list[Tensor]) -> None:
-        """Whether a recomputation gave what the forward pass gave, as far as that is seen at once."""
-        whole = call.cut is None
-        given = [s and (s.dtype, s.shape if whole else None) for s in call.slots]
-        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(call.slots, outputs, strict=False)]
-        if len(outputs) != len(given) or found != given:
-            raise RecomputeError(
-                f"layer {self._layers[call.request.layer].name} returned {len(given)} tensors in forward, {given}, and "
-                f"{len(outputs)} when it was recomputed, {found}: its outputs must depend on its arguments, on the "
-                "attributes and buffers of its modules and on random numbers alone."
-            )
 
     def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
@@ -372,7 +265,7 @@ class LayerCalls:
         """The call over detached `tensors`, forward, piece by piece if it is cut."""
         dead_end = self._dead_ends[call.request.layer]
         sinks = [dead_end if sink else None for sink in call.sinks]
-        copies = dead_end.guarded(copies)
+        copies = dead_end.guarded(self._own(call.request.layer, copies))
         call.states.append(state())
         if call.cut is None:
             return self._run(call, tensors, copies, sinks)
@@ -427,10 +320,10 @@ class LayerCalls:
         args, kwargs, attributes, made = call.arguments.filled(inputs)
         nodes = [tensor.grad_fn for tensor in inputs]
         buffered, places = self._buffered[request.layer], self._watched(request.layer)
-        before = _versions(buffered)
+        before = versions(buffered)
         with (
             self._slots[request.layer].filled(copies),
-            _caller_state(request),
+            request.callers_state(),
             held(places, attributes) as left,
             collecting(request) as collected,
             emptied(call.arguments.caches),
@@ -450,7 +343,7 @@ class LayerCalls:
         """Notes whether a call has changed buffers of its layer."""
         if layer in self._changes_buffers and layer in self.replayed:
             return
-        after = _versions(self._buffered[layer])
+        after = versions(self._buffered[layer])
         seen = len(after) != len(before) or any(
             a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
         )
@@ -491,7 +384,7 @@ class LayerCalls:
                 slots.append(slot)
                 cut_places.append(place)
             if id(leaf) not in source_of:
-                leaves[place] = _apart(leaf.detach()) if _memory(leaf) in lent else leaf.detach()
+                leaves[place] = apart(leaf.detach()) if memory(leaf) in lent else leaf.detach()
             call.slots.append(slot)
         for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
             leaves[place] = tensor
@@ -506,71 +399,3 @@ class LayerCalls:
             (module, {key: None if b is None else b.clone() for key, b in module._buffers.items()})
             for module in self._buffered[layer]
         ]
-
-
-@contextmanager
-def buffers_apart(own: Buffers) -> Iterator[None]:
-    """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
-    newest = [(module, module._buffers) for module, _ in own]
-    try:
-        for module, buffers in own:
-            module.__dict__["_buffers"] = buffers
-        yield
-    finally:
-        for module, buffers in newest:
-            module.__dict__["_buffers"] = buffers
-
-
-class InputChangedError(ModelError):
-    """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
-
-
-@contextmanager
-def _caller_state(request: Request) -> Iterator[None]:
-    with torch.set_grad_enabled(request.grad), Autocast.entered(request.autocast), passed_through():
-        yield
-
-
-class _Apart(torch.autograd.Function):
-    """A tensor in memory of its own, as it was laid out: the kernels that read it are chosen by its strides."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _apart(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _taken_apart(tensor: Tensor) -> Tensor:
-    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
-    return copy
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    places = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
-    memory = tensor.as_strided((extent,), (1,)).clone()
-    return torch.empty_like(memory).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Which memory a tensor lies in; None for what has none (a phantom)."""
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
-
-
-def _memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
-    return {memory for tensor in tensors if (memory := _memory(tensor)) is not None}
-
-
-def differ(a: State, b: State) -> bool:
-    """Whether random numbers were drawn between two states."""
-    return a.others != b.others or any(not torch.equal(x, y) for x, y in zip(a.device, b.device, strict=True))
-
-
-def _versions(modules: list[nn.Module]) -> list[tuple[Tensor, int]]:
-    """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
-    return [
-        (b, b._version) for m in modules if not changes_buffers_unseen(m) for b in m._buffers.values() if b is not None
-    ]

@@ -32,6 +32,11 @@ class State:
     others: tuple[Any, ...] = ()
 
 
+def differ(a: State, b: State) -> bool:
+    """Whether random numbers were drawn between two states."""
+    return a.others != b.others or any(not x.equal(y) for x, y in zip(a.device, b.device, strict=True))
+
+
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
     """The seed of micro-batch `index` (from 0) of optimizer step `step` (from 0): 63 bits, independent of the plan."""
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()

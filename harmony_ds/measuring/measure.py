@@ -19,9 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.calls.boundary import Glue, GlueSink, Slot
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Kept, LayerCalls, RecordedCall
+from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.random_streams import RandomStreams
+from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes

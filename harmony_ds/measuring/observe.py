@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harmony_ds.calls.layer_call import InputChangedError
+from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.rehearsal import Rehearsal

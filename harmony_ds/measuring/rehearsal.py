@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
 from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Buffers, DeadEnd, buffers_apart
+from harmony_ds.calls.layer_buffers import Buffers, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
@@ -49,9 +50,11 @@ class Rehearsal:
         # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
         self._known = {layer: modules_in(self._modules[layer], set(self._all)) for layer in self._modules}
         self._known[_BETWEEN] = self._modules[_BETWEEN]
+        self._near = {layer: self._owners(known) | {_BETWEEN} for layer, known in self._known.items()}
         self._own: dict[int, set[Place]] = {}
         self._start: dict[int, Snapshot] = {}
         self._touched: set[Place] = set()
+        self._assigned: set[Place] = set()
         self._calls: list[int] = []
         self._first = True
         self._inside = False  # a layer
@@ -115,6 +118,11 @@ class Rehearsal:
             )
         self._touched = touched
 
+    def _owners(self, modules: tuple[nn.Module, ...]) -> set[int]:
+        """The layers that `modules` are of."""
+        wanted = set(modules)
+        return {layer for layer, own in self._modules.items() if not wanted.isdisjoint(own)}
+
     def _watch_touched(self, layer: int) -> None:
         """What somebody has touched and `layer` knows is part of what its calls take and give."""
         places = [place for place in self._touched if self._owns(layer, place)]
@@ -132,11 +140,11 @@ class Rehearsal:
             handled_by(self),
             torch.enable_grad(),
             guarded_backward(lambda: self._inside),
-            assignments() as assigned,
+            assignments() as self._assigned,
         ):
             outputs = forward()
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
-        self._touched |= assigned
+        self._touched |= self._assigned
         for snapshot in self._start.values():
             self._touched |= snapshot.changed()
 
@@ -146,8 +154,9 @@ class Rehearsal:
         """One layer call of the model."""
         parts, layer = self._parts, request.layer
         self._calls.append(layer)
-        for key in (layer, _BETWEEN):
+        for key in self._near[layer]:
             self._touched |= self._start[key].changed()
+        self._touched |= self._assigned
         names = tuple(n for n in self._layers[layer].parameters if n not in self._resident)
         copy = parts.residency.swap_in(names)
         copy.wait(parts.device)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.boundary import Glue
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import Trial, differ
 from harmony_ds.calls.pieces import Cut, RowDims, Rows, row_dims
+from harmony_ds.calls.random_streams import differ
+from harmony_ds.calls.recorded_call import Trial
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.runtime.parts import Parts

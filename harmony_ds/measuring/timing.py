@@ -16,9 +16,10 @@ import torch
 
 from harmony_ds.calls.boundary import Glue
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import LayerCalls, RecordedCall
+from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.random_streams import RandomStreams
+from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.measuring.structure import Structure, structure_of

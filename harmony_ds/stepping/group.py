@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from harmony_ds.calls.boundary import outlet
 from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.layer_call import InputChangedError
 from harmony_ds.calls.random_streams import micro_batch_seed
+from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import LeftTensors, hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device

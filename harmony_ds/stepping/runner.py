@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from harmony_ds.calls.attributes import Places
 from harmony_ds.calls.call_state import CallStates
-from harmony_ds.calls.layer_call import InputChangedError
+from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition

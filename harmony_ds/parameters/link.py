@@ -1,147 +1,17 @@
-"""What a model's parameters know of their engine: masters, optimizer state, and what changing them by hand entails.
-
-While an engine has a model, its parameters are `EngineParameter`s: plain parameters whose every use passes their
-`ParameterLink` first. So what is read is true, whoever kept the parameter from whenever, and what is written, put in
-its place or left as its gradient counts as it does in plain PyTorch, or is refused.
-
-Each parameter carries its link under the names that DeepSpeed's helpers look for (`_hp_mapping`,
-`get_full_hp_param`, ...), so that `deepspeed.utils.safe_get_full_fp32_param` and its like work as ours do.
-"""
+"""One parameter, its master and its state: what reading and writing it means while an engine has it."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.host_store import HostStore, ungated
-
-_ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
-
-_DESCRIPTIONS = frozenset(
-    "shape dtype device layout is_leaf ndim requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
-    "itemsize nbytes names name _version output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks numel size "
-    "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
-    "_has_compatible_shallow_copy_type is_same_size".split()
-)
-"""What says nothing about a parameter's values."""
-_ALIASES = frozenset("data detach numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
-"""What hands out memory that can be written behind the parameter's back."""
-_REFUSED = {
-    "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
-    "read .grad between backward() and step()",
-    "share_memory_": "its memory is a slab of the engine's: hand out clones",
-}
-
-
-class EngineParameter(nn.Parameter):
-    """A parameter while an engine has it. Copies and pickles of it are plain parameters."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func.__name__.partition(".")[0]
-        descriptor = name if name in ("__get__", "__set__", "__delete__") else ""
-        if descriptor:
-            name = func.__self__.__name__
-        if _passing.active or (name in _DESCRIPTIONS and descriptor != "__set__"):
-            with ungated():
-                return func(*args, **kwargs)
-        _passing.active = True
-        try:
-            return _pass(func, name, descriptor, args, kwargs)
-        finally:
-            _passing.active = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo.get(id(self))
-        if copied is None:
-            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            copied.__dict__.update(deepcopy(_of_the_user(self), memo))
-        return copied
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.__dict__.update(_of_the_user(self))
-        return plain.__reduce_ex__(protocol)
-
-
-def _of_the_user(parameter: EngineParameter) -> dict[str, Any]:
-    return {key: value for key, value in parameter.__dict__.items() if key not in ("_hp_mapping", *_ATTRIBUTES)}
-
-
-class _Passing(threading.local):
-    active = False  # this thread is past the gate: what a link does to its parameter is not asked again
-
-
-_passing = _Passing()
-
-
-def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    links = list(_links_in((*args, *kwargs.values())))
-    if descriptor and name == "grad" and links:
-        return links[0].read_grad() if descriptor == "__get__" else links[0].write_grad(*args[1:2])
-    if name in _REFUSED:
-        raise UnsupportedError(f"{name}() of {links[0].name}, which an engine trains: {_REFUSED[name]}.")
-    if name == "register_hook":  # backward passes that were asked for before do not see it
-        links[0].owner.gradient(links[0].name)
-        with ungated():
-            return func(*args, **kwargs)
-    if descriptor == "__set__" and name == "data":
-        return links[0].replace(args[1])
-    writes = _writes(name, descriptor, kwargs)
-    for link in links:
-        link.before(writes, name in _ALIASES)
-    if name in ("requires_grad", "requires_grad_"):
-        links[0].check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    with ungated():
-        if func is torch.autograd.grad:
-            return _gradients_of_host_graph(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if len(links) == 1 and isinstance(result, Tensor):
-            links[0].note_alias(result)
-        return result
-
-
-def _gradients_of_host_graph(*args: Any, **kwargs: Any) -> Any:
-    try:
-        return torch.autograd.grad(*args, **kwargs)
-    except RuntimeError as error:
-        if "not have been used" not in str(error):
-            raise
-        raise UnsupportedError(
-            "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
-            "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
-        ) from error
-
-
-def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
-    in_place = name.endswith("_") and not name.startswith("__")
-    operator = name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
-    return in_place or operator or name == "__setitem__" or descriptor == "__set__" or kwargs.get("out") is not None
-
-
-def _links_in(values: Iterable[Any]) -> Iterator[ParameterLink]:
-    for value in values:
-        if isinstance(value, EngineParameter):
-            link = value.__dict__.get("_hp_mapping")
-            if link is not None:
-                yield link
-        elif isinstance(value, (list, tuple)):
-            yield from _links_in(value)
+from harmony_ds.offload.host_store import ungated
 
 
 class Owner:
@@ -170,69 +40,6 @@ class Owner:
 
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
-
-
-class ParameterLinks(Added):
-    """Gives every parameter of a model its link, and takes them back."""
-
-    def __init__(self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
-        self._model = model
-        self._parameters = store.parameters
-        self._links: list[ParameterLink] = []
-        leave_out_added(model)
-        for name, parameter in store.parameters.items():
-            trained = optimizer is not None and optimizer.trains(name)
-            link = ParameterLink(name, parameter, store.masters[name] if trained else None, optimizer, owner)
-            link.weight = store.weight(name)
-            self._links.append(link)
-            parameter.__dict__["_hp_mapping"] = link
-            for attribute in _ATTRIBUTES:
-                parameter.__dict__[attribute] = getattr(link, attribute)
-            parameter.__class__ = EngineParameter
-        self._hook = model.register_load_state_dict_post_hook(self._loaded)
-        self._before = model.register_load_state_dict_pre_hook(self._check_load)
-
-    def _loaded(self, module: nn.Module, keys: object) -> None:
-        self.take_over()
-
-    def _check_load(self, module: nn.Module, *arguments: Any) -> None:
-        metadata: dict[str, Any] = arguments[2]
-        if metadata.get("assign_to_params_buffers"):
-            raise UnsupportedError(
-                f"load_state_dict(assign=True) would replace the parameters of {type(module).__name__}, which an engine "
-                "trains: leave assign out, so that values are copied into them, or load before initialize."
-            )
-
-    def settle(self) -> None:
-        """Before weights are used: what was written into them by hand reaches their masters.
-
-        Raises:
-            ModelError: a parameter has been given other memory.
-        """
-        with ungated():
-            for link in self._links:
-                link.check_memory()
-        for link in self._links:
-            if link.is_to_be_settled:
-                link.settle()
-
-    def held(self) -> list[str]:
-        """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""
-        return [link.name for link in self._links if link.is_held]
-
-    def take_over(self) -> None:
-        """Makes masters follow what was written into the parameters."""
-        take_over(self._parameters.values())
-
-    def remove(self) -> None:
-        """Leaves the parameters as plain ones."""
-        self._hook.remove()
-        self._before.remove()
-        copy_all(self._model)
-        for parameter in self._parameters.values():
-            parameter.__class__ = nn.Parameter
-            for attribute in ("_hp_mapping", *_ATTRIBUTES):
-                parameter.__dict__.pop(attribute, None)
 
 
 class ParameterLink:

@@ -1,0 +1,110 @@
+"""What is kept of a layer call, and what its runs give. Data; `layer_call` does the work."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from harmony_ds.calls.arguments import Arguments
+from harmony_ds.calls.boundary import Sink, Slot
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.layer_buffers import Buffers
+from harmony_ds.calls.pieces import Cut
+from harmony_ds.calls.random_streams import State
+from harmony_ds.calls.trees import Shape, Written
+from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.offload.stash import StashEntry
+
+
+class InputChangedError(ModelError):
+    """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCall:
+    """What it takes to run a layer call again and to propagate through it.
+
+    Attributes:
+        request: the call as the model made it, without its arguments.
+        number: place among the calls of its micro-batch.
+        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
+        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        sinks: per tensor argument: where its gradient goes, or None.
+        states: random state before the call, or before each of its pieces if it draws random numbers.
+        cut: how the call is cut into pieces; None: not at all.
+        buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
+        slots: per tensor output: the sum of its gradients, or None where none flows.
+        retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
+    """
+
+    request: Request
+    number: int
+    arguments: Arguments
+    tensors: list[StashEntry | Kept]
+    sinks: list[Sink | None]
+    states: list[State]
+    cut: Cut | None = None
+    buffers: Buffers | None = None
+    slots: list[Slot | None] = field(default_factory=list)
+    retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[StashEntry]:
+        return [t for t in self.tensors if isinstance(t, StashEntry)]
+
+    def propagated(self) -> None:
+        """From now on, a gradient of an output is an error."""
+        for slot in self.slots:
+            if slot is not None:
+                slot.propagated = True
+
+    def check(self, outputs: list[Tensor], name: str) -> None:
+        """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
+
+        Raises:
+            RecomputeError: it did not.
+        """
+        whole = self.cut is None
+        given = [s and (s.dtype, s.shape if whole else None) for s in self.slots]
+        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(self.slots, outputs, strict=False)]
+        if len(outputs) != len(given) or found != given:
+            raise RecomputeError(
+                f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
+                f"recomputed, {found}: its outputs must depend on its arguments, on the attributes and buffers of its "
+                "modules and on random numbers alone."
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A tensor argument that stays where it is, and its version when the layer was called."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a run of a layer left: its output leaves, and how to give them back.
+
+    Attributes:
+        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+    """
+
+    inputs: list[Tensor]
+    leaves: list[Any]
+    shape: Shape
+    written: list[Written]
+    altered: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """Tensors that a call takes and gives, and whether anything speaks against cutting it."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    may_be_cut: bool
