@@ -1,6 +1,7 @@
 """Runs cases, prints their outcomes, and writes them to docs/exactness.md.
 
 python -m tests.exactness.run              all of them; the document is written anew
+python -m tests.exactness.run --new        those that the document does not have; they are written into it
 python -m tests.exactness.run NAME...      those whose name or cause begins so, with details; nothing is written
 """
 
@@ -14,10 +15,12 @@ from tests.exactness.judge import judging, load_cases
 
 def main() -> None:
     cases = load_cases()
-    wanted = tuple(sys.argv[1:])
+    known = table.read() if sys.argv[1:] == ["--new"] else {}
+    wanted = () if known else tuple(sys.argv[1:])
     chosen = {
         name: one
         for name, one in cases.items()
+        if name not in known
         if not wanted or (name + " " + one.cause).startswith(wanted) or one.cause in wanted
     }
     cells = {}
@@ -32,7 +35,7 @@ def main() -> None:
     wrong = sum("WRONG" in said for said in cells.values())
     print(f"{len(cells)} cases, {wrong} wrong")
     if not wanted:
-        table.write(cases, cells)
+        table.write(cases, known | cells)
 
 
 if __name__ == "__main__":
