@@ -140,7 +140,7 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
-        "gradients": slabs + plan.resident_set.gradient_bytes,
+        "gradients": slabs + plan.unlayered.gradient_bytes,
         "stash": choice.prediction.swaps.stash_out,
     }
 

@@ -188,7 +188,7 @@ def _see(
         assert measuring.machine is not None
         key = measuring.key(table.calls, inputs, wanted)
         profile = Profile(measuring.machine, ((sample.rows, table),), key)
-    graph = replace(planner.graph, calls=profile.calls, resident=measuring.resident)
+    graph = replace(planner.graph, calls=profile.calls, unlayered=measuring.unlayered)
     return _Seen(graph, profile, wanted or WHOLE)
 
 

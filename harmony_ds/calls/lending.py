@@ -151,8 +151,8 @@ class Lending:
         return self._buffers.copied_bytes
 
     @contextmanager
-    def lent(self, resident: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
-        """While open, no module shows host tensors: phantoms, and `resident` device tensors by canonical name.
+    def lent(self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
+        """While open, no module shows host tensors: phantoms, and `unlayered` device tensors by canonical name.
 
         What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised.
         """
@@ -162,7 +162,7 @@ class Lending:
         self._lent = True
         try:
             for module, names in self._owners:
-                module.__dict__["_parameters"] = self._shown(module, names, resident)
+                module.__dict__["_parameters"] = self._shown(module, names, unlayered)
             with self._device.inherited():  # the model's code may ask for the current device
                 self._buffers.lend()
                 yield
@@ -174,7 +174,7 @@ class Lending:
                 module.__dict__["_parameters"] = self._resting[module]
             self._lent = False
 
-    def _shown(self, module: nn.Module, names: dict[str, str], resident: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _shown(self, module: nn.Module, names: dict[str, str], unlayered: Mapping[str, Tensor]) -> dict[str, Any]:
         phantoms = self._phantoms.get(module)
         if phantoms is None:
             resting = self._resting[module]
@@ -183,7 +183,7 @@ class Lending:
                 for key, name in names.items()
             }
             phantoms = self._phantoms[module] = FixedParameters({**dict.fromkeys(resting), **made})
-        shown = {key: resident[name] for key, name in names.items() if name in resident}
+        shown = {key: unlayered[name] for key, name in names.items() if name in unlayered}
         return FixedParameters({**phantoms, **shown}) if shown else phantoms
 
     def _touch(self, name: str) -> Tensor | None:

@@ -40,7 +40,7 @@ class Decomposition:
     """All layers of a model, and the parameters that no layer covers."""
 
     layers: tuple[Layer, ...]
-    resident: tuple[str, ...]
+    unlayered: tuple[str, ...]
     canonical: dict[int, str]
     """`id(parameter)` to canonical name, for every parameter of the model."""
 
@@ -70,7 +70,7 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
         raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
     blocks = _matching(model, patterns) if patterns else _repeated_blocks(model)
     layers: list[Layer] = []
-    resident: list[str] = []
+    unlayered: list[str] = []
     seen: set[nn.Module] = set()  # a model may hold one module in several places
     for name, module, bare in _walk(model, "", blocks):
         if module in seen:
@@ -79,10 +79,10 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
         parameters = module._parameters.values() if bare else module.parameters()
         names = tuple(dict.fromkeys(canonical[id(p)] for p in parameters if p is not None))
         if bare:
-            resident.extend(names)
+            unlayered.extend(names)
         elif names:
             layers.append(Layer(len(layers), name, module, names))
-    return Decomposition(tuple(layers), tuple(dict.fromkeys(resident)), canonical)
+    return Decomposition(tuple(layers), tuple(dict.fromkeys(unlayered)), canonical)
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
@@ -155,5 +155,5 @@ def layer_graph(decomposition: Decomposition, parameters: dict[str, nn.Parameter
         tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
         tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),
         (),
-        decomposition.resident,
+        decomposition.unlayered,
     )

@@ -42,14 +42,14 @@ class LayerSpec:
 class LayerGraph:
     """Layers, parameters, and the call order: `calls[position]` is the index of the layer called there.
 
-    A layer may be called at several positions (weights shared in depth). `resident` are the parameters that no layer
+    A layer may be called at several positions (weights shared in depth). `unlayered` are the parameters that no layer
     call covers (bare parameters of containers, parameters read between layers): they stay on the device during a step.
     """
 
     layers: tuple[LayerSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     calls: tuple[int, ...]
-    resident: tuple[str, ...]
+    unlayered: tuple[str, ...]
 
     def parameter(self, name: str) -> ParameterSpec:
         return next(spec for spec in self.parameters if spec.name == name)

@@ -57,7 +57,7 @@ class Measurement:
         self._lending = lending
         self._calls = layer_calls
         self._random = random
-        self._resident: tuple[str, ...] = ()
+        self._unlayered: tuple[str, ...] = ()
         self._seen = Seen()
         self._glue = Glue()
         self._kept: list[Kept] = []
@@ -71,17 +71,17 @@ class Measurement:
         self._base = 0  # alive before the first call
         self._left = 0  # alive when the last call returned
 
-    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, resident: tuple[str, ...]) -> CostTable:
+    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, unlayered: tuple[str, ...]) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
-        self._resident = resident
+        self._unlayered = unlayered
         self._lending.touched.clear()
-        copy = self._swap_in(resident)
-        _gather_from_zero(copy)  # the plan counts the resident set's gradients from the first task on
+        copy = self._swap_in(unlayered)
+        _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
         self._resident_leaves = copy.leaves
         self._random.open()
         try:
@@ -118,7 +118,7 @@ class Measurement:
         seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
         del outputs, loss
         seen.tail.taken = [*self._take_gradients()]
-        seen.tail.resident = self._given_to_resident()
+        seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
         held = max(0, probe.live_bytes() - self._base)
         for stashed in self._stashed:
@@ -172,7 +172,7 @@ class Measurement:
 
     def _run(self, call: SeenCall, request: Request, probe: MemoryProbe) -> Any:
         names = self._layers[request.layer].parameters
-        copy = self._swap_in(tuple(name for name in names if name not in self._resident))
+        copy = self._swap_in(tuple(name for name in names if name not in self._unlayered))
         try:
             stretch = _Stretch(probe, call)
             with RoutingWatch() as watch:
@@ -255,7 +255,7 @@ class Measurement:
             call.backward = max(call.backward, stretch.peak())
         finally:
             self._random.switch(self)
-            call.resident |= self._given_to_resident()
+            call.unlayered |= self._given_to_unlayered()
             for sink in recorded.sinks:
                 gradient = sink.take() if sink is not None else None
                 if gradient is not None and isinstance(sink, GlueSink):
@@ -288,7 +288,7 @@ class Measurement:
             place = self._seen.tail if number < 0 else calls[number]
             place.settle = probe.peak_bytes() - before
             place.settled = self._take_gradients()
-            place.resident |= self._given_to_resident()
+            place.unlayered |= self._given_to_unlayered()
 
     def _stashed_bytes(self) -> int:
         """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
@@ -311,8 +311,8 @@ class Measurement:
         """The outputs whose gradients came into being since the last time; drops those."""
         return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
 
-    def _given_to_resident(self) -> dict[str, int]:
-        """Bytes of the resident parameters whose gradients have changed since the last time."""
+    def _given_to_unlayered(self) -> dict[str, int]:
+        """Bytes of the unlayered parameters whose gradients have changed since the last time."""
         given: dict[str, int] = {}
         for name, leaf in self._resident_leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):

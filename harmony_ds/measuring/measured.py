@@ -25,7 +25,7 @@ class SeenCall:
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran through the code behind it, those that waited for that not counted.
         leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
-        resident: bytes of those parameters of the resident set, by name, that it gave a gradient to.
+        unlayered: bytes of those the unlayered parameters, by name, that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that propagating through it hands on.
         settled: gradients that running them through the code behind it hands on.
@@ -47,7 +47,7 @@ class SeenCall:
     stash_again_at_cut: int = 0
     stash_base: int = 0
     gradients: int = 0
-    resident: dict[str, int] = field(default_factory=dict)
+    unlayered: dict[str, int] = field(default_factory=dict)
     needs_backward: bool = False
     made: list[Slot] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Seen:
         behind = self._waiting(position + 1)
         passing, again = self._around(position)
         settle = behind + call.settle + self._largest_sum(call.settled, self._later(position + 1)) if call.settle else 0
-        backward = passing + self._nbytes(call.made) + call.backward + again + self._resident_sums(position)
+        backward = passing + self._nbytes(call.made) + call.backward + again + self._unlayered_sums(position)
         waiting = self._waiting(position)
         if position == 0:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
@@ -154,10 +154,10 @@ class Seen:
         others = [*self._later(position + 1), *call.settled]
         return self._waiting_among(others, position), self._largest_sum(call.taken, others)
 
-    def _resident_sums(self, position: int) -> int:
-        """Gradients of resident parameters that wait until all of one graph's are added up: later ones for earlier ones."""
-        later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.resident.items()}
-        earlier = {name for call in self.calls[: position + 1] for name in call.resident}
+    def _unlayered_sums(self, position: int) -> int:
+        """Gradients of unlayered parameters that wait until all of a graph are added up: later ones for earlier ones."""
+        later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.unlayered.items()}
+        earlier = {name for call in self.calls[: position + 1] for name in call.unlayered}
         return sum(nbytes for name, nbytes in later.items() if name in earlier)
 
     def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:

@@ -41,7 +41,7 @@ _MOST_COUNTED = 8
 
 
 class Measuring:
-    """Measures one model. What it finds out about it (its resident set, rates, rows) it keeps."""
+    """Measures one model. What it finds out about it (its unlayered set, rates, rows) it keeps."""
 
     def __init__(
         self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, path: Path | None, gradient_bytes: int
@@ -58,7 +58,7 @@ class Measuring:
         self._rehearsed: set[tuple[Shapes, bytes]] = set()
         self.sequential: str | None = None
         """Why forward passes must run one after another, in the order of their calls; None: they need not."""
-        self.resident = graph.resident
+        self.unlayered = graph.unlayered
         self.machine: Machine | None = None
 
     def table(self, sample: Sample, sizes: Sizes = WHOLE) -> CostTable:
@@ -121,7 +121,7 @@ class Measuring:
             # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
             rows = (2, 3) if sample.rows > 2 else (1, 2)
             self._probed_calls = self._observe(replace(sample, forward=sample.few(rows[1]))).calls
-            probe = RowProbe(self._parts, self._layers, self.resident)
+            probe = RowProbe(self._parts, self._layers, self.unlayered)
             with self._undone():
                 self._found = probe.run(sample.few(rows[0]), sample.few(rows[1]), rows, sample.seed)
             for layer, reason in self._found.refused.items():
@@ -134,8 +134,8 @@ class Measuring:
         situation = shapes_of(sample.inputs), sample.modes
         rehearse = situation not in self._rehearsed and self._parts.device.has_values
         with self._undone():
-            observed = observe(self._parts, self._layers, sample, self.resident, rehearse)
-        self.resident = observed.resident
+            observed = observe(self._parts, self._layers, sample, self.unlayered, rehearse)
+        self.unlayered = observed.unlayered
         self.sequential = self.sequential or observed.sequential
         self._rehearsed.add(situation)
         return observed.costs
@@ -144,7 +144,7 @@ class Measuring:
         parts = self._parts
         timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
         with self._undone():
-            timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.resident)
+            timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.unlayered)
         if self.machine is None:
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
         return timed

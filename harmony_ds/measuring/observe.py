@@ -26,21 +26,21 @@ class Observed:
 
     Attributes:
         costs: bytes, without times.
-        resident: the resident set.
+        unlayered: the unlayered parameters.
         sequential: why forward passes must run one after another; None: they need not.
     """
 
     costs: CostTable
-    resident: tuple[str, ...]
+    unlayered: tuple[str, ...]
     sequential: str | None = None
 
 
 def observe(
-    parts: Parts, layers: tuple[Layer, ...], sample: Sample, resident: tuple[str, ...], rehearse: bool
+    parts: Parts, layers: tuple[Layer, ...], sample: Sample, unlayered: tuple[str, ...], rehearse: bool
 ) -> Observed:
     """Bytes of the forward pass of `sample` and of propagating its objective.
 
-    Parameters that turn out to be used between layers join the resident set, and the model is measured again; so it is
+    Parameters that turn out to be used between layers join the unlayered ones, and the model is measured again; so it is
     when a layer turns out to change its input.
 
     Args:
@@ -53,19 +53,19 @@ def observe(
     for _ in range(_ATTEMPTS):
         try:
             with _fetching(parts):  # so that one run finds all that is used between the layers
-                sequential = Rehearsal(parts, layers, resident).run(sample.forward, sample.seed) if rehearse else None
+                sequential = Rehearsal(parts, layers, unlayered).run(sample.forward, sample.seed) if rehearse else None
                 measurement = Measurement(
                     parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
                 )
-                costs = measurement.run(sample.forward, sample.objective, sample.seed, resident)
-            return Observed(costs, resident, sequential)
+                costs = measurement.run(sample.forward, sample.objective, sample.seed, unlayered)
+            return Observed(costs, unlayered, sequential)
         except InputChangedError:
             pass  # it is remembered; the next run keeps a copy
         except Exception:
-            found = parts.lending.touched - set(resident)
+            found = parts.lending.touched - set(unlayered)
             if not found:
                 raise
-            resident = (*resident, *sorted(found))
+            unlayered = (*unlayered, *sorted(found))
     raise AssertionError("the model shows something new each time it is measured")
 
 

@@ -38,11 +38,11 @@ _ATOMS = (bool, int, float, str, bytes, type(None), Absent)
 class Rehearsal:
     """Runs one micro-batch through the model twice, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], resident: tuple[str, ...]) -> None:
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...]) -> None:
         self.device_type = parts.device.torch_device.type
         self._parts = parts
         self._layers = layers
-        self._resident = resident
+        self._unlayered = unlayered
         self._all = parts.lending.modules
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
@@ -71,7 +71,7 @@ class Rehearsal:
         """
         parts = self._parts
         parts.lending.touched.clear()
-        copy = parts.residency.swap_in(self._resident)
+        copy = parts.residency.swap_in(self._unlayered)
         copy.wait(parts.device)
         parts.random.open()
         try:
@@ -157,7 +157,7 @@ class Rehearsal:
         for key in self._near[layer]:
             self._touched |= self._start[key].changed()
         self._touched |= self._assigned
-        names = tuple(n for n in self._layers[layer].parameters if n not in self._resident)
+        names = tuple(n for n in self._layers[layer].parameters if n not in self._unlayered)
         copy = parts.residency.swap_in(names)
         copy.wait(parts.device)
         self._inside = True

@@ -64,11 +64,11 @@ class _State:
 class RowProbe:
     """Runs two small micro-batches through the model, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], resident: tuple[str, ...]) -> None:
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...]) -> None:
         self.device_type = parts.device.torch_device.type
         self._parts = parts
         self._layers = layers
-        self._resident = resident
+        self._unlayered = unlayered
         self._found = _State()
         self._few: list[_Shapes] = []
         self._rows = (0, 0)
@@ -84,7 +84,7 @@ class RowProbe:
         """
         self._rows = rows
         parts = self._parts
-        copy = parts.residency.swap_in(self._resident)
+        copy = parts.residency.swap_in(self._unlayered)
         copy.wait(parts.device)
         parts.random.open()
         try:
@@ -105,7 +105,7 @@ class RowProbe:
     def call(self, request: Request) -> Any:
         """One layer call of the model."""
         parts = self._parts
-        names = tuple(n for n in self._layers[request.layer].parameters if n not in self._resident)
+        names = tuple(n for n in self._layers[request.layer].parameters if n not in self._unlayered)
         copy = parts.residency.swap_in(names)
         copy.wait(parts.device)
         try:

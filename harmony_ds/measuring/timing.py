@@ -65,7 +65,7 @@ class Timing:
         self._lending = lending
         self._calls = layer_calls
         self._random = random
-        self._resident: tuple[str, ...] = ()
+        self._unlayered: tuple[str, ...] = ()
         self._samples: dict[Structure, _Samples] = {}
         self._structures: list[Structure] = []
         self._propagated: dict[Structure, int] = {}
@@ -82,15 +82,15 @@ class Timing:
         forward: Callable[[], Any],
         objective: Objective,
         seed: int,
-        resident: tuple[str, ...],
+        unlayered: tuple[str, ...],
     ) -> CostTable:
         """`costs` with the times of `forward` and of propagating `objective` of its outputs.
 
         Raises:
             BaseException: whatever the model or the objective raised.
         """
-        self._resident = resident
-        copy = self._swap_in(resident)
+        self._unlayered = unlayered
+        copy = self._swap_in(unlayered)
         self._random.open()
         try:
             for _ in range(_PASSES if self._device.has_values else 1):
@@ -124,7 +124,7 @@ class Timing:
         structure = structure_of(self._layers[request.layer], request)
         samples = self._samples.setdefault(structure, _Samples())
         self._structures.append(structure)
-        names = tuple(n for n in self._layers[request.layer].parameters if n not in self._resident)
+        names = tuple(n for n in self._layers[request.layer].parameters if n not in self._unlayered)
         copy = self._swap_in(names)
         try:
             self._lap()

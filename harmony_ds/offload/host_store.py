@@ -62,7 +62,7 @@ class HostStore:
         self._places: dict[str, SlabPlace] = {}
         mapped = MappedFiles()
         freed_bytes = 0
-        for names in (*(layer.parameters for layer in decomposition.layers), decomposition.resident):
+        for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
             if fresh:
                 freed_bytes += self._settle(fresh, mapped)

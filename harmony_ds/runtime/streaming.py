@@ -42,23 +42,23 @@ class Streamer:
         self._device_store = device_store
         self._lending = lending
         self._calls = layer_calls
-        self._resident: frozenset[str] = frozenset()
+        self._unlayered: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
         self._ahead: tuple[int, DeviceCopy] | None = None
         self._fetched: dict[str, DeviceCopy] = {}
         self._open = False
 
     @contextmanager
-    def streaming(self, resident: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
+    def streaming(self, unlayered: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
         """While open, layer calls of this thread stream. `order` (may be empty) tells which layer to fetch ahead."""
         if self._open:
             yield
             return
         self._open = True
-        self._resident = frozenset(resident)
+        self._unlayered = frozenset(unlayered)
         self._next = dict(pairwise(order))
         self._device_store.refresh()
-        copy = self._residency.swap_in(resident)
+        copy = self._residency.swap_in(unlayered)
         copy.wait(self._device)
         try:
             self._lending.fetch = self._fetch
@@ -106,6 +106,6 @@ class Streamer:
     def _swap_in(self, layer: int) -> DeviceCopy:
         names = self._layers[layer].parameters
         held = self._device_store.leaves(names)
-        copy = self._residency.swap_in(tuple(n for n in names if n not in self._resident and n not in held))
+        copy = self._residency.swap_in(tuple(n for n in names if n not in self._unlayered and n not in held))
         copy.leaves.update(held)
         return copy

@@ -27,7 +27,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(slots=True)
 class _Entry:
-    """One task, or the resident set (`task` is None): when it was issued, and what it did on which stream."""
+    """One task, or the unlayered parameters (`task` is None): when it was issued, and what it did on which stream."""
 
     task: Task | None
     begin_ms: float

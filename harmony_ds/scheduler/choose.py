@@ -8,7 +8,7 @@ from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, ResidentSet
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, UnlayeredParameters
 from harmony_ds.scheduler.validate import validate
 
 
@@ -21,17 +21,17 @@ class Request:
         micro_batches: the size of the group.
         budget_bytes: device memory for the plan (None: unlimited).
         beside_bytes: what was taken off for what is no part of a plan.
-        resident_bytes: what stays on the device besides packs.
+        unlayered_bytes: what stays on the device besides packs: unlayered parameters, their gradients, buffers.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
-        resident_set: the part of `resident_bytes` that is swapped.
+        unlayered: the part of `unlayered_bytes` that is swapped.
     """
 
     settings: HarmonySettings
     micro_batches: int
     budget_bytes: int | None
-    resident_bytes: int
+    unlayered_bytes: int
     policy: Policy
-    resident_set: ResidentSet = field(default_factory=ResidentSet)
+    unlayered: UnlayeredParameters = field(default_factory=UnlayeredParameters)
     beside_bytes: int = 0
 
     @property
@@ -51,8 +51,8 @@ class Request:
 
 
 def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
-    """Everything that stays on the device: the resident set, and weights and optimizer state of resident packs."""
-    return request.resident_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
+    """Everything that stays on the device: the unlayered parameters, and weights and optimizer state of resident packs."""
+    return request.unlayered_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
 
 
 def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
@@ -67,7 +67,7 @@ def draft_plan(packing: Packing, request: Request, policy: Policy, peak_bytes: i
     """The plan over given packs, its peak known from elsewhere, to be compared with others."""
     tasks = compose_step(packing, Group.of(request.micro_batches), policy)
     stays = resident_bytes(packing, policy, request)
-    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.resident_set)
+    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.unlayered)
 
 
 def explain(plan: Plan, request: Request) -> str:

@@ -32,7 +32,7 @@ class Lowering:
 
     Attributes:
         jobs: of all steps so far.
-        work: for each job, its stream and the tasks behind it (none: the resident set).
+        work: for each job, its stream and the tasks behind it (none: the unlayered parameters).
     """
 
     def __init__(self, plan: Plan, costs: CostTable, machine: Machine) -> None:
@@ -60,7 +60,7 @@ class Lowering:
         """Queues one step; returns the places of its jobs."""
         first = len(self.jobs)
         self._sent.clear()
-        resident = self._plan.resident_set
+        resident = self._plan.unlayered
         if resident.weight_bytes:
             self._compute_after.append(self._copy_in((), resident.weight_bytes, self._owner_updates(("",))))
         for tasks in self._runs:

@@ -20,7 +20,7 @@ from harmony_ds.scheduler.plan import Pack, Task, TaskKind, parked
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Per task: bytes of swapped-in weights, and of everything else but the resident set."""
+    """Per task: bytes of swapped-in weights, and of everything else but the unlayered parameters."""
 
     weight_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]

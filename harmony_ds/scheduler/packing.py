@@ -27,7 +27,7 @@ class Packer:
         self._costs = costs.costs
         self._element = element
         self._specs = {spec.name: spec for spec in graph.parameters}
-        self._resident = frozenset(graph.resident)
+        self._resident = frozenset(graph.unlayered)
 
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
         """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.

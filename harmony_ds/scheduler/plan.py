@@ -154,7 +154,7 @@ class Policy(PlanSwitches):
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentSet:
+class UnlayeredParameters:
     """Parameters that no layer call covers: on the device from the first task of a step to the last.
 
     Attributes:
@@ -183,7 +183,7 @@ class Plan:
         micro_batches: the size of the group.
         resident_bytes: everything that stays on the device for the whole step, resident packs included.
         peak_bytes: predicted device peak.
-        resident_set: the part of `resident_bytes` that crosses the link in every step.
+        unlayered: the part of `resident_bytes` that crosses the link in every step.
     """
 
     packing: Packing
@@ -192,7 +192,7 @@ class Plan:
     micro_batches: int
     resident_bytes: int
     peak_bytes: int
-    resident_set: ResidentSet = field(default_factory=ResidentSet)
+    unlayered: UnlayeredParameters = field(default_factory=UnlayeredParameters)
 
     @property
     def packs(self) -> tuple[Pack, ...]:
@@ -213,7 +213,7 @@ class Plan:
             data["micro_batches"],
             data["resident_bytes"],
             data["peak_bytes"],
-            ResidentSet(**data["resident_set"]),
+            UnlayeredParameters(**data["unlayered"]),
         )
 
 

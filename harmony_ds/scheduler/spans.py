@@ -14,7 +14,7 @@ HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = STREAMS = ("host", "swap_in", "comput
 class Span:
     """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it.
 
-    `tasks` is empty for the resident set, which no task of the plan moves.
+    `tasks` is empty for the unlayered parameters, which no task of the plan moves.
     """
 
     stream: str
@@ -26,7 +26,7 @@ class Span:
     def name(self) -> str:
         """As its tasks print; what the host does with gradients that have arrived is their norm, or their sum."""
         if not self.tasks:
-            return "resident set"
+            return "unlayered parameters"
         first, more = self.tasks[0], len(self.tasks) - 1
         arrived = self.stream == UPDATE and first.kind is TaskKind.SWAP_OUT
         return f"{'gradients ' if arrived else ''}{first}{f'+{more}' if more else ''}"

@@ -25,7 +25,7 @@ class Swaps:
 
 def swaps_of(plan: Plan, costs: CostTable) -> Swaps:
     """The bytes that the tasks of `plan` move; what the ledger will count."""
-    weights, gradients, out, back = plan.resident_set.weight_bytes, plan.resident_set.gradient_bytes, 0, 0
+    weights, gradients, out, back = plan.unlayered.weight_bytes, plan.unlayered.gradient_bytes, 0, 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
     for task in plan.tasks:
         pack = plan.packs[task.pack]
@@ -49,7 +49,7 @@ def stash_bytes(pack: Pack, costs: CostTable) -> int:
 
 
 def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient_bytes: int) -> int:
-    """Weights in once per pack and pass (the fused last pack, kept packs and the resident set once), gradients out once
+    """Weights in once per pack and pass (the fused last pack, kept packs and unlayered parameters once), gradients out once
     per pack; nothing of resident packs.
 
     Args:
@@ -63,7 +63,7 @@ def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient
     kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
     again = sum(pack.weight_bytes for pack in backward if pack.index not in kept)
     gradients = sum(pack.gradient_bytes for pack in backward)
-    resident = [graph.parameter(name) for name in graph.resident]
+    resident = [graph.parameter(name) for name in graph.unlayered]
     forward += sum(slab_bytes(spec.numel, weight_bytes) for spec in resident)
     gradients += sum(slab_bytes(spec.numel, gradient_bytes) for spec in resident if spec.trainable)
     return forward + again + gradients

@@ -25,7 +25,7 @@ class TimeBounds:
         self._machine = machine
         self._micro_batches = request.micro_batches
         self._deferred = request.policy.deferred_update
-        self._set = request.resident_set
+        self._set = request.unlayered
         self._costs = costs
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)

@@ -140,7 +140,7 @@ class _Process:
             begin, end = _us(span.begin_ms), _us(span.end_ms)
             yield {
                 **self._event("X", span.name, span.begin_ms, STREAMS.index(span.stream) + 1, args=self._args(span)),
-                "cat": span.tasks[0].kind.name.lower() if span.tasks else "resident_set",
+                "cat": span.tasks[0].kind.name.lower() if span.tasks else "unlayered",
                 "dur": round(end - begin, 3),
                 "cname": _COLOURS[span.tasks[0].kind] if span.tasks else _RESIDENT_COLOUR,
             }

@@ -22,7 +22,7 @@ from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan, Policy, ResidentSet, Task, TaskKind, parked
+from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind, UnlayeredParameters, parked
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -107,7 +107,7 @@ class Planner:
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in pieces of every size that promises to fit, the fastest first."""
         profile = self.measuring.profile(sample)
-        graph = replace(self._graph, calls=profile.calls, resident=self.measuring.resident)
+        graph = replace(self._graph, calls=profile.calls, unlayered=self.measuring.unlayered)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes)[0]
@@ -120,7 +120,7 @@ class Planner:
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
             table = measured if self._costs is None else self._costs.worst(measured)
-            graph = replace(self._graph, calls=table.calls, resident=self.measuring.resident)
+            graph = replace(self._graph, calls=table.calls, unlayered=self.measuring.unlayered)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
@@ -153,9 +153,9 @@ class Planner:
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
-            resident_bytes=self._resident_bytes(graph),
+            unlayered_bytes=self._unlayered_bytes(graph),
             policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
-            resident_set=self._resident_set(graph),
+            unlayered=self._unlayered(graph),
         )
 
     @property
@@ -163,21 +163,21 @@ class Planner:
         """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
         return self._parts.device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
 
-    def _resident_set(self, graph: LayerGraph) -> ResidentSet:
+    def _unlayered(self, graph: LayerGraph) -> UnlayeredParameters:
         element = self._element
-        specs = [graph.parameter(name) for name in graph.resident]
+        specs = [graph.parameter(name) for name in graph.unlayered]
         trained = [spec for spec in specs if spec.trainable]
-        return ResidentSet(
+        return UnlayeredParameters(
             sum(slab_bytes(spec.numel, element.weight) for spec in specs),
             sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
             sum(spec.numel for spec in trained),
         )
 
-    def _resident_bytes(self, graph: LayerGraph) -> int:
-        resident = self._resident_set(graph)
+    def _unlayered_bytes(self, graph: LayerGraph) -> int:
+        resident = self._unlayered(graph)
         gradients = resident.gradient_bytes
         if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
-            trained = [graph.parameter(name) for name in graph.resident]
+            trained = [graph.parameter(name) for name in graph.unlayered]
             gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
         return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
 
@@ -249,7 +249,7 @@ class Planner:
         plan = self.choices[0].plan
         assert self._costs is not None
         trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
-        called = {name for pack in plan.packs for name in pack.parameters}.union(self._graph.resident)
+        called = {name for pack in plan.packs for name in pack.parameters}.union(self._graph.unlayered)
         return Work(
             packs=plan.packs,
             tasks=tasks,
@@ -258,7 +258,7 @@ class Planner:
             micro_batches={},
             policy=policy,
             parked=parked(plan.packs, tasks),
-            unlayered=self._graph.resident,
+            unlayered=self._graph.unlayered,
             uncalled=tuple(name for name in trained if name not in called),
             held_deliveries=held_deliveries(plan),
             in_pieces=self._parts.layer_calls.rows.cuts,

@@ -314,7 +314,7 @@ class Runner:
             self._parts.updater.wait_all()
         with (
             self._parts.calls.running(users=True),
-            self._streamer.streaming(self.planner.graph.resident, self.planner.graph.calls),
+            self._streamer.streaming(self.planner.graph.unlayered, self.planner.graph.calls),
         ):
             yield
 

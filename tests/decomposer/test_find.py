@@ -58,7 +58,7 @@ def test_layers_are_the_blocks_and_every_other_owner_of_parameters(name: str) ->
     found = find_layers(family(name).build(0.0))
 
     assert names(found) == LAYERS[name]
-    assert found.resident == RESIDENT.get(name, ())
+    assert found.unlayered == RESIDENT.get(name, ())
 
 
 @pytest.mark.parametrize("one", EVERY_FAMILY, ids=lambda one: one.name)
@@ -67,8 +67,8 @@ def test_layers_and_resident_set_cover_every_parameter(one: Family) -> None:
     found = find_layers(model)
 
     in_layers = {name for layer in found.layers for name in layer.parameters}
-    assert in_layers | set(found.resident) == {name for name, _ in model.named_parameters()}
-    assert not in_layers & set(found.resident)
+    assert in_layers | set(found.unlayered) == {name for name, _ in model.named_parameters()}
+    assert not in_layers & set(found.unlayered)
     for place, layer in enumerate(found.layers):
         assert layer.index == place
         assert layer.module is model.get_submodule(layer.name)
@@ -140,7 +140,7 @@ def test_parameters_of_lists_are_resident() -> None:
     model.head = nn.Linear(2, 2)
     found = find_layers(model)
 
-    assert found.resident == ("scales.0", "scales.1")
+    assert found.unlayered == ("scales.0", "scales.1")
     assert names(found) == "head"
 
 

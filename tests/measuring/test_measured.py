@@ -145,11 +145,11 @@ def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> No
 
 def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> None:
     calls = [
-        SeenCall(needs_backward=True, resident={"tied": 4}),
+        SeenCall(needs_backward=True, unlayered={"tied": 4}),
         SeenCall(needs_backward=True),
-        SeenCall(needs_backward=True, resident={"tied": 4, "own": 100}),
+        SeenCall(needs_backward=True, unlayered={"tied": 4, "own": 100}),
     ]
-    costs = costs_of(*calls, tail=SeenCall(resident={"tied": 6}))
+    costs = costs_of(*calls, tail=SeenCall(unlayered={"tied": 6}))
     # Later ones wait as long as an earlier call, or this one, gives one of the same parameter.
     assert [cost.backward_bytes for cost in costs] == [6, 6, 6]
 

@@ -121,7 +121,7 @@ def test_on_the_cpu_copies_and_compute_never_run_at_once() -> None:
 
 def test_the_resident_set_is_told_apart_from_tasks() -> None:
     for config in (CONFIGS["immediate"], CONFIGS["deferred"]):
-        names = Counter(span.stream for span in recorded(config)[-1].spans if span.name == "resident set")
+        names = Counter(span.stream for span in recorded(config)[-1].spans if span.name == "unlayered parameters")
 
         assert names["swap_in"] == names["swap_out"] == 1
         assert names["update"] >= 1

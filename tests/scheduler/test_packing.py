@@ -88,7 +88,7 @@ def test_a_tied_parameter_in_one_pack_counts_once() -> None:
 
 
 def test_resident_parameters_are_in_no_pack() -> None:
-    packs = pack(replace(tied(), resident=("e",)), 1)
+    packs = pack(replace(tied(), unlayered=("e",)), 1)
 
     assert [one.parameters for one in packs] == [(), ("b",), ("h",)]
     assert [one.weight_bytes for one in packs] == [0, 64, 64]

@@ -13,7 +13,7 @@ import pytest
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler import Group, Packing, Plan, Policy, Task, TaskKind, compose_step, walk_memory
-from harmony_ds.scheduler.plan import ResidentSet
+from harmony_ds.scheduler.plan import UnlayeredParameters
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
@@ -22,16 +22,16 @@ from tests.scheduler.examples import CPU, GPU, costs_of, packs_of
 COSTS = costs_of(
     (0, 1, 2), CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40)
 )
-KINDS = {kind.name.lower() for kind in TaskKind} | {"resident_set"}
+KINDS = {kind.name.lower() for kind in TaskKind} | {"unlayered"}
 
 
 STASHING = Policy(stash_on_host=2)
 
 
-def plan_of(policy: Policy = STASHING, resident_set: ResidentSet | None = None) -> Plan:
+def plan_of(policy: Policy = STASHING, unlayered: UnlayeredParameters | None = None) -> Plan:
     packing = Packing.reused(tuple(replace(pack, update_elements=50) for pack in packs_of(True, True, True)))
     tasks = compose_step(packing, Group((0, 1, 2)), policy)
-    return Plan(packing, policy, tasks, 3, 64, 12_345, resident_set or ResidentSet())
+    return Plan(packing, policy, tasks, 3, 64, 12_345, unlayered or UnlayeredParameters())
 
 
 def executed_of(plan: Plan) -> ExecutedStep:
@@ -55,7 +55,7 @@ def of_phase(events: Any, phase: str, pid: int = 1) -> list[Any]:
 @pytest.mark.parametrize("machine", [GPU, CPU])
 @pytest.mark.parametrize("policy", [Policy(), Policy(stash_on_host=2), Policy(deferred_update=False, kept=(1,))])
 def test_events_follow_the_trace_event_format(machine: Machine, policy: Policy) -> None:
-    plan = plan_of(policy, ResidentSet(100, 100, 25))
+    plan = plan_of(policy, UnlayeredParameters(100, 100, 25))
 
     for event in drawn(plan, executed_of(plan), machine):
         assert event["ph"] in "MXC"
