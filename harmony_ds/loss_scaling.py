@@ -5,11 +5,15 @@ Not DeepSpeed's class itself: it asks for a process group to log an overflow.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from harmony_ds.config import LossScale
 from harmony_ds.config.settings import SCALER_NAMES
-from harmony_ds.errors import LossScaleError
+from harmony_ds.errors import LossScaleError, UnscaledLossError
 
 _FACTOR = 2.0
 
@@ -23,9 +27,39 @@ class LossScaler:
         self._hysteresis = 0
         self._step = 0
         self._last_overflow = -1
+        self._scales = False  # inside engine.backward
+        self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
         if settings is not None:
             self.scale = settings.static if settings.static > 0 else float(2**settings.initial_scale_power)
             self._hysteresis = settings.hysteresis
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale."""
+        return loss if self.scale == 1.0 else loss * self.scale
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass from a scaled loss."""
+        self._scales = True
+        try:
+            yield
+        finally:
+            self._scales = False
+
+    def announce_backward(self) -> None:
+        """The caller is given a scaled loss, to propagate back from by itself."""
+        self._announced += 1
+
+    def check_scaled(self) -> None:
+        """Raises UnscaledLossError if somebody propagates back from a loss that was not scaled."""
+        if self._scales or self._settings is None:
+            return
+        if self._announced == 0:
+            raise UnscaledLossError(
+                "Loss scaling is required for this configuration, but backward() was called directly without scaling the "
+                "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
+            )
+        self._announced -= 1
 
     def state_dict(self) -> dict[str, Any] | None:
         """What the scale of later steps depends on; None where it never changes."""

@@ -21,20 +21,18 @@ from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.gradients import EngineOwner
 from harmony_ds.engine.lifetime import let_go, while_alive
 from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.used_gradients import UsedGradients
 from harmony_ds.errors import (
     BatchError,
     CallChangedError,
     NoOptimizerError,
     NotScalarError,
-    UnscaledLossError,
     UnsupportedError,
     UsageError,
 )
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
@@ -67,17 +65,14 @@ class HarmonyEngine(Checkpoints):
         self._group_began = 0  # micro_steps when the group that is queued now began
         self._boundary: bool | None = None
         self._backwards = 0  # of the group that is queued now
-        self._scaled_backward = False  # inside engine.backward
-        self._backwards_scaled_by_hand = 0  # announced by engine.scale
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
         self._record = StepRecord(assembly, config.accumulation_dtype)
         self._looked_early = False
         self._running = False  # a step, or a part of one
-        self._gradients_shown: set[str] = set()  # whoever saw them may have changed them
-        self._used = UsedGradients()
-        self._by_hand = None if assembly.host_optimizer is None else self._take_optimizer(assembly.host_optimizer)
         self._scaler = LossScaler(config.loss_scale)
+        self._gradients = StepGradients(assembly, self._scaler)
+        self._by_hand = None if assembly.host_optimizer is None else self._take_optimizer(assembly.host_optimizer)
         self._reports = StepReports(config)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
@@ -102,7 +97,7 @@ class HarmonyEngine(Checkpoints):
             OutputKinds(),
             torch.initial_seed() if seed is None else seed,
             while_alive(self._warn_about_looking),
-            while_alive(self._check_scaled),
+            self._scaler.check_scaled,
             while_alive(self._propagate),
         )
         self._group = self._new_group()
@@ -144,15 +139,12 @@ class HarmonyEngine(Checkpoints):
         self._backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = self._scaled(loss)
-        self._scaled_backward = True
-        try:
+        scaled = self._scaler.scaled(loss)
+        with self._scaler.backward():
             if isinstance(scaled, PendingLoss):
                 scaled.propagate()
             else:
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
-        finally:
-            self._scaled_backward = False
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -295,14 +287,14 @@ class HarmonyEngine(Checkpoints):
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
             )
         with self._busy():
-            self._hide_gradients()
+            self._gradients.hide()
             return group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
 
     def _take_optimizer(self, optimizer: HostOptimizer) -> OptimizerByHand:
         return OptimizerByHand(
             optimizer,
             while_alive(self._step_by_hand),
-            while_alive(self._zero_grad_by_hand),
+            self._gradients.zero_by_hand,
             while_alive(self.finish_updates),
         )
 
@@ -322,7 +314,7 @@ class HarmonyEngine(Checkpoints):
     @contextmanager
     def _busy(self) -> Iterator[None]:
         """A step, or a part of one, wherever it is asked for: gradients may be read under `torch.no_grad()`."""
-        self._used.check()
+        self._gradients.used.check()
         self._running = True
         try:
             with torch.inference_mode(False), torch.enable_grad():
@@ -338,43 +330,16 @@ class HarmonyEngine(Checkpoints):
         assembly, count = self._assembly, len(self._group)
         assert assembly.host_optimizer is not None
         if not count and not assembly.parts.own.are_there(assembly.host_optimizer.trained):
-            self._used.check()
+            self._gradients.used.check()
             return
-        others = self._take_gradients_of_others(assembly.host_optimizer)
+        others = self._gradients.take_others()
         try:
             self._optimizer_step(None)
         except BaseException:
             self.micro_steps = self._group_began
             raise
         self.micro_steps = self._group_began = self._group_began + count
-        with ungated():
-            parameters = assembly.store.parameters
-            self._used.add(name for name in assembly.host_optimizer.trained if parameters[name].requires_grad)
-        for parameter, gradient in others:
-            parameter.grad = gradient
-
-    def _take_gradients_of_others(self, optimizer: HostOptimizer) -> list[tuple[nn.Parameter, Tensor]]:
-        """What has gathered for parameters that `optimizer` does not have, and takes it from there."""
-        others = [p for name, p in self._assembly.store.parameters.items() if not optimizer.trains(name)]
-        taken = []
-        for parameter in others:
-            gradient = parameter.grad if parameter.requires_grad else None
-            if gradient is not None:
-                taken.append((parameter, gradient.to("cpu", parameter.dtype, copy=True)))
-                parameter.grad = None
-        return taken
-
-    def _zero_grad_by_hand(self, set_to_none: bool) -> None:
-        """`optimizer.zero_grad()`, where the optimizer has masters in the place of the parameters."""
-        store = self._assembly.store
-        assert self._assembly.host_optimizer is not None
-        for name in self._assembly.host_optimizer.trained:
-            parameter = store.parameters[name]
-            if parameter is not store.masters[name] and parameter.grad is not None:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.zero_()
+        self._gradients.note_used(others)
 
     def _clipping(self) -> Clipping | None:
         settings = self._settings
@@ -394,7 +359,7 @@ class HarmonyEngine(Checkpoints):
             return self._group.propagated
         try:
             with self._busy():
-                self._hide_gradients()
+                self._gradients.hide()
                 return self._group.propagate(optimizer.hyper(), self._clipping() or Clipping())
         except BaseException:
             self._group.abandon()
@@ -402,35 +367,12 @@ class HarmonyEngine(Checkpoints):
             self.micro_steps = self._group_began
             raise
 
-    @torch.no_grad()
-    def _show_gradient(self, name: str) -> Tensor | None:
-        """The gradient of `name` that waits for its update, to be looked at and changed; not scaled meanwhile."""
-        gradient = self._runner.executor.gathered.find(name)
-        if gradient is not None and name not in self._gradients_shown:
-            self._gradients_shown.add(name)
-            if self._scaler.scale != 1.0:
-                gradient.div_(self._scaler.scale)
-        return gradient
-
-    @torch.no_grad()
-    def _hide_gradients(self) -> None:
-        """Before others come to those that were shown, or they are used."""
-        for name in self._gradients_shown if self._scaler.scale != 1.0 else ():
-            gradient = self._runner.executor.gathered.find(name)
-            if gradient is not None:
-                gradient.mul_(self._scaler.scale)
-        if self._gradients_shown:
-            self._runner.executor.gathered.changed(self._gradients_shown)
-            self._gradients_shown.clear()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
         if self.optimizer is None:
             return
-        self._used.clear()
-        if self._propagate():
-            self._runner.executor.gathered.drop(self._assembly.store.parameters)
-        self._assembly.parts.own.take(self._assembly.store.parameters)
+        self._gradients.used.clear()
+        self._gradients.drop(self._propagate())
 
     def _run_queued(self, why: str) -> None:
         """As `_propagate`, because `why` is about to happen.
@@ -492,21 +434,8 @@ class HarmonyEngine(Checkpoints):
         _need_scalar(
             loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         )
-        self._backwards_scaled_by_hand += 1
-        return self._scaled(loss)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
-
-    def _check_scaled(self) -> None:
-        if self._scaled_backward or self._settings.loss_scale is None:
-            return
-        if self._backwards_scaled_by_hand == 0:
-            raise UnscaledLossError(
-                "Loss scaling is required for this configuration, but backward() was called directly without scaling the "
-                "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
-            )
-        self._backwards_scaled_by_hand -= 1
+        self._scaler.announce_backward()
+        return self._scaler.scaled(loss)
 
     def _samples_of_step(self) -> int:
         backwards, self._backwards = self._backwards, 0

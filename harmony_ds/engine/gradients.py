@@ -52,8 +52,8 @@ class EngineOwner(Owner):
         if engine is None:
             return None
         if engine._propagate():
-            return engine._show_gradient(name)
-        return engine._used.show(name, engine._assembly.store.parameters[name])
+            return engine._gradients.show(name)
+        return engine._gradients.used.show(name, engine._assembly.store.parameters[name])
 
     def is_updating(self, name: str) -> bool:
         """Whether an update of `name` is pending, whose gradient is on it."""
@@ -65,6 +65,6 @@ class EngineOwner(Owner):
         engine = self._engine()
         if engine is None:
             return
-        engine._used.drop(name)
+        engine._gradients.used.drop(name)
         if engine._propagate():
             engine._runner.executor.gathered.drop((name,))
