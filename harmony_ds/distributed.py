@@ -33,12 +33,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     Raises:
         UnsupportedError: a launcher, or the caller, speaks of more than one process.
     """
-    asked = max(world_size, int(os.environ.get("WORLD_SIZE", "1")))
-    if asked > 1 or rank > 0:
-        raise UnsupportedError(
-            f"{asked} processes were asked for: harmony_ds trains in one process. Start the script once, without a "
-            "launcher."
-        )
+    refuse_several_processes(world_size, rank)
     if not dist.is_initialized():
         backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         # A store in memory: no port, no address, nobody else who could join.
@@ -48,6 +43,16 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if comm.cdb is None or not comm.cdb.is_initialized():
         with _without_shared_memory():
             comm.init_distributed(dist_backend=dist_backend, auto_mpi_discovery=False, verbose=False)
+
+
+def refuse_several_processes(world_size: int = 1, rank: int = 0) -> None:
+    """Raises UnsupportedError if a launcher (WORLD_SIZE), or the caller, speaks of more than one process."""
+    asked = max(world_size, int(os.environ.get("WORLD_SIZE") or 1))
+    if asked > 1 or rank > 0:
+        raise UnsupportedError(
+            f"{asked} processes were asked for: harmony_ds trains in one process, and several would train several models. "
+            "Start the script once, without a launcher or with one process (WORLD_SIZE=1)."
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
-from harmony_ds.distributed import init_distributed
+from harmony_ds.distributed import init_distributed, refuse_several_processes
 from harmony_ds.engine.core import HarmonyEngine
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
@@ -64,8 +64,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         ConfigError: the ds_config cannot be meant.
         CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
         ModelError: the model cannot be decomposed.
-        UnsupportedError: `mpu` or `mesh_param` asks for several processes.
+        UnsupportedError: `mpu`, `mesh_param` or a launcher (WORLD_SIZE) asks for several processes.
     """
+    refuse_several_processes()
     if model is None:
         raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if mpu is not None or mesh_param is not None:

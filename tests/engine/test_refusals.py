@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError
+from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError, UnsupportedError
 from harmony_ds.device import CpuDevice
 from tests.engine.drive import (
     adamw,
@@ -121,3 +121,13 @@ def test_nan_gradients_do_what_they_do_in_plain_pytorch(clip: float | None) -> N
         assert engine.usable
     assert torch.tensor(means_of(losses)).isnan().all()
     assert_same(model, plain, bitwise=True)
+
+
+def test_several_processes_are_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train a model of its own, and all would write one checkpoint."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = LLAMA.build(0.0)
+    with pytest.raises(UnsupportedError, match="2 processes were asked for"):
+        harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1))[0].destroy()
