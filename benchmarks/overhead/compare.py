@@ -1,7 +1,7 @@
 """Two checkouts of harmony_ds side by side: time and processor time of a step, on a model of layers that take microseconds.
 
     python benchmarks/overhead/compare.py ../before .
-    python benchmarks/overhead/compare.py ../before . --accumulation 4 --layers 16
+    python benchmarks/overhead/compare.py ../before . --accumulation 4 --layers 8 --width 256 --tokens 64
 
 Each runs in a process of its own and steps in turn with the other, so that both meet the same machine. The ratio is the
 median over rounds of the second's time to the first's; below 1 the second is faster. A layer here takes as long as a
@@ -27,7 +27,8 @@ class Side:
 
     def __init__(self, checkout: Path, options: argparse.Namespace) -> None:
         self.checkout = checkout
-        sizes = ["--layers", str(options.layers), "--accumulation", str(options.accumulation)]
+        names = ("layers", "accumulation", "width", "tokens")
+        sizes = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--child", *sizes],
             env={**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"},
@@ -62,7 +63,8 @@ def child(options: argparse.Namespace) -> None:
     import harmony_ds
 
     torch.set_num_threads(1)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    shape: dict[str, Any] = {"hidden_size": options.width, "intermediate_size": 2 * options.width, "vocab_size": 64}
+    shape |= {"num_attention_heads": options.width // 16, "num_key_value_heads": options.width // 16}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, use_cache=False, **shape))
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -72,7 +74,8 @@ def child(options: argparse.Namespace) -> None:
         "harmony": {"device": "cpu"},
     }
     engine, *_ = harmony_ds.initialize(model=model, config=config)
-    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    words = torch.arange(options.tokens)[None] % 64
+    batch = {"input_ids": words, "labels": words}
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(options.accumulation):
@@ -92,6 +95,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=8, help="in a micro-batch")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -107,7 +112,10 @@ def main() -> None:
     ordered = [one if number % 2 else one[::-1] for number, one in enumerate(rounds)]
     for side in sides:
         side.close()
-    print(f"{options.layers} layers, {options.accumulation} micro-batches of 1 x 8 tokens, fp32, CPU, clipping 1.0")
+    print(
+        f"{options.layers} layers of width {options.width}, {options.accumulation} micro-batches of 1 x {options.tokens} "
+        "tokens, fp32, CPU, clipping 1.0"
+    )
     for what in ("ms", "cpu_ms"):
         first, second = (median(one[place][what] for one in ordered) for place in (0, 1))
         ratio = median(one[1][what] / one[0][what] for one in ordered)
