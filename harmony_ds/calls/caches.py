@@ -8,6 +8,7 @@ transformers' own gradient checkpointing does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,20 +21,24 @@ _ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 def without_unknown(request: Request) -> Request:
     """The request without caches of other kinds than those that can be emptied again."""
-    kwargs = dict(request.kwargs)
-    for key in _ARGUMENTS:
-        if kwargs.get(key) is not None and not _slots(kwargs[key]):
-            kwargs[key] = None
+    given = request.kwargs
+    if (
+        not given.get("use_cache")
+        and not _caches(request)
+        and not any(given.get(key) is not None for key in _ARGUMENTS)
+    ):
+        return request
+    kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_cache(a) and not _slots(a) else a for a in request.args)
+    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)
     return replace(request, args=args, kwargs=kwargs)
 
 
 def empty_caches(request: Request) -> list[Any]:
     """The caches among the arguments that hold nothing."""
-    caches = [value for value in (*request.args, *request.kwargs.values()) if _is_cache(value)]
-    return [cache for cache in caches if not any(slot.is_initialized for part in _parts(cache) for slot in part.layers)]
+    slots = ((cache, [slot for part in _parts(cache) for slot in part.layers]) for cache in _caches(request))
+    return [cache for cache, inside in slots if not any(slot.is_initialized for slot in inside)]
 
 
 @contextmanager
@@ -53,8 +58,14 @@ def _own(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict) else value
 
 
-def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache")
+def _caches(request: Request) -> list[Any]:
+    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(type(value))]
+
+
+@functools.cache
+def _is_cache(cls: Any) -> bool:
+    name: str = cls.__name__
+    return name.endswith("Cache")
 
 
 def _parts(cache: Any) -> list[Any]:

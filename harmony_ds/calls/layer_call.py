@@ -6,7 +6,6 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.layer_buffers import Buffers, buffers_apart, versions
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
-from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
+from harmony_ds.calls.own_memory import LentMemory, apart, memory, memory_of, taken_apart
 from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
@@ -53,6 +52,7 @@ class LayerCalls:
         self._dead_ends = [DeadEnd(layer.name) for layer in layers]
         self._stash = stash
         self.rows = Rows()
+        self._lent = [LentMemory(layer.parameters) for layer in layers]
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
         self.replayed: set[int] = set()
@@ -100,7 +100,7 @@ class LayerCalls:
         caches = empty_caches(request) if request.grad else []  # generation fills them
         with self._slots[request.layer].filled(copies), request.callers_state(), emptied(caches):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
-            lent = self._lent_memory(request.layer, copies)
+            lent = self._lent[request.layer].of(copies)
             if not lent.isdisjoint(memory_of(tensors_in(outputs))):
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in lent else t, outputs)
             return outputs
@@ -108,9 +108,6 @@ class LayerCalls:
     def _own(self, layer: int, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that are the layer's: a pack may hold many layers."""
         return {name: copies[name] for name in self._layers[layer].parameters if name in copies}
-
-    def _lent_memory(self, layer: int, copies: Mapping[str, Tensor]) -> set[int | None]:
-        return memory_of(self._own(layer, copies).values())
 
     def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
@@ -148,7 +145,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         before = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, self._lent_memory(request.layer, copies), glue)
+        outputs = self._cut_outputs(call, outcome, tensors, self._lent[request.layer].of(copies), glue)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,3 +41,20 @@ def memory(tensor: Tensor) -> int | None:
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
     return {found for tensor in tensors if (found := memory(tensor)) is not None}
+
+
+class LentMemory:
+    """Where a layer's parameters lie on the device; looked up once for each swap-in."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._first: weakref.ref[Tensor] | None = None
+        self._found: set[int | None] = set()
+
+    def of(self, copies: Mapping[str, Tensor]) -> set[int | None]:
+        """Of those of the layer's parameters that are among `copies`."""
+        first = copies.get(self._names[0])
+        if first is None or self._first is None or self._first() is not first:
+            self._found = memory_of(copies[name] for name in self._names if name in copies)
+            self._first = None if first is None else weakref.ref(first)
+        return self._found
