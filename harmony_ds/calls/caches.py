@@ -8,7 +8,6 @@ transformers' own gradient checkpointing does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ def without_unknown(request: Request) -> Request:
     kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)
+    args = tuple(None if _is_cache(a) and not _slots(a) else a for a in request.args)
     return replace(request, args=args, kwargs=kwargs)
 
 
@@ -59,13 +58,11 @@ def _own(value: Any) -> Any:
 
 
 def _caches(request: Request) -> list[Any]:
-    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(type(value))]
+    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(value)]
 
 
-@functools.cache
-def _is_cache(cls: Any) -> bool:
-    name: str = cls.__name__
-    return name.endswith("Cache")
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache")
 
 
 def _parts(cache: Any) -> list[Any]:

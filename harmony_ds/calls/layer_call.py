@@ -6,6 +6,7 @@ the recomputation must give the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
