@@ -31,17 +31,32 @@ _STASH = "stash"
 _UPDATES = "swap-out, norm, update wait"
 _EXECUTOR = "executor, memory accounting"
 _STEP = "step set-up (queue, plan, batches)"
+_STATE = "what calls saw, and what was done to parameters by hand"
 
 _MODULES = {
     "runtime/lane.py": _LANE,
-    "runtime/trees.py": _TREES,
-    "runtime/boundary.py": _BOUNDARY,
-    "runtime/random_streams.py": _RNG,
-    "runtime/lending.py": _LENDING,
-    "runtime/layer_call.py": _CALLS,
     "runtime/executor.py": _EXECUTOR,
     "runtime/micro_batch.py": _EXECUTOR,
-    "runtime/intercept.py": _CONTEXTS,
+    "calls/trees.py": _TREES,
+    "calls/arguments.py": _TREES,
+    "calls/caches.py": _TREES,
+    "calls/boundary.py": _BOUNDARY,
+    "calls/dead_end.py": _BOUNDARY,
+    "calls/own_memory.py": _BOUNDARY,
+    "calls/random_streams.py": _RNG,
+    "calls/lending.py": _LENDING,
+    "calls/layer_buffers.py": _LENDING,
+    "calls/layer_call.py": _CALLS,
+    "calls/recorded_call.py": _CALLS,
+    "calls/intercept.py": _CONTEXTS,
+    "calls/call_state.py": _STATE,
+    "calls/call_places.py": _STATE,
+    "calls/call_code.py": _STATE,
+    "calls/tensor_hooks.py": _STATE,
+    "parameters/link.py": _STATE,
+    "parameters/links.py": _STATE,
+    "parameters/engine_parameter.py": _STATE,
+    "stepping/": _STEP,
     "offload/residency.py": _SWAP_IN,
     "offload/host_store.py": _SWAP_IN,
     "offload/stash.py": _STASH,
@@ -63,18 +78,12 @@ _MODULES = {
     "typing.py": _TREES,
 }
 _FUNCTIONS = {
-    "runtime/layer_call.py": {
-        "_take_tensors": _TREES,
-        "filled": _TREES,
+    "calls/layer_call.py": {
         "_cut_outputs": _BOUNDARY,
-        "_buffer_versions": _SCANS,
-        "_buffers_kept": _SCANS,
-        "_caller_state": _CONTEXTS,
-        "_collecting": _CONTEXTS,
-        "_collector_variable": _CONTEXTS,
+        "_look_at_buffers": _SCANS,
         "_keep": _STASH,
         "_tensor": _STASH,
-        "_forget": _STASH,
+        "forget": _STASH,
     },
     "device/host_streams.py": {"random_state": _RNG, "set_random_state": _RNG, "seed": _RNG},
     "torch/nn/modules/module.py": dict.fromkeys(
