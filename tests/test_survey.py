@@ -107,10 +107,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
-        parts = made.parts
-        measurement = Measurement(
-            parts.device, made.layers, parts.residency, parts.lending, parts.layer_calls, parts.random
-        )
+        measurement = Measurement(made.parts, made.layers)
         try:
             return measurement.run(lambda: model(**inputs), loss_of, 0, ())
         finally:

@@ -19,21 +19,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.calls.boundary import Glue, GlueSink, Slot
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending
-from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.device.base import Device, MemoryProbe
+from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.routing import RoutingWatch, extremes
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.micro_batch import Objective
+from harmony_ds.runtime.parts import Parts
 
 _logger = logging.getLogger(__name__)
 
@@ -41,22 +39,14 @@ _logger = logging.getLogger(__name__)
 class Measurement:
     """Runs one micro-batch through the model, layer by layer. Used once."""
 
-    def __init__(
-        self,
-        device: Device,
-        layers: tuple[Layer, ...],
-        residency: Residency,
-        lending: Lending,
-        layer_calls: LayerCalls,
-        random: RandomStreams,
-    ) -> None:
-        self.device_type = device.torch_device.type
-        self._device = device
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
+        self.device_type = parts.device.torch_device.type
+        self._device = parts.device
         self._layers = layers
-        self._residency = residency
-        self._lending = lending
-        self._calls = layer_calls
-        self._random = random
+        self._residency = parts.residency
+        self._lending = parts.lending
+        self._calls = parts.layer_calls
+        self._random = parts.random
         self._unlayered: tuple[str, ...] = ()
         self._seen = Seen()
         self._glue = Glue()

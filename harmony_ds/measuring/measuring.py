@@ -142,7 +142,7 @@ class Measuring:
 
     def _time(self, table: CostTable, sample: Sample) -> CostTable:
         parts = self._parts
-        timing = Timing(parts.device, self._layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+        timing = Timing(parts, self._layers)
         with self._undone():
             timed = timing.run(table, sample.forward, sample.objective, sample.seed, self.unlayered)
         if self.machine is None:

@@ -54,9 +54,7 @@ def observe(
         try:
             with _fetching(parts):  # so that one run finds all that is used between the layers
                 sequential = Rehearsal(parts, layers, unlayered).run(sample.forward, sample.seed) if rehearse else None
-                measurement = Measurement(
-                    parts.device, layers, parts.residency, parts.lending, parts.layer_calls, parts.random
-                )
+                measurement = Measurement(parts, layers)
                 costs = measurement.run(sample.forward, sample.objective, sample.seed, unlayered)
             return Observed(costs, unlayered, sequential)
         except InputChangedError:

@@ -16,16 +16,13 @@ import torch
 
 from harmony_ds.calls.boundary import Glue
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending
-from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.device.base import Device
 from harmony_ds.measuring.structure import Structure, structure_of
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.micro_batch import Objective
+from harmony_ds.runtime.parts import Parts
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
@@ -49,22 +46,14 @@ def typical(samples: list[float]) -> float:
 class Timing:
     """Runs a micro-batch through the model, layer by layer. Used once."""
 
-    def __init__(
-        self,
-        device: Device,
-        layers: tuple[Layer, ...],
-        residency: Residency,
-        lending: Lending,
-        layer_calls: LayerCalls,
-        random: RandomStreams,
-    ) -> None:
-        self.device_type = device.torch_device.type
-        self._device = device
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
+        self.device_type = parts.device.torch_device.type
+        self._device = parts.device
         self._layers = layers
-        self._residency = residency
-        self._lending = lending
-        self._calls = layer_calls
-        self._random = random
+        self._residency = parts.residency
+        self._lending = parts.lending
+        self._calls = parts.layer_calls
+        self._random = parts.random
         self._unlayered: tuple[str, ...] = ()
         self._samples: dict[Structure, _Samples] = {}
         self._structures: list[Structure] = []

@@ -15,33 +15,22 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.device.base import Device
-from harmony_ds.offload.device_store import DeviceStore
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.runtime.parts import Parts
 
 
 class Streamer:
     """Handles layer calls on the calling thread."""
 
-    def __init__(
-        self,
-        device: Device,
-        layers: tuple[Layer, ...],
-        residency: Residency,
-        device_store: DeviceStore,
-        lending: Lending,
-        layer_calls: LayerCalls,
-    ) -> None:
-        self.device_type = device.torch_device.type
-        self._device = device
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
+        self.device_type = parts.device.torch_device.type
+        self._device = parts.device
         self._layers = layers
-        self._residency = residency
-        self._device_store = device_store
-        self._lending = lending
-        self._calls = layer_calls
+        self._residency = parts.residency
+        self._device_store = parts.device_store
+        self._lending = parts.lending
+        self._calls = parts.layer_calls
         self._unlayered: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
         self._ahead: tuple[int, DeviceCopy] | None = None

@@ -47,9 +47,7 @@ class Runner:
         self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self.executor = Executor(parts)
-        self._streamer = Streamer(
-            parts.device, self._layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
-        )
+        self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
         self._destroyed = False
 

@@ -55,7 +55,7 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
-        timing = Timing(device, assembly.layers, parts.residency, parts.lending, parts.layer_calls, parts.random)
+        timing = Timing(parts, assembly.layers)
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
         costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)

@@ -47,9 +47,7 @@ class Bench:
     def __init__(self, assembly: Assembly, model: Net, device: ScriptedDevice) -> None:
         parts = assembly.parts
         self.parts, self.model, self.device = parts, model, device
-        self.streamer = Streamer(
-            device, assembly.layers, parts.residency, parts.device_store, parts.lending, parts.layer_calls
-        )
+        self.streamer = Streamer(parts, assembly.layers)
         self.sizes = {
             sum(slab_bytes(p.numel(), 4) for p in layer.parameters()) // 4: number
             for number, layer in enumerate(model.layers)
