@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from harmony_ds.calls.call_code import Read, identity, is_function, read_by, read_by_callable
 from harmony_ds.calls.trees import Branch, flatten, may_change
 
-_ELSEWHERE = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward"))
+_ELSEWHERE = frozenset(
+    "_parameters _buffers _modules _non_persistent_buffers_set forward _flat_weights _flat_weight_refs".split()
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATOMS = (bool, int, float, str, type(None))
 
@@ -212,7 +214,7 @@ def assignments() -> Iterator[set[Place]]:
 
     def noting(module: nn.Module, key: str, value: Any) -> None:
         assign(module, key, value)
-        if key in module.__dict__:
+        if key in module.__dict__ and key not in _ELSEWHERE:
             seen.add(Place.attribute(module, key))
 
     nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]

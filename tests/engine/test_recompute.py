@@ -277,3 +277,21 @@ def test_what_goes_on_within_a_layer_is_none(block: Callable[[int], nn.Module]) 
     with training(lambda: Net(block)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
         assert engine._runner.planner.measuring.sequential is None
+
+
+def test_the_weight_lists_of_recurrent_layers_are_the_engines_doing() -> None:
+    """Layers exchange them with the weights themselves: a forward pass that has an LSTM leaves nothing behind."""
+
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+        def forward(self, x: torch.Tensor, **labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(self.lstm(x[:, None])[0][:, 0], **labels)
+
+    with training(Recurrent) as (_, engine):
+        engine.train_batch(iter(GROUPS[0]))
+        assert engine._runner.left == ()
+        assert engine._runner.planner.measuring.sequential is None
+        assert engine.swap_report().ratio == 1.0
