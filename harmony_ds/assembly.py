@@ -35,6 +35,7 @@ from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.stepping.runner import Runner
@@ -177,6 +178,7 @@ def _parts(
         layer_calls=LayerCalls(decomposition.layers, lending, stash),
         random=RandomStreams(device),
         timeline=timeline,
+        progress=Progress(),
         own=OwnGradients(store, updater),
         follow_masters=store.follow_masters,
     )

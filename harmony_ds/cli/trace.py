@@ -96,7 +96,7 @@ def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile 
 
 def _executed(subject: Subject, config: Config, steps: int) -> _Drawn:
     assembly = assemble(subject.model, config, None, None, None)
-    engine = HarmonyEngine(subject.model, config, assembly, None)
+    engine = HarmonyEngine(subject.model, config, assembly)
     try:
         for _ in range(_WARM_UP):
             engine.train_batch(repeat(subject.inputs))

@@ -14,7 +14,7 @@ from typing import Any
 
 from harmony_ds.config.forms import FORMS
 from harmony_ds.config.harmony import OURS
-from harmony_ds.config.key import Ablation, Effect, Key, Option
+from harmony_ds.config.key import Ablation, Effect, Getter, Key, Option
 
 
 def _deepspeeds() -> Iterator[Key]:
@@ -27,6 +27,8 @@ def _deepspeeds() -> Iterator[Key]:
 def _key(effect: Effect, path: str, values: str = "any", **more: Any) -> Key:
     if "option" in more:
         more["option"] = Option(**more["option"])
+    asked = [Getter(name, *question) for name, question in more.pop("asked", {}).items()]
+    more["getters"] = (*([Getter(more.pop("getter"))] if "getter" in more else []), *asked)
     more["ablations"] = tuple(Ablation(**row) for row in more.pop("ablations", ()))
     return Key(path, effect, FORMS[values], **more)
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.checkpoint import ResumableLoader
-from harmony_ds.config import Config, load_config
+from harmony_ds.assembly import assemble
+from harmony_ds.config import load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
 from harmony_ds.distributed import init_distributed, refuse_several_processes
-from harmony_ds.engine.core import HarmonyEngine
+from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 
@@ -81,20 +80,13 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     _check_schedule(optimizer, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, optimizer, parameters)
-    engine = _engine_of(assemble(model, settings, optimizer, parameters, device), model, settings, lr_scheduler)
-    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
-    engine.training_data, engine.collate_fn = training_data, collate_fn
-    if training_data is not None:
-        engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data))
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _engine_of(assembly: Assembly, model: nn.Module, settings: Config, lr_scheduler: Any) -> HarmonyEngine:
+    assembly = assemble(model, settings, optimizer, parameters, device)
     try:
-        return HarmonyEngine(model, settings, assembly, lr_scheduler)
+        engine = HarmonyEngine(model, settings, assembly, Client(optimizer, lr_scheduler, training_data, collate_fn))
     except BaseException:
         assembly.destroy()
         raise
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:

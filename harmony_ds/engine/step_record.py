@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.scheduler.trace import ExecutedStep
 
 _STEPS_KEPT = 32
 
@@ -52,8 +54,36 @@ class StepRecord:
         elif as_planned:
             self._step_ms.append(step_ms)
 
-    def swaps(self) -> SwapReport:
-        """See `HarmonyEngine.swap_report`."""
+    @contextmanager
+    def record_steps(self) -> Iterator[list[ExecutedStep]]:
+        """Records when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
+
+        Raises:
+            RuntimeError: steps are being recorded already.
+        """
+        with self._assembly.runner.recording() as steps:
+            yield steps
+
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        if self._planner.plan is None:
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
+        return self._planner.trace(executed)
+
+    def swap_report(self) -> SwapReport:
+        """Bytes between host and device in the last optimizer step.
+
+        Raises:
+            RuntimeError: there has been none.
+        """
         plan, graph = self._planner.plan, self._planner.graph
         if self.traffic is None or plan is None:
             raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
@@ -65,8 +95,12 @@ class StepRecord:
             self.micro_batches,
         )
 
-    def plan(self) -> PlanReport:
-        """See `HarmonyEngine.plan_report`."""
+    def plan_report(self) -> PlanReport:
+        """Predicted against measured step time, device peak and bytes, and the plans that were not chosen.
+
+        Raises:
+            RuntimeError: there has been no step.
+        """
         if self.traffic is None or self._planner.plan is None:
             raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
         swapped = sum(
@@ -76,8 +110,8 @@ class StepRecord:
         )
         return PlanReport(self._planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
 
-    def memory(self) -> MemoryReport:
-        """See `HarmonyEngine.memory_report`."""
+    def memory_report(self) -> MemoryReport:
+        """Device peak of the last step against the plan and the budget; host bytes by kind."""
         self._assembly.wait_for_updates()
         plan, device = self._planner.plan, self._assembly.device
         return MemoryReport(

@@ -31,8 +31,6 @@ from harmony_ds.runtime.unlayered import Unlayered
 from harmony_ds.runtime.work import UNCALLED, UNLAYERED, Outcome, Work, owners_of
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
-Progress = Callable[[int, int, Task], None]
-
 
 class Executor:
     """Runs tasks on the calling thread."""
@@ -46,7 +44,6 @@ class Executor:
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
-        self.on_progress: Progress | None = None
         self.gathered = GatheredGradients(parts, self._unlayered)
         self.outcome = Outcome()
         self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
@@ -93,8 +90,7 @@ class Executor:
                             self._handlers[task.kind](work, task)
                     finally:
                         parts.device.discharge(nbytes)
-                    if self.on_progress is not None:
-                        self.on_progress(done + 1, total, task)
+                    parts.progress.note(done + 1, total, task)
         except BaseException:
             parts.random.undo()
             raise

@@ -17,6 +17,7 @@ from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
+from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 
 
@@ -36,6 +37,7 @@ class Parts:
     layer_calls: LayerCalls
     random: RandomStreams
     timeline: StepTimeline
+    progress: Progress
     own: OwnGradients
     follow_masters: Callable[[Iterable[str]], None]
     """Makes weights of the compute dtype follow their masters."""
