@@ -8,7 +8,6 @@ from typing import Any
 from harmony_ds.engine.by_hand import OptimizerByHand
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -19,13 +18,13 @@ from harmony_ds.runtime.work import Outcome
 class Boundaries:
     """Takes optimizer steps, and knows how the last one went."""
 
-    def __init__(self, training: Training, open_step: OpenStep, trained_by: TrainedBy, reports: StepReports) -> None:
+    def __init__(self, training: Training, open_step: OpenStep, reports: StepReports) -> None:
         self._assembly = training.assembly
         self._settings = training.settings
         self._counts = training.counts
         self._scaler = training.scaler
         self._open = open_step
-        self._trained_by = trained_by
+        self._trained_by = training.trained_by
         self._reports = reports
         self._applied = False
         self._norm: Future[GradientNorm] | None = None

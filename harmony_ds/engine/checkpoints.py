@@ -11,9 +11,7 @@ from typing import Any
 from harmony_ds import checkpoint
 from harmony_ds.engine.boundaries import Boundaries
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.training import Training
-from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import CheckpointError, ConfigError
 
 _logger = logging.getLogger(__name__)
@@ -22,20 +20,11 @@ _logger = logging.getLogger(__name__)
 class Checkpoints:
     """Captures a training, and goes on from one that was captured."""
 
-    def __init__(
-        self,
-        training: Training,
-        trained_by: TrainedBy,
-        open_step: OpenStep,
-        boundaries: Boundaries,
-        data: TrainingData,
-    ) -> None:
+    def __init__(self, training: Training, open_step: OpenStep, boundaries: Boundaries) -> None:
         self._training = training
         self._runner = training.assembly.runner
-        self._trained_by = trained_by
         self._open = open_step
         self._boundaries = boundaries
-        self._data = data
 
     def save_checkpoint(
         self,
@@ -137,14 +126,14 @@ class Checkpoints:
         return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
 
     def _trained(self) -> checkpoint.Trained:
-        assembly, loader = self._training.assembly, self._data.training_dataloader
+        assembly, loader = self._training.assembly, self._training.data.training_dataloader
         return checkpoint.Trained(
             self._training.model,
             assembly.store,
             assembly.device,
             assembly.parts.device_store,
             assembly.host_optimizer,
-            self._trained_by.lr_scheduler,
+            self._training.trained_by.lr_scheduler,
             loader if isinstance(loader, checkpoint.ResumableLoader) else None,
             len(self._open.group),
         )

@@ -19,7 +19,6 @@ from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.part import Held, of_part
-from harmony_ds.engine.propagation import Propagation
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
@@ -51,22 +50,21 @@ class HarmonyEngine(nn.Module):
         self.module = model
         self.client_optimizer, self.client_lr_scheduler = client.optimizer, client.lr_scheduler
         self._assembly = assembly
-        self._settings = Settings(config)
+        self._settings = settings = Settings(config)
         self._counts = Counts()
         self._scaler = LossScaler(config.loss_scale)
-        training = Training(model, assembly, self._settings, self._counts, self._scaler)
-        self._trained_by = trained_by = TrainedBy(training, client.lr_scheduler)
-        self._data = TrainingData(self._settings, client.training_data, client.collate_fn)
-        self._reports = StepReports(training, trained_by)
+        self._trained_by = TrainedBy(assembly, settings, client.lr_scheduler)
+        self._data = TrainingData(settings, client.training_data, client.collate_fn)
+        training = Training(model, assembly, settings, self._counts, self._scaler, self._trained_by, self._data)
+        self._reports = StepReports(training)
         self._record = self._reports.record
         # From here on, the model and the optimizer are the engine's.
         self._open = OpenStep(training)
-        self._boundaries = Boundaries(training, self._open, trained_by, self._reports)
+        self._boundaries = Boundaries(training, self._open, self._reports)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
         self._let_go = weakref.finalize(self, let_go, self._open.links, self._boundaries.by_hand, assembly)
-        self._propagation = Propagation(training, trained_by)
-        self._loop = Loop(training, trained_by, self._open, self._boundaries, self._data, self._reports)
-        self._checkpoints = Checkpoints(training, trained_by, self._open, self._boundaries, self._data)
+        self._loop = Loop(training, self._open, self._boundaries, self._reports)
+        self._checkpoints = Checkpoints(training, self._open, self._boundaries)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -77,8 +75,8 @@ class HarmonyEngine(nn.Module):
     # ---- what a training loop calls
 
     forward = of_part("_loop", Loop.forward)
-    backward = of_part("_propagation", Propagation.backward)
-    scale = of_part("_propagation", Propagation.scale)
+    backward = of_part("_loop", Loop.backward)
+    scale = of_part("_loop", Loop.scale)
     step = of_part("_loop", Loop.step)
     train_batch = of_part("_loop", Loop.train_batch)
     train_group = of_part("_loop", Loop.train_group)

@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 
-class EarlyLook:
-    """Called at each; warns of the first."""
+class EarlyLooks:
+    """Warns of the first."""
 
     def __init__(self) -> None:
         self._warned = False
 
-    def __call__(self) -> None:
+    def warn(self) -> None:
+        """There is one."""
         if self._warned:
             return
         self._warned = True

@@ -11,37 +11,25 @@ from torch import Tensor
 
 from harmony_ds.engine.boundaries import Boundaries
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
-from harmony_ds.engine.training_data import TrainingData
-from harmony_ds.errors import BatchError, UsageError
+from harmony_ds.errors import BatchError, NotScalarError, UsageError
 from harmony_ds.stepping.inputs import Arguments
+from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
 
 class Loop:
     """Hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
 
-    def __init__(
-        self,
-        training: Training,
-        trained_by: TrainedBy,
-        open_step: OpenStep,
-        boundaries: Boundaries,
-        data: TrainingData,
-        reports: StepReports,
-    ) -> None:
+    def __init__(self, training: Training, open_step: OpenStep, boundaries: Boundaries, reports: StepReports) -> None:
+        self._training = training
         self._model = training.model
-        self._assembly = training.assembly
         self._runner = training.assembly.runner
-        self._settings = training.settings
         self._counts = training.counts
         self._scaler = training.scaler
-        self._trained_by = trained_by
         self._open = open_step
         self._boundaries = boundaries
-        self._data = data
         self._reports = reports
         self._boundary: bool | None = None  # as somebody has said, in the place of counting
         self.inside_no_sync = False
@@ -62,11 +50,48 @@ class Loop:
         self._open.settle()
         return self._open.group.add(args, kwargs)
 
+    # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
+    # `LossScaler.check_scaled` hears of every backward pass, `loss.backward()` too.
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Propagates back from `loss`, or notes that the group has to when it runs.
+
+        Returns:
+            The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
+        """
+        self._training.trained_by.need("backward")
+        _need_scalar(
+            loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
+        if isinstance(loss, PendingLoss):
+            loss.check_not_propagated()
+        self._counts.backwards += 1
+        if scale_wrt_gas:
+            loss = loss / self._training.settings.gradient_accumulation_steps()
+        scaled = self._scaler.scaled(loss)
+        with self._scaler.backward():
+            if isinstance(scaled, PendingLoss):
+                scaled.propagate()
+            else:
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
+        self._training.trained_by.need("scale")
+        _need_scalar(
+            loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        self._scaler.announce_backward()
+        return self._scaler.scaled(loss)
+
+    # ---- the boundary
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
         if self.inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
-        self._trained_by.need("step")
+        self._training.trained_by.need("step")
         self._boundaries.not_applied()
         counts = self._counts
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
@@ -85,7 +110,7 @@ class Loop:
             return self._boundary
         if not self._manages_accumulation():
             return False
-        return (self._counts.micro_steps + 1) % self._settings.gradient_accumulation_steps() == 0
+        return (self._counts.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
@@ -97,7 +122,7 @@ class Loop:
         self._boundary = is_boundary
 
     def _manages_accumulation(self) -> bool:
-        return bool(self._settings.now.values["managed_gradient_accumulation"])
+        return bool(self._training.settings.now.values["managed_gradient_accumulation"])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,14 +153,14 @@ class Loop:
         Raises:
             StopIteration: `data_iter` is at its end.
         """
-        self._trained_by.need("train_batch")
+        self._training.trained_by.need("train_batch")
         group = self._open.group
         if group:
             raise BatchError(
                 f"{len(group)} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        batches = self._data.take(data_iter)
+        batches = self._training.data.take(data_iter)
         losses = self._step_over(len(batches), lambda: [group.queue(batch, loss_fn) for batch in batches])
         loss = torch.stack(losses).mean()
         self._reports.train_loss(loss)
@@ -159,7 +184,7 @@ class Loop:
         Returns:
             The losses, detached, 0-dim, on the device.
         """
-        self._trained_by.need("train_group")
+        self._training.trained_by.need("train_group")
         group = self._open.group
         if group or not batches:
             raise BatchError(
@@ -195,10 +220,10 @@ class Loop:
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         self._runner.check_alive()
-        batches = self._data.take(data_iter)
+        batches = self._training.data.take(data_iter)
         training = self._model.training
         self._model.eval()
-        self._assembly.wait_for_updates()
+        self._training.assembly.wait_for_updates()
         try:
             losses = self._open.group.evaluate(batches, loss_fn)
         finally:
@@ -214,5 +239,10 @@ class Loop:
     def streaming(self) -> Iterator[None]:
         """A context in which the model's methods can be called without gradients, under the device memory budget."""
         self._open.group.catch_up()
-        with self._assembly.ledger.aside(), self._runner.streaming():
+        with self._training.assembly.ledger.aside(), self._runner.streaming():
             yield
+
+
+def _need_scalar(loss: object, message: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise NotScalarError(message)

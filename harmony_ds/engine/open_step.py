@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harmony_ds.engine.early_look import EarlyLook
+from harmony_ds.engine.early_look import EarlyLooks
 from harmony_ds.engine.lifetime import WhileAlive, while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
@@ -29,6 +29,7 @@ class OpenStep(Owner):
         self._config = config = training.settings.now
         self._counts = training.counts
         self._scaler = scaler = training.scaler
+        self._early_looks = EarlyLooks()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
         self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, WhileAlive(self))
@@ -39,7 +40,7 @@ class OpenStep(Owner):
             runner=assembly.runner,
             kinds=OutputKinds(),
             seed=torch.initial_seed() if config.harmony.seed is None else config.harmony.seed,
-            looked=EarlyLook(),
+            looked=while_alive(self._early_looks.warn),
             propagating=scaler.check_scaled,
             propagate=while_alive(self.propagate),
         )
@@ -138,14 +139,12 @@ class OpenStep(Owner):
         self.gradients.used.clear()
         self.gradients.drop(self.propagate())
 
-    # ---- what the model's parameters ask
+    # ---- what the model's parameters ask, see `Owner`
 
     def finish(self) -> None:
-        """Makes every weight, master and state on the host true."""
         self._assembly.finish_updates()
 
     def look(self, name: str) -> None:
-        """Makes the weight `name` on the host true."""
         self._assembly.looks.at_weights((name,))
 
     def run_queued(self, why: str) -> None:
@@ -164,7 +163,6 @@ class OpenStep(Owner):
             )
 
     def has_queued(self) -> bool:
-        """Whether micro-batches are queued that have not run to their end."""
         return not self._running and self.group.is_open
 
     def gradient(self, name: str) -> Tensor | None:
@@ -174,11 +172,9 @@ class OpenStep(Owner):
         return self.gradients.used.show(name, self._assembly.store.parameters[name])
 
     def is_updating(self, name: str) -> bool:
-        """Whether an update of `name` is pending, whose gradient is on it."""
         return self._assembly.parts.own.is_updating(name)
 
     def drop(self, name: str) -> None:
-        """The gradient of `name` is not wanted."""
         self.gradients.used.drop(name)
         if self.propagate():
             self._runner.executor.gathered.drop((name,))

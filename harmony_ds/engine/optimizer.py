@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from harmony_ds.engine.training import Training
+from harmony_ds.assembly import Assembly
+from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import NoOptimizerError
 from harmony_ds.schedules import build_scheduler
 
@@ -12,12 +13,12 @@ from harmony_ds.schedules import build_scheduler
 class TrainedBy:
     """An optimizer, or none; a learning-rate scheduler, or none."""
 
-    def __init__(self, training: Training, lr_scheduler: Any) -> None:
+    def __init__(self, assembly: Assembly, settings: Settings, lr_scheduler: Any) -> None:
         """`lr_scheduler`: the user's, or what makes it from the optimizer; else it is the ds_config's."""
-        self._runner = training.assembly.runner
-        self._settings = training.settings
-        self.optimizer = training.assembly.optimizer
-        self.lr_scheduler = build_scheduler(self._settings.now.scheduler, lr_scheduler, self.optimizer)
+        self._runner = assembly.runner
+        self._settings = settings
+        self.optimizer = assembly.optimizer
+        self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, self.optimizer)
 
     def need(self, what: str) -> None:
         """Raises NoOptimizerError if there is no optimizer for `what`; UsageError behind `destroy`."""

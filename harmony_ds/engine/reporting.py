@@ -13,7 +13,6 @@ from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.distributed import init_distributed
-from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.runtime.progress import OnTask
@@ -113,10 +112,9 @@ class Throughput:
 class StepReports:
     """Told of every step, says what was asked for."""
 
-    def __init__(self, training: Training, trained_by: TrainedBy) -> None:
+    def __init__(self, training: Training) -> None:
         config, values = training.settings.now, training.settings.now.values
         self._training = training
-        self._trained_by = trained_by
         self._every = config.steps_per_print
         self._breakdown = bool(values["wall_clock_breakdown"])
         self._memory = bool(values["memory_breakdown"])
@@ -175,8 +173,8 @@ class StepReports:
             "step=%d, skipped=%d, lr=%s, mom=%s",
             counts.global_steps,
             counts.skipped_steps,
-            self._trained_by.get_lr(),
-            self._trained_by.get_mom(),
+            self._training.trained_by.get_lr(),
+            self._training.trained_by.get_mom(),
         )
         if timer.enabled and timer.global_step_count > _FIRST_TIMED:
             _logger.info(
@@ -190,7 +188,7 @@ class StepReports:
 
     def _events(self) -> list[Event]:
         training, samples = self._training, self._training.counts.global_samples
-        events: list[Event] = [("Train/Samples/lr", self._trained_by.get_lr()[0], samples)]
+        events: list[Event] = [("Train/Samples/lr", self._training.trained_by.get_lr()[0], samples)]
         if training.settings.now.values["fp16.enabled"]:
             events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
         if self._breakdown:

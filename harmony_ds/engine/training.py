@@ -8,7 +8,9 @@ from torch import nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.checkpoint import Progress
+from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.settings import Settings
+from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.loss_scaling import LossScaler
 
 
@@ -59,3 +61,5 @@ class Training:
     settings: Settings
     counts: Counts
     scaler: LossScaler
+    trained_by: TrainedBy
+    data: TrainingData

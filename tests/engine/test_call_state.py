@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harmony_ds import BatchError, CallChangedError, UnsupportedError
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
+from tests.inside import planner_of, queue_of
 from tests.oracle import assert_same
 
 WIDTH = 8
@@ -179,11 +180,14 @@ def test_one_tensor_in_two_places_stays_one() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return F.mse_loss(self.linear(x), y)
 
+        def generate(self, *pair: Tensor) -> tuple[Tensor, ...]:
+            return pair
+
     with engine_for(build_seeded(Pair), sgd, config_of(1)) as engine:
-        seen = engine._group._queue
+        seen = queue_of(engine)
         x = inputs(0)
         loss = engine(x, x)
-        given, other = engine._group.call_now(lambda *pair: pair, (x, x), {})
+        given, other = engine.generate(x, x)
         assert given is other and given is not x
         (left, right), _ = seen[0].micro_batch.inputs
         assert left is right and left is not x
@@ -576,7 +580,7 @@ def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode(
             model.train(mode)
             engine.backward(engine(inputs(0)))
             engine.step()
-        assert len(engine._runner.planner._measured) == 2
+        assert len(planner_of(engine)._measured) == 2
 
 
 # ---- what is refused

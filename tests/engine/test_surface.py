@@ -20,6 +20,7 @@ import harmony_ds
 from harmony_ds import BatchError, ConfigError, UnscaledLossError, UnsupportedError, UsageError
 from harmony_ds.engine.reporting import Throughput
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
+from tests.inside import assembly_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -256,9 +257,9 @@ def test_offloaded_states_come_back_with_the_next_step() -> None:
         train_groups(left, GROUPS)
         train_groups(right, GROUPS[:1])
         assert right.plan is not None and len(right.plan.policy.resident) == 2
-        held = right._assembly.device.allocated_bytes()
+        held = assembly_of(right).device.allocated_bytes()
         right.offload_states()
-        assert right._assembly.device.allocated_bytes() < held
+        assert assembly_of(right).device.allocated_bytes() < held
         right.reload_states()
         train_groups(right, GROUPS[1:])
     assert_same(other, one, bitwise=True)

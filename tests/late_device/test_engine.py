@@ -32,6 +32,7 @@ from tests.engine.drive import (
 )
 from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
 from tests.families import FAMILIES, Family
+from tests.inside import updater_of
 from tests.late_device.device import LateDevice
 from tests.oracle import assert_same, train_plainly
 
@@ -52,9 +53,7 @@ def late_engine(
     """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
     device = device or LateDevice(seed)
     with device.watched(), engine_for(model, make, config, device=device) as engine:
-        updater = engine._assembly.parts.updater
-        assert updater is not None
-        updater._timed = lambda: device.watched(None)
+        updater_of(engine)._timed = lambda: device.watched(None)
         yield engine
     gc.collect()
     device.assert_in_order()
@@ -160,7 +159,7 @@ def test_gradients_on_their_way_to_the_host_outlive_a_failure(seed: int | None) 
         engine.finish_updates()
         trap.arm()
         # The update thread waits for nothing that arrives until the failure has been dealt with.
-        updater, dealt_with = engine._assembly.parts.updater, threading.Event()
+        updater, dealt_with = updater_of(engine), threading.Event()
 
         def no_norms() -> dict[str, Tensor]:
             dealt_with.wait(60)

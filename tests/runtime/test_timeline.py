@@ -16,6 +16,7 @@ from harmony_ds import HarmonyEngine, TaskKind
 from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
+from tests.inside import assembly_of
 
 RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.UPDATE_ON_DEVICE)
 COPIES = {TaskKind.SWAP_IN: "swap_in", TaskKind.SWAP_OUT: "swap_out"}
@@ -155,7 +156,7 @@ def test_recording_changes_no_bit(config: dict[str, Any]) -> None:
 
 
 def nothing_is_watched(engine: HarmonyEngine) -> bool:
-    parts = engine._assembly.parts
+    parts = assembly_of(engine).parts
     return parts.device._watch is None and parts.timeline._steps is None
 
 
