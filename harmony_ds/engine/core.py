@@ -148,9 +148,6 @@ class HarmonyEngine(nn.Module):
     initial_dynamic_scale = of_part("_settings", Settings.initial_dynamic_scale)
     dynamic_loss_scale_args = of_part("_settings", Settings.dynamic_loss_scale_args)
     get_data_types = of_part("_settings", Settings.get_data_types)
-    zero_offload_optimizer = of_part("_settings", Settings.zero_offload_optimizer)
-    zero_offload_param = of_part("_settings", Settings.zero_offload_param)
-    aio_config = of_part("_settings", Settings.aio_config)
     autotp_size = of_part("_settings", Settings.autotp_size)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -116,25 +117,17 @@ class Settings:
         known = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         return self.now.compute_dtype if asked is None else known[str(asked).lower()]
 
-    # ---- what steers nothing here
-
-    def zero_offload_optimizer(self) -> Any:
-        """DeepSpeed's model of `offload_optimizer`, or None."""
-        return self.of_deepspeed().zero_config.offload_optimizer
-
-    def zero_offload_param(self) -> Any:
-        """DeepSpeed's model of `offload_param`, or None."""
-        return self.of_deepspeed().zero_config.offload_param
-
-    def aio_config(self) -> Any:
-        """DeepSpeed's reading of the `aio` block."""
-        return self.of_deepspeed().aio_config
-
     def autotp_size(self) -> int:
         """No tensor parallelism."""
         return int(self.now.raw.get("tensor_parallel", {}).get("autotp_size", 0))
 
 
+_DEEPSPEEDS = {
+    "zero_offload_optimizer": "zero_config.offload_optimizer",
+    "zero_offload_param": "zero_config.offload_param",
+    "aio_config": "aio_config",
+}
+"""What is read from DeepSpeed's own view of the ds_config."""
 _FIXED = {
     "autotuning_enabled": False,
     "zenflow_config": None,
@@ -147,9 +140,10 @@ _FIXED = {
 
 
 def table_getters() -> Iterator[tuple[str, Callable[[Settings], Any]]]:
-    """Names and methods that answer from the value of one key, and those whose answer is always the same."""
+    """Names and methods: one for each row of these tables, and of the table of keys."""
     for key in KEYS:
         yield from ((getter.name, _reading(key, getter)) for getter in key.getters)
+    yield from ((name, _of_deepspeed(path)) for name, path in _DEEPSPEEDS.items())
     yield from ((name, _answering(answer)) for name, answer in _FIXED.items())
 
 
@@ -159,6 +153,14 @@ def _reading(key: Key, getter: Getter) -> Callable[[Settings], Any]:
 
     asked = f" {getter.relation} {getter.operand!r}" if getter.relation else ""
     read.__doc__ = f"The ds_config's `{key.path}`{asked}."
+    return read
+
+
+def _of_deepspeed(path: str) -> Callable[[Settings], Any]:
+    def read(settings: Settings) -> Any:
+        return attrgetter(path)(settings.of_deepspeed())
+
+    read.__doc__ = f"`{path}` of DeepSpeed's own view of the ds_config."
     return read
 
 

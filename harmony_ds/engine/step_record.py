@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class StepRecord:
         elif as_planned:
             self._step_ms.append(step_ms)
 
-    @contextmanager
-    def record_steps(self) -> Iterator[list[ExecutedStep]]:
+    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Records when each task of every optimizer step in the context ran, on each stream.
 
         Yields:
@@ -65,8 +64,7 @@ class StepRecord:
         Raises:
             RuntimeError: steps are being recorded already.
         """
-        with self._assembly.runner.recording() as steps:
-            yield steps
+        return self._assembly.runner.recording()
 
     def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
         """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
