@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import assemble
-from harmony_ds.config import load_config
+from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
 from harmony_ds.distributed import init_distributed, refuse_several_processes
@@ -22,6 +22,7 @@ from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 
 _logger = logging.getLogger(__name__)
+DsConfig = Mapping[str, Any] | str | Path
 
 
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -35,23 +36,19 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: DsConfig | None = None,
     mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | Path | None = None,
+    config_params: DsConfig | None = None,
     *,
     device: Device | None = None,
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
+    """Wraps `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
 
     Args:
-        args: may carry the path of a ds_config in `deepspeed_config`.
-        model: any `nn.Module`, in host memory.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
+        optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
         model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data: a dataset; the third result is DeepSpeed's loader of it with the ds_config's micro-batch size.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
-        collate_fn: of the loader.
-        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON.
+        training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
+        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized for this one process.
         device: an explicit device, instead of the ds_config's.
         distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for one process.
@@ -60,29 +57,47 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
 
     Raises:
-        ConfigError: the ds_config cannot be meant.
-        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
-        ModelError: the model cannot be decomposed.
-        UnsupportedError: `mpu`, `mesh_param` or a launcher (WORLD_SIZE) asks for several processes.
+        ConfigError, ModelError, UnsupportedError, CompilerMissingError: what is asked for, which each of them names.
     """
+    trained = _checked(model, mpu, mesh_param)
+    given = _the_one_config(args, config if config is not None else config_params)
+    client = Client(optimizer, lr_scheduler, training_data, collate_fn)
+    return _started(trained, _settings(given, optimizer, dist_init_required), client, model_parameters, device)
+
+
+def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
     refuse_several_processes()
     if model is None:
         raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains in one process: leave mpu and mesh_param out.")
-    settings = load_config(_the_one_config(args, config if config is not None else config_params))
+    return model
+
+
+def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
+    settings = load_config(given)
     if settings.without_meaning:
         _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
     if dist_init_required:
         init_distributed()
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
-    _check_schedule(optimizer, lr_scheduler)
+    return settings
+
+
+def _started(
+    model: nn.Module,
+    settings: Config,
+    client: Client,
+    model_parameters: ParameterGroups | None,
+    device: Device | None,
+) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
+    _check_schedule(client.optimizer, client.lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
-    _check_for_duplicates(model, optimizer, parameters)
-    assembly = assemble(model, settings, optimizer, parameters, device)
+    _check_for_duplicates(model, client.optimizer, parameters)
+    assembly = assemble(model, settings, client.optimizer, parameters, device)
     try:
-        engine = HarmonyEngine(model, settings, assembly, Client(optimizer, lr_scheduler, training_data, collate_fn))
+        engine = HarmonyEngine(model, settings, assembly, client)
     except BaseException:
         assembly.destroy()
         raise
@@ -112,7 +127,7 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
             )
 
 
-def _the_one_config(args: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+def _the_one_config(args: Any, config: DsConfig | None) -> DsConfig:
     named = getattr(args, "deepspeed_config", None)
     deprecated = getattr(args, "deepscale_config", None)
     if deprecated is not None:
