@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from harmony_ds import checkpoint
-from harmony_ds.engine.boundaries import Boundaries
 from harmony_ds.engine.open_step import OpenStep
+from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import CheckpointError, ConfigError
 
@@ -20,11 +20,11 @@ _logger = logging.getLogger(__name__)
 class Checkpoints:
     """Captures a training, and goes on from one that was captured."""
 
-    def __init__(self, training: Training, open_step: OpenStep, boundaries: Boundaries) -> None:
+    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps) -> None:
         self._training = training
         self._runner = training.assembly.runner
         self._open = open_step
-        self._boundaries = boundaries
+        self._steps = steps
 
     def save_checkpoint(
         self,
@@ -141,7 +141,7 @@ class Checkpoints:
     def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:
         training, counts = self._training, self._training.counts
         self._open.group.abandon()
-        self._boundaries.forget()
+        self._steps.forget()
         counts.backwards = 0
         if module_only:
             counts.rewind()

@@ -12,12 +12,12 @@ from torch import nn
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
-from harmony_ds.engine.boundaries import Boundaries
 from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.lifetime import let_go
 from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer import TrainedBy
+from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.part import Held, of_part
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import Settings, table_getters
@@ -60,11 +60,11 @@ class HarmonyEngine(nn.Module):
         self._record = self._reports.record
         # From here on, the model and the optimizer are the engine's.
         self._open = OpenStep(training)
-        self._boundaries = Boundaries(training, self._open, self._reports)
+        self._steps = OptimizerSteps(training, self._open, self._reports)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
-        self._let_go = weakref.finalize(self, let_go, self._open.links, self._boundaries.by_hand, assembly)
-        self._loop = Loop(training, self._open, self._boundaries, self._reports)
-        self._checkpoints = Checkpoints(training, self._open, self._boundaries)
+        self._let_go = weakref.finalize(self, let_go, self._open.links, self._steps.by_hand, assembly)
+        self._loop = Loop(training, self._open, self._steps, self._reports)
+        self._checkpoints = Checkpoints(training, self._open, self._steps)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,8 +86,8 @@ class HarmonyEngine(nn.Module):
     is_gradient_accumulation_boundary = of_part("_loop", Loop.is_gradient_accumulation_boundary)
     set_gradient_accumulation_boundary = of_part("_loop", Loop.set_gradient_accumulation_boundary)
     no_sync = of_part("_loop", Loop.no_sync)
-    was_step_applied = of_part("_boundaries", Boundaries.was_step_applied)
-    get_global_grad_norm = of_part("_boundaries", Boundaries.get_global_grad_norm)
+    was_step_applied = of_part("_steps", OptimizerSteps.was_step_applied)
+    get_global_grad_norm = of_part("_steps", OptimizerSteps.get_global_grad_norm)
     global_steps = Held[int]("_counts")
     global_samples = Held[int]("_counts")
     micro_steps = Held[int]("_counts")

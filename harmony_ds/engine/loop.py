@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.engine.boundaries import Boundaries
 from harmony_ds.engine.open_step import OpenStep
+from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, NotScalarError, UsageError
@@ -22,14 +22,14 @@ from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 class Loop:
     """Hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
 
-    def __init__(self, training: Training, open_step: OpenStep, boundaries: Boundaries, reports: StepReports) -> None:
+    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps, reports: StepReports) -> None:
         self._training = training
         self._model = training.model
         self._runner = training.assembly.runner
         self._counts = training.counts
         self._scaler = training.scaler
         self._open = open_step
-        self._boundaries = boundaries
+        self._steps = steps
         self._reports = reports
         self._boundary: bool | None = None  # as somebody has said, in the place of counting
         self.inside_no_sync = False
@@ -92,13 +92,13 @@ class Loop:
         if self.inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
         self._training.trained_by.need("step")
-        self._boundaries.not_applied()
+        self._steps.not_applied()
         counts = self._counts
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
             counts.micro_steps += 1
             return
         try:
-            self._boundaries.step(lr_kwargs or {})
+            self._steps.step(lr_kwargs or {})
         except BaseException:
             counts.rewind()
             raise
@@ -154,14 +154,14 @@ class Loop:
             StopIteration: `data_iter` is at its end.
         """
         self._training.trained_by.need("train_batch")
-        group = self._open.group
-        if group:
+        queued = len(self._open.group)
+        if queued:
             raise BatchError(
-                f"{len(group)} micro-batches of engine(...) are still queued: call backward() and step() for "
+                f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
         batches = self._training.data.take(data_iter)
-        losses = self._step_over(len(batches), lambda: [group.queue(batch, loss_fn) for batch in batches])
+        losses = self._step_over(len(batches), lambda: [self._open.group.queue(batch, loss_fn) for batch in batches])
         loss = torch.stack(losses).mean()
         self._reports.train_loss(loss)
         return loss
@@ -185,14 +185,15 @@ class Loop:
             The losses, detached, 0-dim, on the device.
         """
         self._training.trained_by.need("train_group")
-        group = self._open.group
-        if group or not batches:
+        queued = len(self._open.group)
+        if queued or not batches:
             raise BatchError(
-                f"train_group() got {len(batches)} micro-batches while {len(group)} of engine(...) are queued: it "
+                f"train_group() got {len(batches)} micro-batches while {queued} of engine(...) are queued: it "
                 "takes at least one, and none may be queued."
             )
         given = [Arguments((batch,), {}) for batch in batches]
-        return self._step_over(1, lambda: [group.queue(one, call=loss_fn, aside=aside) for one in given])
+        queue = self._open.group.queue
+        return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given])
 
     def _step_over(self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]]) -> list[Tensor]:
         """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
@@ -205,7 +206,7 @@ class Loop:
                     self._open.settle()
                     self._open.propagate()
             counts.backwards = len(queued)
-            self._boundaries.step({})
+            self._steps.step({})
         except BaseException:
             self._open.renew()
             raise

@@ -82,6 +82,16 @@ def test_every_step_is_a_boundary_where_accumulation_is_the_callers() -> None:
     assert_same(model, reference, bitwise=True)
 
 
+def test_what_the_program_assigns_is_what_the_engine_goes_on_with() -> None:
+    model = Squares()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        engine.global_steps, engine.global_samples = 7, 14
+        engine.train_batch(iter([(torch.ones(2, 1), torch.zeros(2, 1))]))
+        assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (8, 16, 1)
+        assert engine.get_lr() == [0.005]
+
+
 def test_no_sync_changes_nothing_but_forbids_steps() -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
     model = LLAMA.build(0.0)

@@ -1,4 +1,4 @@
-"""What happens at an accumulation boundary: the open step is run, and counts, loss scale and schedule go on."""
+"""Optimizer steps: the open one is run, and counts, loss scale and schedule go on behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harmony_ds.offload.updater import GradientNorm
 from harmony_ds.runtime.work import Outcome
 
 
-class Boundaries:
+class OptimizerSteps:
     """Takes optimizer steps, and knows how the last one went."""
 
     def __init__(self, training: Training, open_step: OpenStep, reports: StepReports) -> None:
