@@ -50,7 +50,7 @@ _MODULES = {
     "calls/recorded_call.py": _CALLS,
     "calls/intercept.py": _CONTEXTS,
     "calls/call_state.py": _STATE,
-    "calls/call_places.py": _STATE,
+    "calls/call_walk.py": _STATE,
     "calls/call_code.py": _STATE,
     "calls/tensor_hooks.py": _STATE,
     "parameters/link.py": _STATE,

@@ -9,34 +9,55 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from harmony_ds.calls.attributes import Place, all_places
+from harmony_ds.calls.module_places import all_places
+from harmony_ds.calls.places import SCALARS, Place, Places
 from harmony_ds.calls.trees import flatten
 
 
-@dataclass(frozen=True, slots=True)
-class Generator:
-    """One generator, or those in one place. States compare as equal if they are."""
+class Generators(Place):
+    """Where generators stand that `held`, another place, holds. States compare as equal if they are."""
 
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    __slots__ = ()
+
+    def _identity(self) -> tuple[int, Any]:
+        return id(type(self)), self.held
+
+    def read(self) -> Any:
+        # The state names the generator: the place may hold another one by the time that it is put back.
+        return tuple((generator, _state(generator)) for generator in _generators_in(self.held.read()))
+
+    def write(self, value: Any) -> None:
+        for generator, state in value:
+            _set_state(generator, state)
 
 
-def global_generators() -> tuple[Generator, ...]:
+class _Global(Place):
+    """Where the global ones of a module of Python's stand: `held` are the functions that read and write that."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.held[0]()
+
+    def write(self, value: Any) -> None:
+        self.held[1](value)
+
+
+def global_generators() -> Places:
     """Those of Python, and of NumPy if the program uses it."""
     return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
 
 
-def generators_of(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
+def generators_of(modules: Iterable[nn.Module]) -> Places:
     """Those that `modules` hold, and the variables that their code names."""
-    return tuple(_held_in(place) for place in dict.fromkeys(all_places(modules)) if _generators_in(place.read()))
+    holding = (place for place in dict.fromkeys(all_places(modules)) if _generators_in(place.read()))
+    return tuple(Generators(place, place.key, f"the generator {place.key}") for place in holding)
 
 
 def is_generator(value: Any) -> bool:
@@ -48,20 +69,8 @@ def is_generator(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, (_numpy().Generator, _numpy().RandomState))
 
 
-def _held_in(place: Place) -> Generator:
-    # The state names the generator: the place may hold another one by the time that it is put back.
-    def read() -> tuple[tuple[Any, Any], ...]:
-        return tuple((generator, _state(generator)) for generator in _generators_in(place.read()))
-
-    def write(states: tuple[tuple[Any, Any], ...]) -> None:
-        for generator, state in states:
-            _set_state(generator, state)
-
-    return Generator(f"the generator {place.key}", read, write)
-
-
 def _generators_in(value: Any) -> list[Any]:
-    if isinstance(value, (bool, int, float, str, torch.Tensor, nn.Module, type(None))):
+    if isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
         return []
     return list({id(leaf): leaf for leaf in flatten(value)[0] if is_generator(leaf)}.values())
 
@@ -95,17 +104,9 @@ def _numpy() -> Any:
     return numpy.random
 
 
-def _read_numpy() -> Any:
-    kind, keys, *rest = _numpy().get_state()
-    return kind, keys.tobytes(), *rest
-
-
-def _write_numpy(state: Any) -> None:
-    import numpy
-
-    kind, keys, *rest = state
-    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-_PYTHON = Generator("Python's global random numbers", random.getstate, random.setstate)
-_NUMPY = Generator("NumPy's global random numbers", _read_numpy, _write_numpy)
+_PYTHON = _Global((random.getstate, random.setstate), "random", "Python's global random numbers")
+_NUMPY = _Global(
+    (lambda: pickle.dumps(_numpy().get_state()), lambda state: _numpy().set_state(pickle.loads(state))),
+    "numpy.random",
+    "NumPy's global random numbers",
+)

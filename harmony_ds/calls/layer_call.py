@@ -21,7 +21,6 @@ from harmony_ds.calls.arguments import (
     give_back,
     take_tensors,
 )
-from harmony_ds.calls.attributes import Place, Places, held, write_all
 from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.dead_end import DeadEnd
@@ -30,6 +29,7 @@ from harmony_ds.calls.layer_buffers import Buffers, buffers_apart, versions
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
 from harmony_ds.calls.own_memory import LentMemory, apart, memory, memory_of, taken_apart
 from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
+from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
 from harmony_ds.calls.trees import changed, flatten, map_tensors, tensors_in, unflatten
@@ -90,7 +90,7 @@ class LayerCalls:
         return sinks
 
     def _take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
-        return take_tensors(request, [place.read() for place in self._watched(request.layer)])
+        return take_tensors(request, read_all(self._watched(request.layer)))
 
     # ---- attached: part of the caller's own graph, or of none
 
@@ -329,13 +329,13 @@ class LayerCalls:
             result = request.context.run(request.forward, *args, **kwargs)
         if buffered:
             self._look_at_buffers(request.layer, before)
-        written = list(changed(made))
+        written = changed(made)
         same = {id(one.value): one.branch.original for one in made}
         altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
-        leaves, shape = flatten((result, collected, [children for _, children in written], left, views), same)
-        return Outcome(inputs, leaves, shape, [into for into, _ in written], altered)
+        leaves, shape = flatten((result, collected, [one.children for one in written], left, views), same)
+        return Outcome(inputs, leaves, shape, written, altered)
 
     def _look_at_buffers(self, layer: int, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers of its layer."""

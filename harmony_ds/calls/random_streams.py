@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Places, Snapshot
-from harmony_ds.calls.generators import Generator, generators_of, global_generators
+from harmony_ds.calls.generators import generators_of, global_generators
+from harmony_ds.calls.places import Noted, Places, kept, read_all, write_all
 from harmony_ds.device.base import Device
 
 
@@ -54,14 +54,14 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._others: tuple[Generator, ...] = ()  # that the model was seen to draw from
-        self._held: tuple[Generator, ...] = ()
+        self._others: Places = ()  # that the model was seen to draw from
+        self._held: Places = ()
         self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
-        self._states: dict[object, tuple[tuple[Tensor, ...], Snapshot]] = {}
+        self._states: dict[object, tuple[tuple[Tensor, ...], Noted]] = {}
         self._current: object | None = None
         self._newest: object | None = None
         self._ambient: tuple[Tensor, ...] | None = None
-        self._before: tuple[tuple[Any, ...], Snapshot] | None = None
+        self._before: tuple[tuple[Any, ...], Noted] | None = None
         self.apart: Places = ()
         self.touched: Places = ()
 
@@ -74,13 +74,13 @@ class RandomStreams:
         """What `modules` hold may be drawn from, too."""
         self._held = generators_of(modules)
 
-    def _available(self) -> tuple[Generator, ...]:
+    def _available(self) -> Places:
         return *global_generators(), *self._held
 
     def open(self) -> None:
         """Remembers the user's generators."""
         self._ambient = self._device.random_state()
-        self._before = self._read_others(), Snapshot(self.touched, copies=True)
+        self._before = tuple(read_all(self._others)), Noted(self.touched, copies=True)
 
     def close(self) -> None:
         """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
@@ -98,7 +98,7 @@ class RandomStreams:
         assert self._before is not None
         self._current = self._newest = self._left = None
         others, attributes = self._before
-        self._write_others(others)
+        write_all(self._others, others)
         attributes.restore()
 
     def start(self, stream: object, seed: int) -> None:
@@ -119,18 +119,18 @@ class RandomStreams:
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), self._read_others())
+        return State(self._device.random_state(), tuple(read_all(self._others)))
 
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""
         self._leave()
-        self._left = self._read_others()
+        self._left = tuple(read_all(self._others))
         self.rewind(state)
 
     def rewind(self, state: State) -> None:
         """Goes back to `state` in whatever stream is current."""
         self._device.set_random_state(state.device)
-        self._write_others(state.others)
+        write_all(self._others, state.others)
 
     @contextmanager
     def watching_others(self) -> Iterator[list[str]]:
@@ -139,37 +139,26 @@ class RandomStreams:
         """
         known = self._others
         self._others = self._available()
-        before = self._read_others()
+        before = tuple(read_all(self._others))
         drawn: list[str] = []
         try:
             yield drawn
         finally:
             moved = [g for g, state in zip(self._others, before, strict=True) if g.read() != state]
-            self._write_others(before)
+            write_all(self._others, before)
             self._others = tuple(dict.fromkeys((*known, *moved)))
             drawn += [generator.name for generator in self._others]
 
     @contextmanager
     def others_kept(self) -> Iterator[None]:
         """Whatever is drawn from other generators while the context is open is undone in the end."""
-        before = [(generator, generator.read()) for generator in self._available()]
-        try:
+        with kept(self._available()):
             yield
-        finally:
-            for generator, state in before:
-                generator.write(state)
 
     def _leave(self) -> None:
         if self._current is not None:
-            self._states[self._current] = self._device.random_state(), Snapshot(self.apart)
+            self._states[self._current] = self._device.random_state(), Noted(self.apart)
         self._current = None
         if self._left is not None:
-            self._write_others(self._left)
+            write_all(self._others, self._left)
             self._left = None
-
-    def _read_others(self) -> tuple[Any, ...]:
-        return tuple(generator.read() for generator in self._others)
-
-    def _write_others(self, states: tuple[Any, ...]) -> None:
-        for generator, state in zip(self._others, states, strict=True):
-            generator.write(state)

@@ -14,7 +14,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.layer_buffers import Buffers
 from harmony_ds.calls.pieces import Cut
 from harmony_ds.calls.random_streams import State
-from harmony_ds.calls.trees import Shape, Written
+from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
 
@@ -97,7 +97,7 @@ class Outcome:
     inputs: list[Tensor]
     leaves: list[Any]
     shape: Shape
-    written: list[Written]
+    written: list[Contents]
     altered: list[int]
 
 

@@ -1,11 +1,13 @@
-"""Torch's process-wide settings that change numbers, as one mapping from names to values."""
+"""Torch's process-wide settings that change numbers, as places."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from harmony_ds.calls.places import Place
 
 _cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
 
@@ -32,25 +34,16 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 }
 
 
-class Switches(MutableMapping[str, Any]):
-    """Reads and writes the settings themselves."""
+class Switch(Place):
+    """One of them; it is always there."""
 
-    def __getitem__(self, name: str) -> Any:
-        return _SWITCHES[name][0]()
+    __slots__ = ()
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        _SWITCHES[name][1](value)
+    def read(self) -> Any:
+        return self.held[self.key][0]()
 
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_SWITCHES)
-
-    def __len__(self) -> int:
-        return len(_SWITCHES)
+    def write(self, value: Any) -> None:
+        self.held[self.key][1](value)
 
 
-def switch_values() -> list[Any]:
-    """Their values, in order."""
-    return [read() for read, _ in _SWITCHES.values()]
+SWITCHES = tuple(Switch(_SWITCHES, name, name) for name in _SWITCHES)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.attributes import undone
+from harmony_ds.calls.module_places import undone
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph

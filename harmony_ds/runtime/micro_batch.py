@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.attributes import Place
 from harmony_ds.calls.boundary import Glue, cut
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.places import Place
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import exchange, map_tensors, tensors_in
 from harmony_ds.errors import BatchError

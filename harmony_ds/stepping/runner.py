@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from harmony_ds.calls.attributes import Places
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.places import Places
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.config import Config
