@@ -15,15 +15,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.buffers import DeviceBuffers
+from harmony_ds.calls.plain_copies import PlainWhenCopied
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger
 
 Touched = Callable[[str], Tensor | None]
 
@@ -73,8 +75,8 @@ class PhantomParameter(torch.Tensor):
         )
 
 
-class FixedParameters(dict[str, Any]):
-    """A module's parameters while an engine has it: which ones they are cannot change. Copies are plain dicts."""
+class FixedParameters(PlainWhenCopied):
+    """A module's parameters while an engine has it: which ones they are cannot change."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not self.get(key, self):
@@ -93,18 +95,6 @@ class FixedParameters(dict[str, Any]):
             "the model before initialize."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: deepcopy(value, memo) for key, value in self.items()}
-
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
 
 def belongs_to_engine(model: nn.Module) -> bool:
     """Whether an engine holds parameters of `model`. One that was dropped lets go of them here at the latest."""
@@ -117,38 +107,36 @@ def belongs_to_engine(model: nn.Module) -> bool:
     return watched()
 
 
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """A module with parameters: their canonical names, the host's, and phantoms of them once they are wanted."""
+
+    module: nn.Module
+    names: dict[str, str]
+    host: FixedParameters
+    phantoms: dict[str, Any] = field(default_factory=dict)
+
+    def hold(self, parameters: dict[str, Any]) -> None:
+        self.module.__dict__["_parameters"] = parameters
+
+
 class Lending:
     """Exchanges what the modules of one model hold."""
 
     def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
-        self._ledger = ledger
         self.modules = tuple(model.modules())
-        self._owners: list[tuple[nn.Module, dict[str, str]]] = []
+        self._owners: dict[nn.Module, _Owner] = {}
         for module in self.modules:
             held = module.__dict__["_parameters"]
             names = {key: canonical[id(p)] for key, p in held.items() if p is not None}
             if names:
-                self._owners.append((module, names))
-                module.__dict__["_parameters"] = FixedParameters(held)
-        self._resting = {module: module.__dict__["_parameters"] for module, _ in self._owners}
-        self._names = dict(self._owners)
-        self._phantoms: dict[nn.Module, dict[str, Any]] = {}
-        self._buffer_owners = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
-        self._buffers = DeviceBuffers(self._buffer_owners, device, ledger)
+                owner = self._owners[module] = _Owner(module, names, FixedParameters(held))
+                owner.hold(owner.host)
+        self.buffers = DeviceBuffers(self.modules, device, ledger)
         self._lent = False
         self.touched: set[str] = set()
         self.fetch: Touched | None = None  # brings what is used outside a layer call
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Device bytes of the model's buffers while it is lent."""
-        return self._buffers.nbytes
-
-    @property
-    def copied_buffer_bytes(self) -> int:
-        """Those that are there now."""
-        return self._buffers.copied_bytes
 
     @contextmanager
     def lent(self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
@@ -161,30 +149,28 @@ class Lending:
             return
         self._lent = True
         try:
-            for module, names in self._owners:
-                module.__dict__["_parameters"] = self._shown(module, names, unlayered)
+            for owner in self._owners.values():
+                owner.hold(self._without_host(owner, unlayered))
             with self._device.inherited():  # the model's code may ask for the current device
-                self._buffers.lend()
+                self.buffers.install()
                 yield
                 if keep_buffers:
-                    self._buffers.take_back()
+                    self.buffers.take_back()
         finally:
-            self._buffers.restore()
-            for module, _ in self._owners:
-                module.__dict__["_parameters"] = self._resting[module]
+            self.buffers.restore()
+            for owner in self._owners.values():
+                owner.hold(owner.host)
             self._lent = False
 
-    def _shown(self, module: nn.Module, names: dict[str, str], unlayered: Mapping[str, Tensor]) -> dict[str, Any]:
-        phantoms = self._phantoms.get(module)
-        if phantoms is None:
-            resting = self._resting[module]
+    def _without_host(self, owner: _Owner, unlayered: Mapping[str, Tensor]) -> dict[str, Any]:
+        if not owner.phantoms:
             made = {
-                key: PhantomParameter.of(name, resting[key], self._device.torch_device, self._touch)
-                for key, name in names.items()
+                key: PhantomParameter.of(name, owner.host[key], self._device.torch_device, self._touch)
+                for key, name in owner.names.items()
             }
-            phantoms = self._phantoms[module] = FixedParameters({**dict.fromkeys(resting), **made})
-        shown = {key: unlayered[name] for key, name in names.items() if name in unlayered}
-        return FixedParameters({**phantoms, **shown}) if shown else phantoms
+            owner.phantoms = FixedParameters({**dict.fromkeys(owner.host), **made})
+        there = {key: unlayered[name] for key, name in owner.names.items() if name in unlayered}
+        return FixedParameters({**owner.phantoms, **there}) if there else owner.phantoms
 
     def _touch(self, name: str) -> Tensor | None:
         self.touched.add(name)
@@ -192,13 +178,14 @@ class Lending:
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its host parameters, and the buffers' device memory back."""
-        self._buffers.drop()
-        for module, held in self._resting.items():
-            module.__dict__["_parameters"] = dict(held)
+        self.buffers.drop()
+        for owner in self._owners.values():
+            owner.hold(dict(owner.host))
 
     def slots(self, layer: nn.Module) -> LayerSlots:
         """The dictionaries of a layer's modules, to be filled by `LayerSlots.filled`."""
-        return LayerSlots([(module, self._names[module]) for module in layer.modules() if module in self._names])
+        owners = [self._owners[module] for module in layer.modules() if module in self._owners]
+        return LayerSlots([(owner.module, owner.names) for owner in owners])
 
 
 class LayerSlots:
@@ -237,103 +224,3 @@ def _list_weights(module: nn.RNNBase) -> None:
     weights = [module._parameters.get(name) for name in module._flat_weights_names]
     module._flat_weights = weights
     module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
-
-
-class DeviceBuffers:
-    """The buffers of a model on the device: copied once, brought back where the forward pass changed them."""
-
-    def __init__(self, owners: list[nn.Module], device: Device, ledger: Ledger) -> None:
-        self._owners = owners
-        self._device = device
-        self._ledger = ledger
-        self._host: dict[nn.Module, dict[str, Any]] = {}
-        self._lent: dict[nn.Module, dict[str, Any]] = {}
-        self._versions: dict[int, int] = {}
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # id(host) -> (host, its version, device copy)
-        buffers = {id(b): b for m in owners for b in m._buffers.values() if b is not None}
-        self.nbytes = sum(_nbytes(b) for b in buffers.values())
-
-    @property
-    def copied_bytes(self) -> int:
-        return sum(_nbytes(copy) for _, _, copy in self._copies.values())
-
-    def lend(self) -> None:
-        for module in self._owners:
-            host = module.__dict__["_buffers"]
-            self._host[module] = host
-            shown = {key: None if b is None else self._copy(b) for key, b in host.items()}
-            module.__dict__["_buffers"] = shown
-            self._lent[module] = dict(shown)
-
-    def _copy(self, host: Tensor) -> Tensor:
-        known = self._copies.get(id(host))
-        if known is not None and known[1] == host._version:
-            return known[2]
-        if known is None:
-            self._device.charge(_nbytes(host), "a buffer of the model")
-        copy = self._device.upload(host)
-        self._ledger.book_in(Kind.DATA, _nbytes(host))
-        self._copies[id(host)] = (host, host._version, copy)
-        self._versions[id(copy)] = copy._version
-        return copy
-
-    def take_back(self) -> None:
-        """Copies what changed on the device into the host buffers (or in their place, if it was replaced)."""
-        for module, lent in self._lent.items():
-            if not self._changed(module, lent):
-                continue
-            host = self._host[module]
-            shown: dict[str, Tensor | None] = module.__dict__["_buffers"]
-            for key, now in _tensors(shown):
-                self._ledger.book_out(Kind.DATA, _nbytes(now))
-                target = host.get(key)
-                if target is None or target.shape != now.shape or target.dtype != now.dtype:
-                    self._forget(target)
-                    host[key] = now.detach().to("cpu", copy=True)
-                    continue
-                with torch.no_grad():
-                    target.copy_(now)
-                if now is lent.get(key) and target is not None:
-                    self._versions[id(now)] = now._version
-                    self._copies[id(target)] = (target, target._version, now)
-            self._lent[module] = {}
-
-    def restore(self) -> None:
-        """Puts the host buffers back. Device copies that were changed but not taken back are made anew next time."""
-        for module, host in self._host.items():
-            if self._lent[module] and self._changed(module, self._lent[module]):
-                for buffer in host.values():
-                    self._forget(buffer)
-            module.__dict__["_buffers"] = host
-        self._host.clear()
-        self._lent.clear()
-
-    def drop(self) -> None:
-        """Drops every device copy."""
-        for host, _, _ in list(self._copies.values()):
-            self._forget(host)
-
-    def _forget(self, host: Tensor | None) -> None:
-        """Drops the device copy of a host buffer."""
-        known = self._copies.pop(id(host), None)
-        if known is not None:
-            self._device.discharge(_nbytes(known[2]))
-
-    def _changed(self, module: nn.Module, lent: dict[str, Any]) -> bool:
-        if changes_buffers_unseen(module):
-            return True
-        shown: dict[str, Tensor | None] = module.__dict__["_buffers"]
-        return any(now is not lent.get(key) or now._version != self._versions[id(now)] for key, now in _tensors(shown))
-
-
-def changes_buffers_unseen(module: nn.Module) -> bool:
-    """Whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-
-
-def _tensors(held: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
-    return [(key, tensor) for key, tensor in held.items() if tensor is not None]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

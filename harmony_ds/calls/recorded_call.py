@@ -11,7 +11,7 @@ from torch import Tensor
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import Sink, Slot
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.layer_buffers import Buffers
+from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.pieces import Cut
 from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.trees import Contents, Shape

@@ -121,6 +121,8 @@ class HarmonyEngine(Checkpoints):
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._group.call_now(self.module, args, kwargs)
+        if not self._group:
+            self._links.check_memory()
         self._settle()
         return self._group.add(args, kwargs)
 
@@ -280,6 +282,7 @@ class HarmonyEngine(Checkpoints):
         optimizer = self._assembly.host_optimizer
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
+        self._links.check_memory()
         self._settle()
         if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(

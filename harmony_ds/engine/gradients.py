@@ -25,7 +25,7 @@ class EngineOwner(Owner):
         if engine is not None:
             engine.finish_updates()
 
-    def look(self, name: str) -> None:
+    def materialize(self, name: str) -> None:
         """Makes the weight `name` on the host true."""
         engine = self._engine()
         if engine is not None:

@@ -179,7 +179,7 @@ class Planner:
         if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
             trained = [graph.parameter(name) for name in graph.unlayered]
             gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
-        return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
+        return resident.weight_bytes + gradients + self._parts.lending.buffers.nbytes
 
     # ---- what is to be done
 
@@ -291,7 +291,7 @@ class Planner:
 
 def others_bytes(parts: Parts) -> int:
     """Device memory beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
-    ours = parts.lending.copied_buffer_bytes + parts.device_store.nbytes
+    ours = parts.lending.buffers.copied_bytes + parts.device_store.nbytes
     return max(0, parts.device.allocated_bytes() - ours)
 
 

@@ -277,7 +277,7 @@ def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
         booked.append(one.ledger.close().host_to_device[Kind.DATA])
 
     assert booked == [12 + 12 + 8 + 8, 0, 8]
-    assert one.device.allocated_bytes() == one.lending.buffer_bytes == 40
+    assert one.device.allocated_bytes() == one.lending.buffers.nbytes == 40
 
 
 def test_replacing_a_buffer_again_and_again_does_not_fill_the_device() -> None:
