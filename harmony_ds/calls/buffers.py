@@ -100,7 +100,9 @@ class DeviceBuffers:
             host = module.__dict__["_buffers"]
             copies = {key: self._copy(buffer) for key, buffer in host.items() if buffer is not None}
             self._installed.append((module, host, copies))
-            module.__dict__["_buffers"] = {key: copies[key].device if key in copies else None for key in dict.keys(host)}
+            module.__dict__["_buffers"] = {
+                key: copies[key].device if key in copies else None for key in dict.keys(host)
+            }
 
     def _copy(self, host: Tensor) -> _Copy:
         known = self._copies.get(id(host))

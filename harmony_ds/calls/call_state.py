@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from harmony_ds.calls.buffers import WatchedBuffers, changes_buffers_unseen
 from harmony_ds.calls.call_walk import Found, Walk
 from harmony_ds.calls.places import ABSENT, Place, held, same
-from harmony_ds.calls.buffers import WatchedBuffers, changes_buffers_unseen
 from harmony_ds.errors import CallChangedError
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
 from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
 from harmony_ds.calls.places import Absent, Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
@@ -194,7 +194,7 @@ class Rehearsal:
         mixed = [(m, advanced[m] if changes_buffers_unseen(m) else own) for m, own in calls.copied_buffers(layer)]
         if self._same(outputs, self._trial(request, copy, mixed)[0]):
             return
-        calls.replayed.add(layer)
+        calls.replay_buffers(layer)
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
