@@ -42,7 +42,6 @@ _MODULES = {
     "calls/arguments.py": _TREES,
     "calls/caches.py": _TREES,
     "calls/boundary.py": _BOUNDARY,
-    "calls/dead_end.py": _BOUNDARY,
     "calls/own_memory.py": _BOUNDARY,
     "calls/random_streams.py": _RNG,
     "calls/lending.py": _LENDING,

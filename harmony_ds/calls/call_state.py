@@ -14,7 +14,7 @@ others wait for their forward pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,7 +61,7 @@ class CallStates:
         """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
         self.tensor_hook: str | None = None
         """What forward calls on a tensor to see its gradient (`register_hook`), if it was seen to."""
-        self._queue: weakref.ref[Queue] | None = None
+        self._queue: Callable[[], Queue | None] = _no_queue
 
     def follow(self, queue: Queue) -> None:
         """From now on, calls are queued there; it is not kept alive."""
@@ -69,9 +69,6 @@ class CallStates:
         if self._functions:
             self._functions = []
             self._look()
-
-    def _queue_now(self) -> Queue | None:
-        return None if self._queue is None else self._queue()
 
     # ---- at the call
 
@@ -97,7 +94,7 @@ class CallStates:
         return self._newest
 
     def _refuse(self, change: str | None) -> None:
-        queue = self._queue_now()
+        queue = self._queue()
         if change is not None and queue is not None and queue.has_waiting():
             raise CallChangedError(
                 f"{change} while micro-batches wait whose calls came before: their forward passes have not run, and "
@@ -174,13 +171,13 @@ class CallStates:
         self._look()
 
     def _catch_up(self) -> None:
-        queue = self._queue_now()
+        queue = self._queue()
         if queue is not None and not self._running:
             queue.catch_up()
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its buffers."""
-        self._queue = None
+        self._queue = _no_queue
         for module in self._model.modules():
             module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 
@@ -224,6 +221,10 @@ class CallStates:
             own = {place: state.values.get(place, ABSENT) for place in places}
             known = self._differences[id(state)] = (state, self._newest, own)
         return known[2]
+
+
+def _no_queue() -> None:
+    """Of a model whose calls nobody queues (yet)."""
 
 
 def _differing(one: CallState, other: CallState) -> list[Place]:

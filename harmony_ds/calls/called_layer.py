@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_tensors
-from harmony_ds.calls.boundary import Sink, cut
+from harmony_ds.calls.boundary import DeadEnd, Sink, cut
 from harmony_ds.calls.buffers import changes_buffers_unseen, versions
 from harmony_ds.calls.caches import emptied
-from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.lending import LayerSlots
 from harmony_ds.calls.own_memory import ParameterMemory

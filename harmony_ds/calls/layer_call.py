@@ -23,7 +23,7 @@ from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
-from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
+from harmony_ds.calls.pieces import Assembled, Cut, Rows
 from harmony_ds.calls.places import Place
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
@@ -185,15 +185,12 @@ class LayerCalls:
                 replay(call.states[0])
                 _propagate(layer, call, tensors, gradients, copies, call.sinks)
             else:
-                sinks = PieceSinks(call.cut, call.sinks, tensors)
-                for number, piece in enumerate(call.cut.pieces(call.cut.backward)):
+                pieces = call.cut.propagated(tensors, call.sinks, gradients)
+                for number, (own, sinks, given) in enumerate(pieces):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    sinks.begin(piece)
-                    own, given = call.cut.inputs_of(piece, tensors), call.cut.gradients_of(piece, gradients)
-                    _propagate(layer, call, own, given, copies, sinks.sinks)
-                sinks.finish()
+                    _propagate(layer, call, own, given, copies, sinks)
         self.forget(call)
         return True
 

@@ -108,6 +108,25 @@ class Cut:
         for first in range(0, self.rows, size):
             yield Piece(first, min(first + size, self.rows), self.rows)
 
+    def propagated(
+        self, tensors: Sequence[Tensor], sinks: Sequence[Sink | None], gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[list[Tensor], list[Sink | None], list[Tensor | None]]]:
+        """Inputs, their sinks, and gradients of outputs, piece by piece of a backward pass.
+
+        What the sinks of pieces have gathered is handed to `sinks` in the end.
+        """
+        split = [
+            PieceSink(sink, tensor, dim) if sink is not None and dim is not None else sink
+            for sink, tensor, dim in zip(sinks, tensors, self.dims.inputs, strict=True)
+        ]
+        own = [sink for sink in split if isinstance(sink, PieceSink)]
+        for piece in self.pieces(self.backward):
+            for sink in own:
+                sink.piece = piece
+            yield self.inputs_of(piece, tensors), split, self.gradients_of(piece, gradients)
+        for sink in own:
+            sink.finish()
+
     def inputs_of(self, piece: Piece, tensors: Iterable[Tensor]) -> list[Tensor]:
         """The rows of `piece` of a call's inputs."""
         return [piece.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
@@ -158,9 +177,10 @@ class PieceSink:
         self._dim = dim
         self._gradient: Tensor | None = None
         self.piece: Piece | None = None
+        """The one that is propagated through."""
 
     def add(self, gradient: Tensor) -> None:
-        """Takes the gradient of the piece that is propagated through."""
+        """Takes the gradient of that piece."""
         assert self.piece is not None
         if self._gradient is None:
             self._gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
@@ -176,28 +196,6 @@ class PieceSink:
         gradient = self.take()
         if gradient is not None:
             self._whole.add(gradient)
-
-
-class PieceSinks:
-    """The sinks of a call's inputs while it is propagated through in pieces."""
-
-    def __init__(self, cut: Cut, sinks: Sequence[Sink | None], tensors: Sequence[Tensor]) -> None:
-        self.sinks: list[Sink | None] = [
-            PieceSink(sink, tensor, dim) if sink is not None and dim is not None else sink
-            for sink, tensor, dim in zip(sinks, tensors, cut.dims.inputs, strict=True)
-        ]
-
-    @property
-    def _split(self) -> list[PieceSink]:
-        return [sink for sink in self.sinks if isinstance(sink, PieceSink)]
-
-    def begin(self, piece: Piece) -> None:
-        for sink in self._split:
-            sink.piece = piece
-
-    def finish(self) -> None:
-        for sink in self._split:
-            sink.finish()
 
 
 # ---- finding the rows

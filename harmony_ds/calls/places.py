@@ -114,6 +114,18 @@ class Items(Place):
         (self.held.update if isinstance(self.held, set) else self.held.extend)(() if value is ABSENT else value)
 
 
+class Setting(Place):
+    """`held` are the functions that read and write it; it is always there."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.held[0]()
+
+    def write(self, value: Any) -> None:
+        self.held[1](value)
+
+
 class Standing(Place):
     """`held` itself, which stays; what it holds may change."""
 

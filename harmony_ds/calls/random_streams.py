@@ -12,15 +12,20 @@ them replayed where a layer is recomputed, and put back to where its forward pas
 from __future__ import annotations
 
 import hashlib
+import pickle
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.generators import generators_of, global_generators
-from harmony_ds.calls.places import Noted, Places, kept, read_all, write_all
+from harmony_ds.calls.module_places import all_places
+from harmony_ds.calls.places import SCALARS, Noted, Place, Places, Setting, kept, read_all, write_all
+from harmony_ds.calls.trees import flatten
 from harmony_ds.device.base import Device
 
 
@@ -55,7 +60,7 @@ class RandomStreams:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._others: Places = ()  # that the model was seen to draw from
-        self._held: Places = ()
+        self._available: Places = _GLOBAL
         self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
         self._states: dict[object, tuple[tuple[Tensor, ...], Noted]] = {}
         self._current: object | None = None
@@ -72,10 +77,7 @@ class RandomStreams:
 
     def look_for_generators(self, modules: Iterable[nn.Module]) -> None:
         """What `modules` hold may be drawn from, too."""
-        self._held = generators_of(modules)
-
-    def _available(self) -> Places:
-        return *global_generators(), *self._held
+        self._available = *_GLOBAL, *_generators_of(modules)
 
     def open(self) -> None:
         """Remembers the user's generators."""
@@ -138,7 +140,7 @@ class RandomStreams:
         are replayed from then on; they are where they were.
         """
         known = self._others
-        self._others = self._available()
+        self._others = self._available
         before = tuple(read_all(self._others))
         drawn: list[str] = []
         try:
@@ -152,7 +154,7 @@ class RandomStreams:
     @contextmanager
     def others_kept(self) -> Iterator[None]:
         """Whatever is drawn from other generators while the context is open is undone in the end."""
-        with kept(self._available()):
+        with kept(self._available):
             yield
 
     def _leave(self) -> None:
@@ -162,3 +164,75 @@ class RandomStreams:
         if self._left is not None:
             write_all(self._others, self._left)
             self._left = None
+
+
+# ---- generators beside torch's global ones, as places: what they hold is where they stand
+
+
+class _Generators(Place):
+    """Where generators stand that `held`, another place, holds. States compare as equal if they are."""
+
+    __slots__ = ()
+
+    def _identity(self) -> tuple[int, Any]:
+        return id(type(self)), self.held
+
+    def read(self) -> Any:
+        # The state names the generator: the place may hold another one by the time that it is put back.
+        return tuple((generator, _state(generator)) for generator in _generators_in(self.held.read()))
+
+    def write(self, value: Any) -> None:
+        for generator, state in value:
+            _set_state(generator, state)
+
+
+def _generators_of(modules: Iterable[nn.Module]) -> Places:
+    """Those that `modules` hold, and the variables that their code names."""
+    holding = (place for place in dict.fromkeys(all_places(modules)) if _generators_in(place.read()))
+    return tuple(_Generators(place, place.key, f"the generator {place.key}") for place in holding)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from `value`."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(value, (np.random.Generator, np.random.RandomState))
+
+
+def _generators_in(value: Any) -> list[Any]:
+    if isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
+        return []
+    return list({id(leaf): leaf for leaf in flatten(value)[0] if is_generator(leaf)}.values())
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(
+        generator.__getstate__() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+    )
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.__setstate__(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+_GLOBAL = (
+    Setting((random.getstate, random.setstate), "random", "Python's global random numbers"),
+    Setting(
+        (lambda: pickle.dumps(np.random.get_state()), lambda state: np.random.set_state(pickle.loads(state))),
+        "numpy.random",
+        "NumPy's global random numbers",
+    ),
+)

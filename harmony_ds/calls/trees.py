@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,20 +23,20 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 class _Opener:
-    """How values of one kind are opened, and made again."""
+    """How values of one kind are opened, and made again: those that cannot be changed in place at once (`make`), others
+    `empty`, to be filled.
+    """
 
-    mutable = False
+    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         """What is to be known beside the children, and those."""
         raise NotImplementedError
 
     def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
-        """One that cannot be changed in place."""
         raise NotImplementedError
 
     def empty(self, cls: Any, known: Any) -> Any:
-        """A fresh one that can, to be filled."""
         return cls.__new__(cls)
 
     def fill(self, target: Any, known: Any, children: list[Any]) -> None:
@@ -44,16 +45,19 @@ class _Opener:
 
 
 class _Tuple(_Opener):
+    mutable = False
+
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return None, list(value)
 
     def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
-        make: Callable[[list[Any]], Any] = getattr(cls, "_make", cls)
-        return make(children)
+        return getattr(cls, "_make", cls)(children)
 
 
 class _Registered(_Opener):
     """torch's pytrees have a function for either way."""
+
+    mutable = False
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         children, known = SUPPORTED_NODES[type(value)].flatten_fn(value)
@@ -65,8 +69,6 @@ class _Registered(_Opener):
 
 class _List(_Opener):
     """And sets, and deques (`known` is a deque's greatest length)."""
-
-    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return getattr(value, "maxlen", None), list(value)
@@ -80,8 +82,6 @@ class _List(_Opener):
 
 
 class _Dict(_Opener):
-    mutable = True
-
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return (list(value), getattr(value, "default_factory", None)), list(value.values())
 
@@ -99,8 +99,6 @@ class _Dict(_Opener):
 
 class _Object(_Opener):
     """Attributes, in the object's dictionary or in slots."""
-
-    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         held = getattr(value, "__dict__", {})
@@ -123,17 +121,10 @@ _OPENED_MODULES = ("types", "collections", "argparse")
 
 _LIBRARIES = ("transformers", "diffusers", "peft", "timm")
 
-_openers: dict[type, _Opener | None] = {}
-"""By type, as far as it was asked for; None: its values are leaves."""
 
-
+@functools.cache
 def _opener_of(cls: type) -> _Opener | None:
-    if cls not in _openers:
-        _openers[cls] = _find_opener(cls)
-    return _openers[cls]
-
-
-def _find_opener(cls: type) -> _Opener | None:
+    """None: values of `cls` are leaves."""
     if issubclass(cls, _LEAF_TYPES):
         return None
     if cls not in (list, dict, tuple, collections.OrderedDict, collections.defaultdict, collections.deque) and (
@@ -230,7 +221,7 @@ class Contents:
 
 def may_change(value: Any) -> bool:
     """Whether `value` is a number or the like, which may be exchanged, or data that can be changed in place."""
-    opener = _opener_of(type(value))
+    opener = _opener_of(type(value))  # type: ignore[arg-type]
     return isinstance(value, (bool, int, float, str, type(None))) if opener is None else opener.mutable
 
 
@@ -257,7 +248,7 @@ class _Opening:
         self.known: dict[int, Branch] = {}
 
     def visit(self, value: Any) -> Branch | Same | None:
-        opener = _opener_of(type(value))
+        opener = _opener_of(type(value))  # type: ignore[arg-type]
         if opener is None:
             self.leaves.append(value)
             return None

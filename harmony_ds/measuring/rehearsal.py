@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.boundary import DeadEnd, Glue, Sink, Slot, guarded_backward, sinks_behind
 from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
-from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
 from harmony_ds.calls.places import Absent, Noted, Place

@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from harmony_ds.calls.call_code import is_function
-from harmony_ds.calls.generators import is_generator
+from harmony_ds.calls.random_streams import is_generator
 from harmony_ds.calls.trees import Contents, changed, flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss

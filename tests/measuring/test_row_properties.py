@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harmony_ds.calls.pieces import Assembled, Cut, Piece, PieceSinks, RowDims, Rows, row_dims
+from harmony_ds.calls.pieces import Assembled, Cut, Piece, RowDims, Rows, row_dims
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,10 @@ def test_gradients_of_pieces_are_the_gradient_of_the_whole(inputs: list[Kind], r
     tensors = [kind.tensor(rows) for kind in inputs]
     gradients = [torch.ones_like(t) for t in tensors]
     sinks = [Sum() for _ in inputs]
-    split = PieceSinks(cut, sinks, tensors)
-    for piece in cut.pieces(size):
-        split.begin(piece)
-        parts = cut.inputs_of(piece, tensors)
-        for sink, part, gradient in zip(split.sinks, parts, cut.gradients_of(piece, gradients), strict=True):
+    for parts, own, given_here in cut.propagated(tensors, sinks, gradients):
+        for sink, part, gradient in zip(own, parts, given_here, strict=True):
             if gradient is not None and sink is not None:
                 sink.add(2 * part * gradient)
-    split.finish()
     for one, tensor in zip(sinks, tensors, strict=True):
         assert one.gradient is not None
         assert torch.equal(one.gradient, 2 * tensor)
