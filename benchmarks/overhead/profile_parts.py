@@ -22,7 +22,7 @@ _LANE = "lane switch (and the model's code between layers)"
 _TREES = "flatten, unflatten"
 _BOUNDARY = "boundary, glue"
 _RNG = "random state"
-_LENDING = "lending parameters and buffers"
+_INSTALLATION = "installation parameters and buffers"
 _SCANS = "scans over modules and buffers"
 _CONTEXTS = "context managers (grad mode, autocast, contextlib)"
 _CALLS = "layer call bookkeeping"
@@ -44,8 +44,8 @@ _MODULES = {
     "calls/boundary.py": _BOUNDARY,
     "calls/own_memory.py": _BOUNDARY,
     "calls/random_streams.py": _RNG,
-    "calls/lending.py": _LENDING,
-    "calls/buffers.py": _LENDING,
+    "calls/installed.py": _INSTALLATION,
+    "calls/buffers.py": _INSTALLATION,
     "calls/layer_call.py": _CALLS,
     "calls/called_layer.py": _CALLS,
     "calls/recorded_call.py": _CALLS,

@@ -11,8 +11,8 @@ from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_te
 from harmony_ds.calls.boundary import DeadEnd, Sink, cut
 from harmony_ds.calls.buffers import changes_buffers_unseen, versions
 from harmony_ds.calls.caches import emptied
+from harmony_ds.calls.installed import LayerParameters
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.lending import LayerSlots
 from harmony_ds.calls.own_memory import ParameterMemory
 from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
@@ -29,9 +29,9 @@ class CalledLayer:
         replayed: it depends on buffers that it changes: a recomputation begins with what they were.
     """
 
-    def __init__(self, layer: Layer, slots: LayerSlots) -> None:
+    def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
         self.name = layer.name
-        self.slots = slots
+        self.parameters = parameters
         self.dead_end = DeadEnd(layer.name)
         self.memory = ParameterMemory(layer.parameters)
         self.buffered = [module for module in layer.module.modules() if module._buffers]
@@ -39,7 +39,7 @@ class CalledLayer:
         self.changes_inputs = False
         self.changes_buffers = False
         self.replayed = False
-        self._parameters = layer.parameters
+        self._names = layer.parameters
 
     def watch(self, places: Iterable[Place]) -> bool:
         """From now on, `places` are part of what calls take and give. False if they were already."""
@@ -57,7 +57,7 @@ class CalledLayer:
 
     def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
-        return self.dead_end.guarded({name: copies[name] for name in self._parameters if name in copies})
+        return self.dead_end.guarded({name: copies[name] for name in self._names if name in copies})
 
     def run(
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], sinks: list[Sink | None]
@@ -73,7 +73,7 @@ class CalledLayer:
         nodes = [tensor.grad_fn for tensor in inputs]
         before = versions(self.buffered)
         with (
-            self.slots.filled(copies),
+            self.parameters.installed(copies),
             request.callers_state(),
             held(self.places, attributes) as left,
             collecting(request) as collected,

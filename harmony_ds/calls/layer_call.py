@@ -20,13 +20,13 @@ from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
+from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
-from harmony_ds.calls.pieces import Assembled, Cut, Rows
 from harmony_ds.calls.places import Place
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
+from harmony_ds.calls.slices import Assembled, Cut, Rows
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
@@ -37,12 +37,12 @@ class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        rows: how calls are cut into pieces.
+        rows: how calls are cut into slices.
         outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], lending: Lending, stash: Stash) -> None:
-        self._layers = [CalledLayer(layer, lending.slots(layer.module)) for layer in layers]
+    def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
+        self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._stash = stash
         self.rows = Rows()
         self.outputs_hooked = False
@@ -72,7 +72,7 @@ class LayerCalls:
         if request.grad:
             request = without_unknown(request)
         caches = empty_caches(request) if request.grad else []  # generation fills them
-        with layer.slots.filled(copies), request.callers_state(), emptied(caches):
+        with layer.parameters.installed(copies), request.callers_state(), emptied(caches):
             outputs = request.context.run(request.forward, *request.args, **request.kwargs)
             own = layer.memory.of(copies)
             if not own.isdisjoint(memory_of(tensors_in(outputs))):
@@ -80,7 +80,7 @@ class LayerCalls:
             return outputs
 
     def _unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
-        """As `attached`, for a call without gradients, in pieces where it can be cut."""
+        """As `attached`, for a call without gradients, in slices where it can be cut."""
         if not self.rows.cuts:
             return self.attached(request, copies)
         without, layer = without_unknown(request), self._layers[request.layer]
@@ -89,7 +89,7 @@ class LayerCalls:
         if cut is None or not layer.may_be_cut(arguments):
             return self.attached(request, copies)
         call = RecordedCall(without, 0, arguments, [None] * len(tensors), cut)
-        outcome = self._run_pieces(call, tensors, copies, State)
+        outcome = self._run_slices(call, tensors, copies, State)
         return layer.hand_over(call, outcome, outcome.leaves, tensors)
 
     # ---- cut: forward now, backward later
@@ -121,7 +121,7 @@ class LayerCalls:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]
-        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
+        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), glue)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(request)
@@ -167,7 +167,7 @@ class LayerCalls:
         anything to propagate.
 
         Args:
-            gather: called between the pieces of a call that is cut: adds up what has reached `copies`.
+            gather: called between the slices of a call that is cut: adds up what has reached `copies`.
         """
         gradients = [slot.take() if slot is not None else None for slot in call.slots]
         if all(gradient is None for gradient in gradients):
@@ -185,8 +185,8 @@ class LayerCalls:
                 replay(call.states[0])
                 _propagate(layer, call, tensors, gradients, copies, call.sinks)
             else:
-                pieces = call.cut.propagated(tensors, call.sinks, gradients)
-                for number, (own, sinks, given) in enumerate(pieces):
+                slices = call.cut.propagated(tensors, call.sinks, gradients)
+                for number, (own, sinks, given) in enumerate(slices):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
@@ -202,13 +202,13 @@ class LayerCalls:
         arguments, tensors = layer.take(request)
         sinks: list[Sink | None] = [layer.dead_end if t.requires_grad else None for t in tensors]
         call = RecordedCall(request, 0, arguments, sinks, cut)
-        outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, State)
+        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, State)
         return Trial(tensors, outcome.tensors, layer.may_be_cut(arguments))
 
-    def _run_pieces(
+    def _run_slices(
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
     ) -> Outcome:
-        """The call over detached `tensors`, forward, piece by piece if it is cut."""
+        """The call over detached `tensors`, forward, slice by slice if it is cut."""
         index, layer = call.request.layer, self._layers[call.request.layer]
         sinks: list[Sink | None] = [layer.dead_end if sink else None for sink in call.sinks]
         copies = layer.guarded(copies)
@@ -217,11 +217,11 @@ class LayerCalls:
             return layer.run(call, tensors, copies, sinks)
         whole = Assembled(call.cut, tensors)
         first: Outcome | None = None
-        for piece in call.cut.pieces(call.cut.forward):
-            if piece.first and index in self.rows.drawing:
+        for part in call.cut.slices(call.cut.forward):
+            if part.first and index in self.rows.drawing:
                 call.states.append(state())
-            outcome = layer.run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
-            whole.add(piece, outcome.inputs, outcome.leaves)
+            outcome = layer.run(call, call.cut.inputs_of(part, tensors), copies, sinks)
+            whole.add(part, outcome.inputs, outcome.leaves)
             first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
         assert first is not None

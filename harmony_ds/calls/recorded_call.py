@@ -12,8 +12,8 @@ from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import Sink, Slot
 from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.pieces import Cut
 from harmony_ds.calls.random_streams import State
+from harmony_ds.calls.slices import Cut
 from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
@@ -31,10 +31,10 @@ class RecordedCall:
         request: the call as the model made it, without its arguments.
         number: place among the calls of its micro-batch.
         sinks: per tensor argument: where its gradient goes, or None.
-        cut: how the call is cut into pieces; None: not at all.
+        cut: how the call is cut into slices; None: not at all.
         buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
-        states: random state before the call, or before each of its pieces if it draws random numbers.
+        states: random state before the call, or before each of its slices if it draws random numbers.
         slots: per tensor output: the sum of its gradients, or None where none flows.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """

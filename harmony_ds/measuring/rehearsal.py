@@ -42,7 +42,7 @@ class Rehearsal:
         self._parts = parts
         self._layers = layers
         self._unlayered = unlayered
-        self._all = parts.lending.modules
+        self._all = parts.installation.modules
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
@@ -69,7 +69,7 @@ class Rehearsal:
             BaseException: whatever the model raised.
         """
         parts = self._parts
-        parts.lending.touched.clear()
+        parts.installation.touched.clear()
         copy = parts.residency.swap_in(self._unlayered)
         copy.wait(parts.device)
         parts.random.open()
@@ -77,7 +77,7 @@ class Rehearsal:
             with (
                 parts.random.watching_others() as drawn,
                 undone(self._all),
-                parts.lending.lent(copy.leaves, keep_buffers=False),
+                parts.installation.installed(copy.leaves, keep_buffers=False),
             ):
                 reason = self._run_twice(forward, seed)
                 self._check_written("the code between the layers", copy)

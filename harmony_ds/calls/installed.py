@@ -1,12 +1,12 @@
-"""What a module's parameters are while the engine runs it.
+"""What a module's parameters are while the engine runs it: the host's, phantoms, or copies installed for a layer's call.
 
 Every module's `_parameters` dictionary is exchanged as a whole, which costs one assignment per module:
 
-    resting        host parameters     see `harmony_ds.parameters`: reading one waits for its pending update
-    lent           PhantomParameters   the device's dtype and device, no memory; using one raises its name
+    host           host parameters     see `harmony_ds.parameters`: reading one waits for its pending update
+    installed      PhantomParameters   the device's dtype and device, no memory; using one raises its name
     in a call      device copies       of this layer's parameters, for the time of one layer call
 
-Buffers live on the device while a model is lent, and what changed comes back afterwards.
+Buffers live on the device while a model is installed there, and what changed comes back afterwards.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class _Owner:
         self.module.__dict__["_parameters"] = parameters
 
 
-class Lending:
-    """Exchanges what the modules of one model hold."""
+class Installation:
+    """Installs on the device what the modules of one model hold."""
 
     def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
@@ -134,20 +134,20 @@ class Lending:
                 owner = self._owners[module] = _Owner(module, names, FixedParameters(held))
                 owner.hold(owner.host)
         self.buffers = DeviceBuffers(self.modules, device, ledger)
-        self._lent = False
+        self._open = False
         self.touched: set[str] = set()
         self.fetch: Touched | None = None  # brings what is used outside a layer call
 
     @contextmanager
-    def lent(self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
+    def installed(self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
         """While open, no module shows host tensors: phantoms, and `unlayered` device tensors by canonical name.
 
         What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised.
         """
-        if self._lent:  # a forward pass inside generate()
+        if self._open:  # a forward pass inside generate()
             yield
             return
-        self._lent = True
+        self._open = True
         try:
             for owner in self._owners.values():
                 owner.hold(self._without_host(owner, unlayered))
@@ -160,7 +160,7 @@ class Lending:
             self.buffers.restore()
             for owner in self._owners.values():
                 owner.hold(owner.host)
-            self._lent = False
+            self._open = False
 
     def _without_host(self, owner: _Owner, unlayered: Mapping[str, Tensor]) -> dict[str, Any]:
         if not owner.phantoms:
@@ -182,36 +182,36 @@ class Lending:
         for owner in self._owners.values():
             owner.hold(dict(owner.host))
 
-    def slots(self, layer: nn.Module) -> LayerSlots:
-        """The dictionaries of a layer's modules, to be filled by `LayerSlots.filled`."""
+    def parameters_of(self, layer: nn.Module) -> LayerParameters:
+        """Those of a layer's modules."""
         owners = [self._owners[module] for module in layer.modules() if module in self._owners]
-        return LayerSlots([(owner.module, owner.names) for owner in owners])
+        return LayerParameters([(owner.module, owner.names) for owner in owners])
 
 
-class LayerSlots:
-    """Where a layer's parameters are looked up."""
+class LayerParameters:
+    """The dictionaries in which a layer's parameters are looked up."""
 
     def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
         self._owners = tuple(owners)
         self._recurrent = [module for module, _ in self._owners if isinstance(module, nn.RNNBase)]
 
     @contextmanager
-    def filled(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
+    def installed(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
         """While open, the layer's modules hold `copies` (by canonical name)."""
         before = [module.__dict__["_parameters"] for module, _ in self._owners]
         lists = [(module._flat_weights, module._flat_weight_refs) for module in self._recurrent]
         try:
-            for (module, names), shown in zip(self._owners, before, strict=True):
-                filled = {key: copies.get(name, shown[key]) for key, name in names.items()}
+            for (module, names), held in zip(self._owners, before, strict=True):
+                filled = {key: copies.get(name, held[key]) for key, name in names.items()}
                 module.__dict__["_parameters"] = FixedParameters(
-                    filled if len(filled) == len(shown) else {**shown, **filled}
+                    filled if len(filled) == len(held) else {**held, **filled}
                 )
             for module in self._recurrent:
                 _list_weights(module)
             yield
         finally:
-            for (module, _), shown in zip(self._owners, before, strict=True):
-                module.__dict__["_parameters"] = shown
+            for (module, _), held in zip(self._owners, before, strict=True):
+                module.__dict__["_parameters"] = held
             for module, (weights, references) in zip(self._recurrent, lists, strict=True):
                 module._flat_weights, module._flat_weight_refs = weights, references
 
