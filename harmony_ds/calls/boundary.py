@@ -41,7 +41,7 @@ class Origin:
         """Identifies the layer calls that it is of."""
 
 
-class _Sum:
+class GradientSum:
     """The gradient of one tensor: the sum of what its consumers hand back."""
 
     __slots__ = ("gradient",)
@@ -58,7 +58,7 @@ class _Sum:
         return gradient
 
 
-class Slot(_Sum):
+class Slot(GradientSum):
     """The gradient of one output of a layer call.
 
     Attributes:
@@ -91,7 +91,7 @@ class Slot(_Sum):
         super().add(gradient)
 
 
-class GlueSink(_Sum):
+class GlueSink(GradientSum):
     """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
 
     __slots__ = ("deadline", "nbytes")

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from harmony_ds.calls.buffers import WatchedBuffers, changes_buffers_unseen
+from harmony_ds.calls.buffers import WatchedBuffers
 from harmony_ds.calls.call_walk import Found, Walk
 from harmony_ds.calls.places import ABSENT, Place, held, same
 from harmony_ds.errors import CallChangedError
@@ -119,7 +119,7 @@ class CallStates:
     def _keep(self, found: Found) -> None:
         self._found = found
         self._newest = CallState(found.values, found.modes)
-        self._writes |= any(map(changes_buffers_unseen, found.statistics))
+        self._writes |= found.writes_unseen
         self._versions = self._found.versions()
 
     # ---- while the engine runs

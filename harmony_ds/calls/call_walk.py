@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.buffers import changes_buffers_unseen
 from harmony_ds.calls.call_code import is_function, read_by, read_by_callable
 from harmony_ds.calls.module_places import HOOKS, of_all_modules
 from harmony_ds.calls.places import ABSENT, SCALARS, Items, Place, Setting, Standing, read_all
@@ -67,7 +68,7 @@ class Found:
     values: dict[Place, Any] = field(default_factory=dict)
     checked: dict[Place, Any] = field(default_factory=dict)  # named by what is said when it differs
     modes: bytes = b""
-    statistics: list[nn.Module] = field(default_factory=list)  # modules that may write to buffers without a sign
+    writes_unseen: bool = False  # to buffers
     backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
@@ -160,8 +161,7 @@ class Walk:
                 found.iterated.append(values)
         found.tensors += [(b, f"the buffer {name}.{k}") for k, b in dict.items(held["_buffers"]) if b is not None]
         found.parameters += [p for p in dict.values(held["_parameters"]) if p is not None]
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            found.statistics.append(module)
+        found.writes_unseen |= changes_buffers_unseen(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
 
     def _hooks_in(self, held: dict[str, Any], name: Callable[[str], str], owner: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Sink
+from harmony_ds.calls.boundary import GradientSum, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +168,24 @@ class Assembled:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
 
 
-class SliceTarget:
+class SliceTarget(GradientSum):
     """Puts the gradient of an input together from those of its slices, for the sink of the whole."""
 
+    __slots__ = ("_dim", "_tensor", "_whole", "part")
+
     def __init__(self, whole: Sink, tensor: Tensor, dim: int) -> None:
+        super().__init__()
         self._whole = whole
         self._tensor = tensor
         self._dim = dim
-        self._gradient: Tensor | None = None
         self.part: RowSlice | None = None
         """The one that is propagated through."""
 
     def add(self, gradient: Tensor) -> None:
-        """Takes the gradient of that slice."""
         assert self.part is not None
-        if self._gradient is None:
-            self._gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
-        self.part.narrow(self._gradient, self._dim).add_(gradient)
-
-    def take(self) -> Tensor | None:
-        """The whole gradient, which is no longer kept here; None if there was none."""
-        gradient, self._gradient = self._gradient, None
-        return gradient
+        if self.gradient is None:
+            self.gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
+        self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
         """Hands the whole over."""

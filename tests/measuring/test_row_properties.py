@@ -106,7 +106,7 @@ def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows
     whole = [kind.tensor(rows) for kind in outputs]
     together = Assembled(cut, [])
     for part in cut.slices(size):
-        together.add(part, [], [*_part(cut, slice, whole), "said"])
+        together.add(part, [], [*_part(cut, part, whole), "said"])
     assert together.leaves[-1] == "said"
     for found, expected in zip(together.leaves, whole, strict=False):
         assert torch.equal(found, expected)
