@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.buffers import changes_buffers_unseen
 from harmony_ds.calls.call_code import is_function, read_by, read_by_callable
-from harmony_ds.calls.module_places import HOOKS, of_all_modules
+from harmony_ds.calls.module_places import HOOKS, OF_ALL
 from harmony_ds.calls.places import ABSENT, SCALARS, Items, Place, Setting, Standing, read_all
 from harmony_ds.offload.host_store import ungated
 
@@ -130,7 +130,7 @@ class Walk:
         for switch in _SWITCHES:
             if self._value(switch, switch.read()):
                 found.equal.append(switch)
-        self._hooks_in(vars(nn.modules.module), of_all_modules, "all modules")
+        self._hooks_in(vars(nn.modules.module), OF_ALL, "all modules")
         self._modules(type(self._model).__name__, self._model)
         for function in self._functions:
             self._function(function)
@@ -151,7 +151,7 @@ class Walk:
         self._training.append(module.training)
         self._class(type(module))
         found, held = self._found, module.__dict__
-        self._hooks_in(held, str, name)
+        self._hooks_in(held, "", name)
         for key, what in _HELD.items():
             inside = held[key]
             values = dict.values(inside)  # goes on showing what is there
@@ -164,9 +164,9 @@ class Walk:
         found.writes_unseen |= changes_buffers_unseen(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
 
-    def _hooks_in(self, held: dict[str, Any], name: Callable[[str], str], owner: str) -> None:
-        for kind in HOOKS:
-            key, what = name(kind), f"a {kind[1:-1].replace('_pre_', ' pre-').replace('_', ' ')}"
+    def _hooks_in(self, held: dict[str, Any], prefix: str, owner: str) -> None:
+        for kind, what in HOOKS.items():
+            key = prefix + kind
             hooks = held[key]
             self._found.checked[Place(held, key, f"{what} of {owner} was registered or removed")] = tuple(hooks)
             self._found.sized.append(hooks)

@@ -21,13 +21,15 @@ from harmony_ds.calls.trees import flatten, may_change
 _ELSEWHERE = frozenset(
     "_parameters _buffers _modules _non_persistent_buffers_set forward _flat_weights _flat_weight_refs".split()
 )
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes of a module that hold its hooks; those of all modules have names like these."""
-
-
-def of_all_modules(hooks: str) -> str:
-    """The variable of `torch.nn.modules.module` that holds such hooks of all modules."""
-    return f"_global{hooks}"
+HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+"""The attributes of a module that hold its hooks, and how messages call one."""
+OF_ALL = "_global"
+"""In front of those, the variables of `torch.nn.modules.module` that hold hooks of all modules."""
 
 
 def places_of(modules: Iterable[nn.Module]) -> Places:
@@ -45,7 +47,7 @@ def all_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
         functions += filter(is_function, module.__dict__.values())
         reads += map(read_by_callable, functions)
         yield from (_attribute(module, key) for key in module.__dict__ if key not in _ELSEWHERE)
-    of_all = [hook for kind in HOOKS for hook in vars(nn.modules.module)[of_all_modules(kind)].values()]
+    of_all = [hook for kind in HOOKS for hook in vars(nn.modules.module)[OF_ALL + kind].values()]
     yield from chain.from_iterable(chain(reads, map(read_by_callable, of_all)))
 
 
