@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending, belongs_to_engine
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
@@ -96,7 +96,7 @@ class Assembly:
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
         self.interception.remove()
-        self.parts.lending.remove()
+        self.parts.installation.remove()
         self.parts.calls.remove()
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
@@ -163,7 +163,7 @@ def _parts(
     looks = Looks(updater, device_store)
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
-    lending = Lending(model, decomposition.canonical, device, ledger)
+    installation = Installation(model, decomposition.canonical, device, ledger)
     stash = Stash(device, ledger)
     parts = Parts(
         device=device,
@@ -173,9 +173,9 @@ def _parts(
         gradients=gradients,
         optimizer=host_optimizer,
         updater=updater,
-        lending=lending,
+        installation=installation,
         calls=CallStates(model),
-        layer_calls=LayerCalls(decomposition.layers, lending, stash),
+        layer_calls=LayerCalls(decomposition.layers, installation, stash),
         random=RandomStreams(device),
         timeline=timeline,
         progress=Progress(),

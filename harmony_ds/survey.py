@@ -45,9 +45,9 @@ class Survey:
 
     Attributes:
         graph: layers, parameters and the call order.
-        profile: costs of the configured micro-batch (in pieces of several sizes, where the search may choose), and the
+        profile: costs of the configured micro-batch (in slices of several sizes, where the search may choose), and the
             machine's rates.
-        costs: of the configured micro-batch, in the pieces that its layer calls are cut into.
+        costs: of the configured micro-batch, in the slices that its layer calls are cut into.
         element: bytes per element on the link.
         request: what the ds_config asks of a plan.
     """
@@ -203,7 +203,7 @@ def _of_several_sizes(profile: Profile) -> bool:
 
 
 def _sized(survey: Survey, config: Config) -> Survey:
-    """Where the search may choose: with the sizes of pieces of the fastest plan; of the smallest if nothing fits."""
+    """Where the search may choose: with the sizes of slices of the fastest plan; of the smallest if nothing fits."""
     profile, rows = survey.profile, config.micro_batch
     if not _of_several_sizes(profile):
         return survey

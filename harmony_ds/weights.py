@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from harmony_ds.calls.lending import belongs_to_engine
+from harmony_ds.calls.installed import belongs_to_engine
 from harmony_ds.errors import CheckpointError, ModelError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from harmony_ds.calls.places import patched
 from harmony_ds.errors import ModelError, UnsupportedError
 
 
@@ -40,8 +41,25 @@ class Origin:
         """Identifies the layer calls that it is of."""
 
 
-class Slot:
-    """The gradient of one output of a layer call: the sum of what its consumers hand back.
+class GradientSum:
+    """The gradient of one tensor: the sum of what its consumers hand back."""
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        # Out of place: autograd may hand the same tensor to several consumers.
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class Slot(GradientSum):
+    """The gradient of one output of a layer call.
 
     Attributes:
         call: the number of the call in its micro-batch.
@@ -50,15 +68,15 @@ class Slot:
         origin: the micro-batch that the call belongs to.
     """
 
-    __slots__ = ("call", "dtype", "gradient", "origin", "propagated", "shape")
+    __slots__ = ("call", "dtype", "origin", "propagated", "shape")
 
     def __init__(self, call: int, output: Tensor, origin: Origin | None = None) -> None:
+        super().__init__()
         self.origin = origin
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
         self.propagated = False
-        self.gradient: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,14 +88,52 @@ class Slot:
                 f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
                 f"through, and would be lost: {_FROM_ANOTHER}"
             )
-        # Out of place: autograd may hand the same tensor to several consumers.
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        super().add(gradient)
+
+
+class GlueSink(GradientSum):
+    """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
+
+    __slots__ = ("deadline", "nbytes")
+
+    def __init__(self, deadline: int, nbytes: int) -> None:
+        super().__init__()
+        self.deadline = deadline
+        self.nbytes = nbytes
+
+
+class DeadEnd:
+    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def add(self, gradient: Tensor) -> None:
+        raise ModelError(
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
+            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
+            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
+        )
 
     def take(self) -> Tensor | None:
-        gradient, self.gradient = self.gradient, None
-        return gradient
+        return None
+
+    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
+        return {name: self._guard(copy) for name, copy in copies.items()}
+
+    def _guard(self, copy: Tensor) -> Tensor:
+        known: Tensor | None = getattr(copy, _GUARD, None)
+        if known is not None:
+            return known
+        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
+        if copy.requires_grad:
+            alias.register_hook(self.add)
+        setattr(copy, _GUARD, alias)
+        return alias
 
 
+_GUARD = "_harmony_guard"
 _FROM_ANOTHER = (
     "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
     "(state = state.detach())."
@@ -144,8 +200,8 @@ def outlet(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _copies_a_leaf(tensor: Tensor) -> bool:
-    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
-    return len(behind) == 1 and behind[0] is not None and not behind[0].next_functions
+    behind = () if tensor.grad_fn is None else tensor.grad_fn.next_functions
+    return len(behind) == 1 and behind[0][0] is not None and not behind[0][0].next_functions
 
 
 def sinks_of(node: Node | None) -> Sequence[Sink] | None:
@@ -160,23 +216,21 @@ def guarded_backward(inside_layer: Callable[[], bool]) -> Iterator[None]:
     Raises:
         UnsupportedError: (whoever runs one) it does.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        inputs = args[3]
-        if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
-            raise UnsupportedError(
-                "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
-                "it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
-            )
-        gradients: tuple[Tensor, ...] = run(outputs, *args, **kwargs)
-        return gradients
+    def guarding(run: Any) -> Any:
+        def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+            inputs = args[3]
+            if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
+                raise UnsupportedError(
+                    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept "
+                    "while it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
+                )
+            return run(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = guarded  # type: ignore[attr-defined, assignment]
-    try:
+        return guarded
+
+    with patched(torch.autograd, "_engine_run_backward", guarding):
         yield
-    finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
@@ -185,8 +239,13 @@ def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
         if any(sinks_of(node) is not None for node in todo):
             return True
         seen |= todo
-        todo = {following for node in todo if node is not None for following, _ in node.next_functions}
+        todo = {following for node in todo for following in _behind(node)}
     return False
+
+
+def _behind(node: Node | None) -> list[Node]:
+    """The nodes that `node` hands its gradients to."""
+    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
 def _node_of(tensor: Any) -> Node | None:
@@ -270,7 +329,7 @@ class Glue:
         todo = [root]
         while todo:
             node = todo[-1]
-            following = [n for n, _ in node.next_functions if n is not None]
+            following = _behind(node)
             missing = [n for n in following if n not in self._newest]
             if missing and sinks_of(node) is None:
                 todo += missing
@@ -291,31 +350,12 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
         node = todo.pop()
         if node not in seen and sinks_of(node) is None:
             seen.add(node)
-            todo += [following for following, _ in node.next_functions if following is not None]
+            todo += _behind(node)
     return seen
 
 
 def sinks_behind(tensors: Iterable[Tensor]) -> set[Sink]:
     """Where gradients of `tensors` would go."""
     roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    inside = _nodes_behind(roots)
-    ends = roots.union(following for node in inside for following, _ in node.next_functions if following is not None)
+    ends = roots.union(*map(_behind, _nodes_behind(roots)))
     return {sink for end in ends for sink in sinks_of(end) or ()}
-
-
-class GlueSink:
-    """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
-
-    __slots__ = ("deadline", "gradient", "nbytes")
-
-    def __init__(self, deadline: int, nbytes: int) -> None:
-        self.deadline = deadline
-        self.nbytes = nbytes
-        self.gradient: Tensor | None = None
-
-    def add(self, gradient: Tensor) -> None:
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-    def take(self) -> Tensor | None:
-        gradient, self.gradient = self.gradient, None
-        return gradient

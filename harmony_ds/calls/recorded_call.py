@@ -10,11 +10,11 @@ from torch import Tensor
 
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import Sink, Slot
+from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.layer_buffers import Buffers
-from harmony_ds.calls.pieces import Cut
 from harmony_ds.calls.random_streams import State
-from harmony_ds.calls.trees import Shape, Written
+from harmony_ds.calls.slices import Cut
+from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
 
@@ -30,12 +30,11 @@ class RecordedCall:
     Attributes:
         request: the call as the model made it, without its arguments.
         number: place among the calls of its micro-batch.
-        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
-        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         sinks: per tensor argument: where its gradient goes, or None.
-        states: random state before the call, or before each of its pieces if it draws random numbers.
-        cut: how the call is cut into pieces; None: not at all.
+        cut: how the call is cut into slices; None: not at all.
         buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
+        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        states: random state before the call, or before each of its slices if it draws random numbers.
         slots: per tensor output: the sum of its gradients, or None where none flows.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
@@ -43,11 +42,11 @@ class RecordedCall:
     request: Request
     number: int
     arguments: Arguments
-    tensors: list[StashEntry | Kept]
     sinks: list[Sink | None]
-    states: list[State]
     cut: Cut | None = None
     buffers: Buffers | None = None
+    tensors: list[StashEntry | Kept] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
     slots: list[Slot | None] = field(default_factory=list)
     retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
@@ -97,8 +96,13 @@ class Outcome:
     inputs: list[Tensor]
     leaves: list[Any]
     shape: Shape
-    written: list[Written]
+    written: list[Contents]
     altered: list[int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The output leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -129,7 +129,7 @@ class HarmonySettings(PlanSwitches):
         forms.ROWS,
         "config",
         'rows of a micro-batch that go through a layer at a time: all; `"auto"`: what the search finds fastest; N, or '
-        '`{"forward": N, "backward": M}` ([planning.md](planning.md#pieces-of-a-micro-batch))',
+        '`{"forward": N, "backward": M}` ([planning.md](planning.md#slices-of-a-micro-batch))',
     )
     pin_memory: bool = _key(
         forms.SWITCH,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 
 
@@ -23,10 +24,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ class OpenStep(Owner):
         Raises:
             ModelError, CallChangedError: it cannot be.
         """
+        if not self.group:
+            self.links.check_memory()
         self.links.settle()
         if self._assembly.interception.follow() and self.group.is_open:
             raise CallChangedError(
@@ -88,6 +90,7 @@ class OpenStep(Owner):
         optimizer = self._assembly.host_optimizer
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
+        self.links.check_memory()
         self.settle()
         if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(
@@ -144,7 +147,7 @@ class OpenStep(Owner):
     def finish(self) -> None:
         self._assembly.finish_updates()
 
-    def look(self, name: str) -> None:
+    def materialize(self, name: str) -> None:
         self._assembly.looks.at_weights((name,))
 
     def run_queued(self, why: str) -> None:

@@ -44,7 +44,7 @@ class Measurement:
         self._device = parts.device
         self._layers = layers
         self._residency = parts.residency
-        self._lending = parts.lending
+        self._installation = parts.installation
         self._calls = parts.layer_calls
         self._random = parts.random
         self._unlayered: tuple[str, ...] = ()
@@ -65,30 +65,30 @@ class Measurement:
         """Costs of `forward` and of propagating `objective` of its outputs.
 
         Raises:
-            ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
+            ParameterOutsideLayerError: a parameter was used outside its layer; `Installation.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
         self._unlayered = unlayered
-        self._lending.touched.clear()
+        self._installation.touched.clear()
         copy = self._swap_in(unlayered)
         _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
         self._resident_leaves = copy.leaves
         self._random.open()
         try:
-            with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
+            with self._installation.installed(copy.leaves, keep_buffers=False), self._device.probe() as probe:
                 self._probe = probe
                 self._base = self._left = probe.live_bytes()
                 self._random.start(self, seed)
                 self._measure(probe, forward, objective)
         except Exception as error:
-            if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
+            if self._installation.touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
             raise
         finally:
             self._probe = None
             self._random.close()
             self._residency.evict(copy)
-        return replace(self._seen.table(), in_pieces=self._calls.rows.cuts)
+        return replace(self._seen.table(), in_slices=self._calls.rows.cuts)
 
     def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
         seen = self._seen
@@ -97,9 +97,9 @@ class Measurement:
         with handled_by(self), torch.enable_grad():
             outputs = forward()
         loss = objective(outputs)
-        if self._lending.touched:
+        if self._installation.touched:
             raise ParameterOutsideLayerError(
-                f"{', '.join(sorted(self._lending.touched))}: used outside the calls of the layers that own them."
+                f"{', '.join(sorted(self._installation.touched))}: used outside the calls of the layers that own them."
             )
         seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
@@ -256,7 +256,7 @@ class Measurement:
                 leaf.grad = None
 
     def _gather(self, copy: DeviceCopy) -> None:
-        """Between the pieces of a call, gradients of another dtype than their sums leave the parameters."""
+        """Between the slices of a call, gradients of another dtype than their sums leave the parameters."""
         if not self._residency.accumulates_in_place:
             for leaf in copy.leaves.values():
                 leaf.grad = None

@@ -1,4 +1,4 @@
-"""Measures a model on its device: what a micro-batch costs, whole or with its layer calls cut into pieces.
+"""Measures a model on its device: what a micro-batch costs, whole or with its layer calls cut into slices.
 
 Times and the machine's rates may come from a file that an earlier run left (`profile_cache`); bytes are always
 measured anew.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.attributes import undone
+from harmony_ds.calls.module_places import undone
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
@@ -33,7 +33,7 @@ from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling
 _logger = logging.getLogger(__name__)
 
 SEVERAL = "of several sizes"
-"""In the key of a profile: its tables are of one micro-batch in pieces of different sizes."""
+"""In the key of a profile: its tables are of one micro-batch in slices of different sizes."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -62,7 +62,7 @@ class Measuring:
         self.machine: Machine | None = None
 
     def table(self, sample: Sample, sizes: Sizes = WHOLE) -> CostTable:
-        """Bytes and times of `sample` in pieces of `sizes`; the machine's rates too, if they are not known yet.
+        """Bytes and times of `sample` in slices of `sizes`; the machine's rates too, if they are not known yet.
 
         Raises:
             BaseException: whatever the model or the objective raised.
@@ -78,7 +78,7 @@ class Measuring:
         return table
 
     def profile(self, sample: Sample) -> Profile:
-        """Bytes and times of `sample` in pieces of 1, 2, 4, ... rows and whole, as far as the device holds them.
+        """Bytes and times of `sample` in slices of 1, 2, 4, ... rows and whole, as far as the device holds them.
 
         Raises:
             torch.OutOfMemoryError: it does not hold single rows.
@@ -89,7 +89,7 @@ class Measuring:
         if known is not None:
             return known
         tables: list[tuple[int, CostTable]] = []
-        # On a device that only counts, every piece takes the host as long as a whole micro-batch.
+        # On a device that only counts, every slice takes the host as long as a whole micro-batch.
         smallest = 1 if self._parts.device.has_values else max(1, sample.rows // _MOST_COUNTED)
         for size in doubling(sample.rows, smallest):
             try:
@@ -100,17 +100,17 @@ class Measuring:
                 self._parts.stash.abandon()
                 if not tables:
                     raise
-                _logger.info("pieces of %d rows do not fit on the device; larger ones are not tried", size)
+                _logger.info("slices of %d rows do not fit on the device; larger ones are not tried", size)
                 break
         return self._save(tuple(tables), key)
 
-    def in_pieces(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
-        """Bytes of `sample` in pieces of `sizes`, measured, with the times that `profile` knows of them."""
+    def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
+        """Bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         self.cut(sample, sizes)
         return with_times(self._observe(sample), combined(profile, sizes, sample.rows))
 
     def cut(self, sample: Sample, sizes: Sizes) -> None:
-        """From now on, layer calls are cut into pieces of `sizes`."""
+        """From now on, layer calls are cut into slices of `sizes`."""
         if sizes != WHOLE:
             found = self._probe(sample)
             self._parts.layer_calls.rows = found.rows(sizes.forward, sizes.backward)
@@ -152,14 +152,14 @@ class Measuring:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What forward passes do to attributes and generators while the context is open is undone in the end."""
-        self._parts.random.look_for_generators(self._parts.lending.modules)
-        with undone(self._parts.lending.modules), self._parts.random.others_kept():
+        self._parts.random.look_for_generators(self._parts.installation.modules)
+        with undone(self._parts.installation.modules), self._parts.random.others_kept():
             yield
 
     # ---- the file
 
     def key(self, calls: tuple[int, ...], inputs: Any, sizes: Sizes | None) -> dict[str, str]:
-        """What a profile of a micro-batch of `inputs` depends on; `sizes` of its pieces, None: several."""
+        """What a profile of a micro-batch of `inputs` depends on; `sizes` of its slices, None: several."""
         key = profile_key(self._graph, calls, shapes_of(inputs), self._dtypes, self._parts.device)
         return key if sizes == WHOLE else {**key, "pieces": SEVERAL if sizes is None else str(sizes)}
 

@@ -60,7 +60,7 @@ def observe(
         except InputChangedError:
             pass  # it is remembered; the next run keeps a copy
         except Exception:
-            found = parts.lending.touched - set(unlayered)
+            found = parts.installation.touched - set(unlayered)
             if not found:
                 raise
             unlayered = (*unlayered, *sorted(found))
@@ -78,10 +78,10 @@ def _fetching(parts: Parts) -> Iterator[None]:
             fetched[name].wait(parts.device)
         return fetched[name].leaves[name].detach()
 
-    parts.lending.fetch = fetch
+    parts.installation.fetch = fetch
     try:
         yield
     finally:
-        parts.lending.fetch = None
+        parts.installation.fetch = None
         for copy in fetched.values():
             parts.residency.evict(copy)

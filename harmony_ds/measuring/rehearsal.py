@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
-from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
-from harmony_ds.calls.dead_end import DeadEnd
+from harmony_ds.calls.boundary import DeadEnd, Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_buffers import Buffers, buffers_apart
-from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
+from harmony_ds.calls.places import Absent, Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -43,7 +42,7 @@ class Rehearsal:
         self._parts = parts
         self._layers = layers
         self._unlayered = unlayered
-        self._all = parts.lending.modules
+        self._all = parts.installation.modules
         self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
@@ -52,7 +51,7 @@ class Rehearsal:
         self._known[_BETWEEN] = self._modules[_BETWEEN]
         self._near = {layer: self._owners(known) | {_BETWEEN} for layer, known in self._known.items()}
         self._own: dict[int, set[Place]] = {}
-        self._start: dict[int, Snapshot] = {}
+        self._start: dict[int, Noted] = {}
         self._touched: set[Place] = set()
         self._assigned: set[Place] = set()
         self._calls: list[int] = []
@@ -70,7 +69,7 @@ class Rehearsal:
             BaseException: whatever the model raised.
         """
         parts = self._parts
-        parts.lending.touched.clear()
+        parts.installation.touched.clear()
         copy = parts.residency.swap_in(self._unlayered)
         copy.wait(parts.device)
         parts.random.open()
@@ -78,7 +77,7 @@ class Rehearsal:
             with (
                 parts.random.watching_others() as drawn,
                 undone(self._all),
-                parts.lending.lent(copy.leaves, keep_buffers=False),
+                parts.installation.installed(copy.leaves, keep_buffers=False),
             ):
                 reason = self._run_twice(forward, seed)
                 self._check_written("the code between the layers", copy)
@@ -130,7 +129,7 @@ class Rehearsal:
 
     def _pass(self, forward: Callable[[], Any], seed: int) -> None:
         """One forward pass; what it touches is in `_touched`."""
-        self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
+        self._start = {key: Noted(places_of(modules)) for key, modules in self._modules.items()}
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
@@ -194,7 +193,7 @@ class Rehearsal:
         mixed = [(m, advanced[m] if changes_buffers_unseen(m) else own) for m, own in calls.copied_buffers(layer)]
         if self._same(outputs, self._trial(request, copy, mixed)[0]):
             return
-        calls.replayed.add(layer)
+        calls.replay_buffers(layer)
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
@@ -209,7 +208,7 @@ class Rehearsal:
         state = parts.random.snapshot()
         seen = tuple(dict.fromkeys((*self._known[request.layer], *self._modules[_BETWEEN])))
         with undone(seen), buffers_apart(buffers):
-            before = Snapshot(places_of(seen))
+            before = Noted(places_of(seen))
             with assignments() as assigned:
                 trial = parts.layer_calls.trial(request, copy.leaves)
             touched = before.changed() | assigned
@@ -321,7 +320,7 @@ class _Start:
     def __init__(self, modules: Sequence[nn.Module], random: RandomStreams) -> None:
         self._random = random
         self._state = random.snapshot()
-        self._attributes = Snapshot(places_of(modules), copies=True)
+        self._attributes = Noted(places_of(modules), copies=True)
         self._buffers = [(m, {k: None if b is None else b.clone() for k, b in m._buffers.items()}) for m in modules]
 
     @contextmanager

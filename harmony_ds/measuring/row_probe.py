@@ -1,7 +1,7 @@
-"""Finds out which layers can be cut into pieces of a micro-batch's rows, and where their tensors hold the rows.
+"""Finds out which layers can be cut into slices of a micro-batch's rows, and where their tensors hold the rows.
 
 The model is run twice, with a few rows and with one more. What grows with the rows holds them. Then each layer is run
-in pieces on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
+in slices on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
 normalization, capacities of experts) does not, and is never cut.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.boundary import Glue
 from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.pieces import Cut, RowDims, Rows, row_dims
 from harmony_ds.calls.random_streams import differ
 from harmony_ds.calls.recorded_call import Trial
+from harmony_ds.calls.slices import Cut, RowDims, Rows, row_dims
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.runtime.parts import Parts
@@ -43,7 +43,7 @@ class Found:
     refused: dict[int, str]
 
     def rows(self, forward: int, backward: int) -> Rows:
-        """Calls cut into pieces of so many rows."""
+        """Calls cut into slices of so many rows."""
         return Rows(forward, backward, self.dims, set(self.drawing))
 
 
@@ -88,7 +88,7 @@ class RowProbe:
         copy.wait(parts.device)
         parts.random.open()
         try:
-            with parts.lending.lent(copy.leaves, keep_buffers=False):
+            with parts.installation.installed(copy.leaves, keep_buffers=False):
                 for self._comparing, forward in ((False, few), (True, more)):
                     self._seen = 0
                     self._glue = Glue()
@@ -142,7 +142,7 @@ class RowProbe:
             reason = "where its tensors hold the rows cannot be told from their shapes"
         elif found.dims.get(layer, dims) != dims:
             reason = "its calls hold the rows in different places"
-        elif not self._same_in_pieces(request, dims, copies):
+        elif not self._same_in_slices(request, dims, copies):
             reason = "its rows depend on each other"
         if reason is not None or dims is None:
             found.refused[layer] = reason or ""
@@ -160,17 +160,17 @@ class RowProbe:
         few = self._few[self._seen] if self._seen < len(self._few) else None
         return few is not None and few == _Shapes(layer, _shapes(trial.inputs), _shapes(trial.outputs))
 
-    def _same_in_pieces(self, request: Request, dims: RowDims, copies: Mapping[str, Tensor]) -> bool:
+    def _same_in_slices(self, request: Request, dims: RowDims, copies: Mapping[str, Tensor]) -> bool:
         if not self._parts.device.has_values:
             return True
         calls, rows = self._parts.layer_calls, self._rows[1]
         cut = Cut(dims, rows, rows - 1, rows - 1)
         drawing = request.layer in self._found.drawing
-        # What draws random numbers is compared as it is without them: pieces draw others than the whole does.
+        # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
             whole = calls.trial(request, copies).outputs
-            pieces = calls.trial(request, copies, cut).outputs
-        return len(whole) == len(pieces) and all(map(close, whole, pieces))
+            slices = calls.trial(request, copies, cut).outputs
+        return len(whole) == len(slices) and all(map(close, whole, slices))
 
 
 def close(a: Tensor, b: Tensor) -> bool:

@@ -51,7 +51,7 @@ class Timing:
         self._device = parts.device
         self._layers = layers
         self._residency = parts.residency
-        self._lending = parts.lending
+        self._installation = parts.installation
         self._calls = parts.layer_calls
         self._random = parts.random
         self._unlayered: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Timing:
                 self._structures.clear()
                 self._propagated.clear()
                 self._glue = Glue()
-                with self._lending.lent(copy.leaves, keep_buffers=False), self._random.others_kept():
+                with self._installation.installed(copy.leaves, keep_buffers=False), self._random.others_kept():
                     self._random.start(self, seed)
                     self._one_pass(forward, objective)
         finally:
@@ -172,7 +172,7 @@ class Timing:
                     forward_ms=typical(samples.forward) + typical(samples.glue),
                     backward_ms=backward,
                     # The graph is built while running forward either way, and propagated through once; unless it is
-                    # recomputed in pieces.
+                    # recomputed in slices.
                     fused_ms=(backward or typical(samples.forward))
                     + typical(samples.glue)
                     + (typical(samples.forward) if backward and self._calls.rows.cuts else 0.0),

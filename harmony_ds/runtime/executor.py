@@ -81,7 +81,7 @@ class Executor:
         self._hold_packs(work)
         parts.random.open()
         try:
-            with parts.lending.lent(self._unlayered.leaves):
+            with parts.installation.installed(self._unlayered.leaves):
                 total = len(work.tasks)
                 for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
                     parts.device.charge(nbytes, f"the activations and gradients of task {task}")
@@ -193,8 +193,8 @@ class Executor:
                 if not pack.needs_backward:  # it returned its input when it was measured
                     raise OffPlanError
                 micro_batch.calls.append((position, call))
-            if position == len(work.order) - 1 and work.parks(task):
-                micro_batch.parked.append(outputs)
+            if position == len(work.order) - 1 and work.suspends(task):
+                micro_batch.suspended.append(outputs)
                 return
             lane.resume(outputs)
             del outputs
@@ -203,8 +203,8 @@ class Executor:
     def _fused(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if work.in_pieces:
-            # One graph of all rows would need the memory that pieces save: this pack is recomputed as the others are.
+        if work.in_slices:
+            # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(work, task)
         elif not micro_batch.forwarded:
             lane = self._enter(micro_batch)
@@ -215,7 +215,7 @@ class Executor:
         self._propagate_loss(micro_batch)
         if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if work.in_pieces:
+        if work.in_slices:
             self._backward(work, task)
             return
         self._settle(micro_batch)
@@ -230,9 +230,9 @@ class Executor:
 
     def _run_to_end(self, micro_batch: MicroBatch) -> None:
         """What comes behind the last call."""
-        if micro_batch.parked:  # it may have ended without that call
+        if micro_batch.suspended:  # it may have ended without that call
             lane = self._enter(micro_batch)
-            lane.resume(micro_batch.parked.pop())
+            lane.resume(micro_batch.suspended.pop())
             if lane.request is not None:
                 raise OffPlanError
             micro_batch.finish()
@@ -240,7 +240,7 @@ class Executor:
     def _backward(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if work.parks(task):
+        if work.suspends(task):
             self._run_to_end(micro_batch)
             self._propagate_loss(micro_batch)
         for call in micro_batch.take_calls(work.packs[task.pack]):

@@ -57,7 +57,7 @@ class Lane:
         self._thread.start()
 
     @property
-    def parked(self) -> bool:
+    def suspended(self) -> bool:
         """Whether it waits at a layer call."""
         return self.request is not None
 
@@ -91,7 +91,7 @@ class Lane:
     # ---- on the lane's thread
 
     def call(self, request: Request) -> Any:
-        """Parks at a layer call and returns what the engine made of it."""
+        """Suspends at a layer call and returns what the engine made of it."""
         self.request = request
         self._back.release()
         self._go.acquire()

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.attributes import Place
 from harmony_ds.calls.boundary import Glue, cut
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.places import Place
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import exchange, map_tensors, tensors_in
 from harmony_ds.errors import BatchError
@@ -62,7 +62,7 @@ class MicroBatch:
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
     glue: Glue = field(default_factory=Glue)
-    parked: list[Any] = field(default_factory=list)
+    suspended: list[Any] = field(default_factory=list)
     """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
     _numbers: int = 0
@@ -143,7 +143,7 @@ class MicroBatch:
         self.lane = None
         self.outputs = None
         self.calls.clear()
-        self.parked.clear()
+        self.suspended.clear()
         self.glue = Glue()
         self.forwarded = False
         self._cursor = self._numbers = 0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
@@ -32,7 +32,7 @@ class Parts:
     gradients: HostGradients | None
     optimizer: HostOptimizer | None
     updater: Updater | None
-    lending: Lending
+    installation: Installation
     calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams

@@ -29,7 +29,7 @@ class Streamer:
         self._layers = layers
         self._residency = parts.residency
         self._device_store = parts.device_store
-        self._lending = parts.lending
+        self._installation = parts.installation
         self._calls = parts.layer_calls
         self._unlayered: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
@@ -50,11 +50,11 @@ class Streamer:
         copy = self._residency.swap_in(unlayered)
         copy.wait(self._device)
         try:
-            self._lending.fetch = self._fetch
-            with self._lending.lent(copy.leaves), handled_by(self), torch.no_grad():
+            self._installation.fetch = self._fetch
+            with self._installation.installed(copy.leaves), handled_by(self), torch.no_grad():
                 yield
         finally:
-            self._lending.fetch = None
+            self._installation.fetch = None
             self._open = False
             for fetched in (copy, *self._fetched.values()):
                 self._residency.evict(fetched)

@@ -27,11 +27,11 @@ class Work:
         order: the call order that positions refer to.
         micro_batches: by index.
         policy: of the plan; its resident packs are on the device before the first task and behind the last.
-        parked: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.parked`).
+        suspended: micro-batches that wait behind their last call for their backward pass (see `scheduler.plan.suspended`).
         unlayered: parameters that no layer owns, which are on the device from the first task to the end of the step.
         uncalled: trained parameters that no call uses: only the user's own backward passes reach them.
         held_deliveries: packs whose gradients wait on the host for something else than their update.
-        in_pieces: whether layer calls are cut into pieces of a micro-batch.
+        in_slices: whether layer calls are cut into slices of a micro-batch.
     """
 
     packs: tuple[Pack, ...]
@@ -40,15 +40,15 @@ class Work:
     order: tuple[int, ...]
     micro_batches: Mapping[int, MicroBatch]
     policy: Policy
-    parked: frozenset[int]
+    suspended: frozenset[int]
     unlayered: tuple[str, ...]
     uncalled: tuple[str, ...]
     held_deliveries: int
-    in_pieces: bool
+    in_slices: bool
 
-    def parks(self, task: Task) -> bool:
+    def suspends(self, task: Task) -> bool:
         """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
-        return task.micro_batch in self.parked and self.packs[task.pack].positions[-1] == len(self.order) - 1
+        return task.micro_batch in self.suspended and self.packs[task.pack].positions[-1] == len(self.order) - 1
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def _head(plan: Plan) -> Iterator[str]:
         yield "no overlap of updates: all else waits for them"
     if policy.forward_rows or policy.backward_rows:
         yield (
-            f"micro-batches go through layers in pieces of {policy.forward_rows or 'all'} rows forward and "
+            f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
     yield f"stash {stash}; updates {_when(policy)}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"

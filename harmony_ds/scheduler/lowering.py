@@ -205,11 +205,11 @@ class Lowering:
 
 
 class _PackTimes:
-    """How long one micro-batch takes through a pack; `parked`: the one whose backward pass begins with the loss."""
+    """How long one micro-batch takes through a pack; `suspended`: the one whose backward pass begins with the loss."""
 
-    def __init__(self, costs: CostTable, parked: Pack | None) -> None:
+    def __init__(self, costs: CostTable, suspended: Pack | None) -> None:
         self._costs = costs
-        self._parked = parked
+        self._suspended = suspended
         self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
 
     def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
@@ -223,7 +223,7 @@ class _PackTimes:
         if kind is TaskKind.FORWARD:
             return sum(cost.forward_ms for cost in costs)
         if kind is TaskKind.BACKWARD:
-            tail_ms = self._costs.tail_ms if pack is self._parked else 0.0
+            tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
             return tail_ms + sum(cost.backward_ms for cost in costs)
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 

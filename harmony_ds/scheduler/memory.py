@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind, parked
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind, suspended
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MemoryWalks:
         if away not in self._known:
             costs = with_stash_on_host(self._packs, self._costs) if away else self._costs
             self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs]
-        walk = _Walk(self._packs, *self._known[away], parked(self._packs, tasks))
+        walk = _Walk(self._packs, *self._known[away], suspended(self._packs, tasks))
         rows = [walk.step(task) for task in tasks]
         return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
@@ -80,10 +80,10 @@ class _Total:
 
 class _Walk:
     def __init__(
-        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], parked: frozenset[int]
+        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], suspended: frozenset[int]
     ) -> None:
         self._costs = costs
-        self._parked = parked
+        self._suspended = suspended
         self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
@@ -152,7 +152,7 @@ class _Walk:
         following = pack.last + 1
         if following < len(self._costs.costs):
             return self._costs.costs[following].alive_bytes
-        if task.micro_batch in self._parked:
+        if task.micro_batch in self._suspended:
             last = self._costs.costs[-1]
             return max(self._held_by(task), last.alive_bytes + last.graph_bytes)
         return self._held_by(task)
@@ -185,7 +185,7 @@ class _Walk:
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
         backward = self._held_by(task) + excess + pack.backward_bytes[again]
-        if task.micro_batch in self._parked and pack.is_last:
+        if task.micro_batch in self._suspended and pack.is_last:
             backward = max(backward, pack.forward_bytes)  # which holds the loss
         most = self._between + backward
         self._leave(pack, task)

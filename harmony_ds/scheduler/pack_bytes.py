@@ -49,7 +49,7 @@ class PackBytes:
         tied = self._tied(pack)
         self.backward_bytes = (self._backward(first), self._backward(all_there))
         self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
-        if costs.in_pieces:
+        if costs.in_slices:
             held = costs.held_bytes + 2 * costs.scalar_bytes
             self.fused_bytes = (
                 max(self.forward_bytes, held + self.backward_bytes[0]),

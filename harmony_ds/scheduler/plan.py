@@ -118,7 +118,7 @@ class Packing:
 class Policy(PlanSwitches):
     """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
 
-    Of one kind of update (`deferred_update`), and one size of pieces, every policy gives the same bits.
+    Of one kind of update (`deferred_update`), and one size of slices, every policy gives the same bits.
 
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
@@ -217,7 +217,7 @@ class Plan:
         )
 
 
-def parked(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
+def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
     """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
     its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
     """

@@ -22,7 +22,7 @@ from harmony_ds.scheduler.choose import Request
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind, UnlayeredParameters, parked
+from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind, UnlayeredParameters, suspended
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -74,7 +74,7 @@ class Planner:
 
     @property
     def sizes(self) -> Sizes:
-        """Rows of the pieces that layer calls are cut into."""
+        """Rows of the slices that layer calls are cut into."""
         return self._sizes
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
@@ -105,7 +105,7 @@ class Planner:
         return moved
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs in pieces of every size that promises to fit, the fastest first."""
+        """Costs in slices of every size that promises to fit, the fastest first."""
         profile = self.measuring.profile(sample)
         graph = replace(self._graph, calls=profile.calls, unlayered=self.measuring.unlayered)
 
@@ -113,7 +113,7 @@ class Planner:
             return self._choose(graph, costs, self._group_size, sizes)[0]
 
         for sizes in rank_sizes(profile, sample.rows, choose):
-            yield sizes, self.measuring.in_pieces(sample, profile, sizes)
+            yield sizes, self.measuring.in_slices(sample, profile, sizes)
 
     def _adopt(self, tables: Iterator[tuple[Sizes, CostTable]]) -> tuple[int, ...]:
         """Plans with the first of `tables` with which anything fits."""
@@ -179,7 +179,7 @@ class Planner:
         if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
             trained = [graph.parameter(name) for name in graph.unlayered]
             gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
-        return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
+        return resident.weight_bytes + gradients + self._parts.installation.buffers.nbytes
 
     # ---- what is to be done
 
@@ -243,7 +243,7 @@ class Planner:
             self._costs, costs=tuple(replace(cost, stash_bytes=0) for cost in self._costs.costs), held_bytes=0
         )
         work = self._work(tuple(tasks), plan.policy, nothing_kept)
-        return replace(work, micro_batches={m.index: m for m in micro_batches}, parked=frozenset())
+        return replace(work, micro_batches={m.index: m for m in micro_batches}, suspended=frozenset())
 
     def _work(self, tasks: tuple[Task, ...], policy: Policy, costs: CostTable | None = None) -> Work:
         plan = self.choices[0].plan
@@ -257,11 +257,11 @@ class Planner:
             order=self._graph.calls,
             micro_batches={},
             policy=policy,
-            parked=parked(plan.packs, tasks),
+            suspended=suspended(plan.packs, tasks),
             unlayered=self._graph.unlayered,
             uncalled=tuple(name for name in trained if name not in called),
             held_deliveries=held_deliveries(plan),
-            in_pieces=self._parts.layer_calls.rows.cuts,
+            in_slices=self._parts.layer_calls.rows.cuts,
         )
 
     # ---- what became of it
@@ -291,7 +291,7 @@ class Planner:
 
 def others_bytes(parts: Parts) -> int:
     """Device memory beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
-    ours = parts.lending.copied_buffer_bytes + parts.device_store.nbytes
+    ours = parts.installation.buffers.copied_bytes + parts.device_store.nbytes
     return max(0, parts.device.allocated_bytes() - ours)
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from harmony_ds.calls.attributes import Places
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.places import Places
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.config import Config
@@ -279,13 +279,13 @@ class Runner:
         if not hooked:
             return
         plan = self.planner.plan
-        in_pieces = plan is not None and bool(plan.policy.backward_rows)
+        in_slices = plan is not None and bool(plan.policy.backward_rows)
         calls = Counter(name for layer in self.planner.graph.calls for name in self._layers[layer].parameters)
         for name in sorted(hooked):
-            if calls[name] > 1 or in_pieces:
+            if calls[name] > 1 or in_slices:
                 raise UnsupportedError(
                     f"{name} has a hook on its gradient, which comes in parts here: it is used by {calls[name]} layer calls"
-                    f"{', in pieces of a micro-batch' if in_pieces else ''}. Change its gradient "
+                    f"{', in slices of a micro-batch' if in_slices else ''}. Change its gradient "
                     "between backward() and step() instead, through .grad."
                 )
 

@@ -301,10 +301,10 @@ def test_what_a_layer_returns_or_keeps_of_its_parameters_does_not_hold_evicted_m
     assert_same(model, plain, bitwise=True)
 
 
-# ---- pieces, lengths
+# ---- slices, lengths
 
 
-def test_pieces() -> None:
+def test_slices() -> None:
     """Bits may differ from uncut calls (sums are rounded elsewhere): compared with the same plan on the CPU device."""
     models = []
     config = config_of(3, 0.5, {"pack_layers": 1, "stash": "host", "micro_batch": 1})

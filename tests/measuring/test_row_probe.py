@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.pieces import RowDims
+from harmony_ds.calls.slices import RowDims
 from harmony_ds.measuring.row_probe import Found, RowProbe, close, few_rows
 from tests.runtime.scripted import ScriptedDevice, assembled
 
@@ -155,13 +155,13 @@ def test_layers_that_draw_random_numbers_are_told(layer: nn.Module, draws: bool)
     assert probed(Net(layer)).drawing == (frozenset({0}) if draws else frozenset())
 
 
-def test_pieces_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
+def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
     found = probed(Net(Noisy()))
     rows = found.rows(forward=3, backward=2)
     x = torch.ones(5, 4)
     cut = rows.cut(0, [x])
     assert cut is not None
-    assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same pieces both ways
+    assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same slices both ways
     assert rows.cut(1, [x]) is None
 
 

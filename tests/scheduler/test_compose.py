@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.scheduler import ALL_PACKS, Group, Pack, Packing, Policy, compose_forward, compose_step
-from harmony_ds.scheduler.plan import parked
+from harmony_ds.scheduler.plan import suspended
 from tests.scheduler.examples import packs_of, text
 
 THREE = packs_of(True, True, True)
@@ -167,10 +167,10 @@ def test_the_overlap_of_updates_changes_no_task() -> None:
     assert step(THREE, TWO_FRESH, replace(PLAIN, overlap_update=False)) == step(THREE, TWO_FRESH, PLAIN)
 
 
-def test_micro_batches_are_parked_that_run_through_the_last_pack_both_ways() -> None:
-    def parked_in(group: Group, policy: Policy) -> frozenset[int]:
-        return parked(THREE, compose_step(Packing.reused(THREE), group, policy))
+def test_micro_batches_are_suspended_that_run_through_the_last_pack_both_ways() -> None:
+    def suspended_in(group: Group, policy: Policy) -> frozenset[int]:
+        return suspended(THREE, compose_step(Packing.reused(THREE), group, policy))
 
-    assert parked_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
-    assert parked_in(Group((0, 2), (1,)), Policy()) == set()
-    assert parked(THREE, compose_forward(Packing.reused(THREE), 0, Policy(fuse_last_pack=False))) == set()
+    assert suspended_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
+    assert suspended_in(Group((0, 2), (1,)), Policy()) == set()
+    assert suspended(THREE, compose_forward(Packing.reused(THREE), 0, Policy(fuse_last_pack=False))) == set()

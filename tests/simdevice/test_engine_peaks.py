@@ -21,7 +21,7 @@ LOOSE = {
 
 
 def makes_sense(row: tuple[Any, ...]) -> bool:
-    """Pieces are of five rows."""
+    """Slices are of five rows."""
     _, batch, *_, sizes = row
     return sizes is None or batch == 5
 

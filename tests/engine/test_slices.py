@@ -1,6 +1,6 @@
 """`harmony.micro_batch`: rows of a micro-batch go through layers a few at a time, and the gradients stay what they are.
 
-The reference is plain PyTorch over whole micro-batches. Sums over rows are made piece by piece, so that gradients agree
+The reference is plain PyTorch over whole micro-batches. Sums over rows are made slice by slice, so that gradients agree
 to 1e-6 relative (in the norm of each parameter's gradient), not bit by bit.
 """
 
@@ -75,7 +75,7 @@ def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], t
         assert (actual[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
 
 
-def pieces(forward: int, backward: int, **more: Any) -> dict[str, Any]:
+def slices(forward: int, backward: int, **more: Any) -> dict[str, Any]:
     return {"micro_batch": {"forward": forward, "backward": backward}, **more}
 
 
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_whole_micro_batches(one: Family, sizes: tuple[in
     groups = [group_of(one, ROWS[sizes])]
     expected, losses = plain_gradients(one, groups)
     model = one.build(0.0)
-    with engine_for(model, summing, config_of(2, harmony=pieces(*sizes, pack_layers=2))) as engine:
+    with engine_for(model, summing, config_of(2, harmony=slices(*sizes, pack_layers=2))) as engine:
         actual = train_groups(engine, groups)
         assert_close(
             gradients_in(engine.optimizer, dict(model.named_parameters())), expected, LOOSE.get(one.name, TOLERANCE)
@@ -110,7 +110,7 @@ def test_the_familiar_loop_is_cut_too(look: Any) -> None:
     groups = [group_of(one, (8, 5))]
     expected, losses = plain_gradients(one, groups)
     model = one.build(0.0)
-    with engine_for(model, summing, config_of(2, harmony=pieces(4, 2))) as engine:
+    with engine_for(model, summing, config_of(2, harmony=slices(4, 2))) as engine:
         actual = loop(engine, groups, look)
         assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
     assert means_of(actual) == pytest.approx(losses, rel=1e-6)
@@ -129,7 +129,7 @@ def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
     reference = summing(plain.parameters())
     train_plainly(plain, [[batch]], reference, clip=None, seed_of=seed_of, loss_of=contrast)
     model = one.build(0.0)
-    with engine_for(model, summing, config_of(1, harmony=pieces(3, 2))) as engine:
+    with engine_for(model, summing, config_of(1, harmony=slices(3, 2))) as engine:
         engine.train_batch(iter([batch]), loss_fn=contrast)
         # Through so hard a softmax, rounding of the logits grows a hundredfold.
         assert_close(
@@ -142,7 +142,7 @@ def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
 def test_evaluation_is_cut_and_gives_the_same_loss() -> None:
     one = family("llama")
     batches = group_of(one, (8, 5))
-    with engine_for(one.build(0.0), summing, config_of(2, harmony=pieces(4, 2))) as engine:
+    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
         engine.train_batch(iter(batches))
         with torch.no_grad():
             expected = torch.stack([engine.module.eval()(**batch).loss for batch in batches]).mean()
@@ -174,10 +174,10 @@ class DroppingBlock(nn.Module):
 
 
 @pytest.mark.parametrize("first_in_training", [True, False])
-def test_recomputed_pieces_drop_what_their_forward_pass_dropped(first_in_training: bool) -> None:
+def test_recomputed_slices_drop_what_their_forward_pass_dropped(first_in_training: bool) -> None:
     model = DroppingNet()
     x = torch.rand(8, 16)
-    with engine_for(model, summing, config_of(1, harmony=pieces(8, 3, pack_layers=1))) as engine:
+    with engine_for(model, summing, config_of(1, harmony=slices(8, 3, pack_layers=1))) as engine:
         model.train(first_in_training)
         engine.train_batch(iter([x]))
         before = gradients_in(engine.optimizer, dict(model.named_parameters()))["blocks.0.weight"].clone()
@@ -212,7 +212,7 @@ def test_layers_whose_rows_look_at_each_other_are_not_cut_and_named(caplog: pyte
     plain = Net()
     plain(x).backward()
     model = Net()
-    with caplog.at_level(logging.WARNING), engine_for(model, summing, config_of(1, harmony=pieces(2, 2))) as engine:
+    with caplog.at_level(logging.WARNING), engine_for(model, summing, config_of(1, harmony=slices(2, 2))) as engine:
         engine.train_batch(iter([x]))
         actual = gradients_in(engine.optimizer, dict(model.named_parameters()))
     assert_close(actual, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, TOLERANCE)
@@ -223,7 +223,7 @@ def test_sizes_as_large_as_the_micro_batch_change_nothing() -> None:
     one = family("llama")
     groups = [[one.batch(i) for i in range(2)] for _ in range(2)]
     weights = []
-    for harmony in ({}, pieces(2, 2), pieces(9, 4)):
+    for harmony in ({}, slices(2, 2), slices(9, 4)):
         model = one.build(0.0)
         with engine_for(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config_of(2, harmony=harmony)) as engine:
             train_groups(engine, groups)
@@ -239,12 +239,12 @@ def with_memory(nbytes: int) -> dict[str, Any]:
     return {"device_memory_gib": nbytes / 2**30}
 
 
-def test_auto_takes_pieces_where_whole_micro_batches_do_not_fit() -> None:
+def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
     one = family("llama")
     groups = [group_of(one, (16, 16))]
     expected, losses = plain_gradients(one, groups)
     with engine_for(
-        one.build(0.0), summing, config_of(2, harmony=pieces(1, 1, residency="off", pack_layers=1))
+        one.build(0.0), summing, config_of(2, harmony=slices(1, 1, residency="off", pack_layers=1))
     ) as engine:
         train_groups(engine, groups)
         small = engine.memory_report().planned_peak_bytes
@@ -261,7 +261,7 @@ def test_auto_takes_pieces_where_whole_micro_batches_do_not_fit() -> None:
         assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
 
 
-def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_pieces() -> None:
+def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices() -> None:
     one = family("llama")
     groups = [group_of(one, (13,))]
     expected, losses = plain_gradients(one, groups)
@@ -282,7 +282,7 @@ def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_pieces() -> None:
 def test_a_saved_plan_says_how_calls_are_cut(tmp_path: Any) -> None:
     one = family("llama")
     groups = [group_of(one, (8, 5))]
-    with engine_for(one.build(0.0), summing, config_of(2, harmony=pieces(4, 2))) as engine:
+    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
         train_groups(engine, groups)
         assert engine.plan is not None
         saved = engine.plan

@@ -1,4 +1,4 @@
-"""While a model is lent its parameters are phantoms; afterwards all is as it was, and copies are plain."""
+"""While a model is installed its parameters are phantoms; afterwards all is as it was, and copies are plain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harmony_ds import ModelError, ParameterOutsideLayerError
-from harmony_ds.calls.lending import FixedParameters, Lending, PhantomParameter
+from harmony_ds.calls.installed import FixedParameters, Installation, PhantomParameter
 from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.ledger import Kind, Ledger
@@ -34,22 +34,22 @@ class Net(nn.Module):
         self.register_buffer("nothing", None)
 
 
-class Lent:
-    """A model with its lending, and how often somebody waited."""
+class Installed:
+    """A model with its installation, and how often somebody waited."""
 
     def __init__(self) -> None:
         self.model = Net()
         self.decomposition: Decomposition = find_layers(self.model)
         self.ledger = Ledger()
         self.device = CpuDevice()
-        self.lending = Lending(self.model, self.decomposition.canonical, self.device, self.ledger)
+        self.installation = Installation(self.model, self.decomposition.canonical, self.device, self.ledger)
 
 
 def watched(module: nn.Module) -> bool:
     return any(isinstance(m.__dict__["_parameters"], FixedParameters) for m in module.modules())
 
 
-# ---- resting: the host's own, and always the same ones
+# ---- the host's own, and always the same ones
 
 
 def assign(model: Net) -> None:
@@ -69,14 +69,14 @@ def parametrize(model: Net) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "lent"),
+    ("change", "installed"),
     [(assign, False), (delete, False), (register, False), (parametrize, False), (assign, True), (delete, True)],
 )
-def test_which_parameters_a_module_has_cannot_change(change: Any, lent: bool) -> None:
-    one = Lent()
+def test_which_parameters_a_module_has_cannot_change(change: Any, installed: bool) -> None:
+    one = Installed()
     before = one.model.first.weight
     with (
-        one.lending.lent({}) if lent else nullcontext(),
+        one.installation.installed({}) if installed else nullcontext(),
         pytest.raises(ModelError, match="an engine trains this model"),
     ):
         change(one.model)
@@ -85,7 +85,7 @@ def test_which_parameters_a_module_has_cannot_change(change: Any, lent: bool) ->
 
 def test_a_watched_model_shows_its_own_parameters() -> None:
     expected = Net()
-    one = Lent()
+    one = Installed()
     one.model.load_state_dict(expected.state_dict())
 
     assert_same(one.model, expected, bitwise=True)
@@ -93,7 +93,7 @@ def test_a_watched_model_shows_its_own_parameters() -> None:
 
 
 def test_a_deepcopy_is_a_plain_module_of_its_own() -> None:
-    one = Lent()
+    one = Installed()
     clone = copy.deepcopy(one.model)
 
     assert watched(one.model)
@@ -103,7 +103,7 @@ def test_a_deepcopy_is_a_plain_module_of_its_own() -> None:
 
 
 def test_pickling_gives_a_plain_module() -> None:
-    one = Lent()
+    one = Installed()
     clone = pickle.loads(pickle.dumps(one.model))
 
     assert not watched(clone)
@@ -112,7 +112,7 @@ def test_pickling_gives_a_plain_module() -> None:
 
 
 def test_torch_save_of_a_watched_module_gives_a_plain_one() -> None:
-    one = Lent()
+    one = Installed()
     buffer = io.BytesIO()
     torch.save(one.model, buffer)
     buffer.seek(0)
@@ -124,18 +124,18 @@ def test_torch_save_of_a_watched_module_gives_a_plain_one() -> None:
 
 @pytest.mark.parametrize("make", [copy.copy, lambda held: held.copy()])
 def test_a_copy_of_the_dictionary_is_plain(make: Any) -> None:
-    held = Lent().model.first.__dict__["_parameters"]
+    held = Installed().model.first.__dict__["_parameters"]
 
     assert type(make(held)) is dict
     assert make(held).keys() == held.keys()
 
 
-# ---- lent: phantoms
+# ---- installed: phantoms
 
 
 def test_phantoms_answer_what_they_are_asked_about_themselves() -> None:
-    one = Lent()
-    with one.lending.lent({}):
+    one = Installed()
+    with one.installation.installed({}):
         weight, scale = one.model.first.weight, one.model.scale
         assert isinstance(weight, PhantomParameter)
         assert (weight.shape, weight.dtype, weight.device) == ((3, 3), torch.float32, torch.device("cpu"))
@@ -143,7 +143,7 @@ def test_phantoms_answer_what_they_are_asked_about_themselves() -> None:
         assert weight.size(0) == weight.ndim + 1 == 3
         assert next(one.model.parameters()).dtype == torch.float32
         assert repr(weight).startswith("PhantomParameter(first.weight, (3, 3), torch.float32, cpu")
-    assert not one.lending.touched
+    assert not one.installation.touched
 
 
 @pytest.mark.parametrize(
@@ -157,54 +157,60 @@ def test_phantoms_answer_what_they_are_asked_about_themselves() -> None:
     ],
 )
 def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
-    one = Lent()
-    with one.lending.lent({}), pytest.raises(ParameterOutsideLayerError, match=r"parameter first.weight was used"):
+    one = Installed()
+    with (
+        one.installation.installed({}),
+        pytest.raises(ParameterOutsideLayerError, match=r"parameter first.weight was used"),
+    ):
         use(one.model)
 
-    assert one.lending.touched == {"first.weight"}
-    with pytest.raises(ParameterOutsideLayerError, match=r"Name a module .* in harmony.layers"), one.lending.lent({}):
+    assert one.installation.touched == {"first.weight"}
+    with (
+        pytest.raises(ParameterOutsideLayerError, match=r"Name a module .* in harmony.layers"),
+        one.installation.installed({}),
+    ):
         use(one.model)
 
 
 def test_resident_parameters_are_there_and_can_be_used() -> None:
-    one = Lent()
-    with one.lending.lent({"scale": nn.Parameter(torch.tensor(5.0))}):
+    one = Installed()
+    with one.installation.installed({"scale": nn.Parameter(torch.tensor(5.0))}):
         assert (one.model.scale * 2).item() == 10.0
     assert one.model.scale.item() == 2.0
 
 
 def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
-    one = Lent()
+    one = Installed()
     copies = {"first.weight": torch.zeros(3, 3), "first.bias": torch.ones(3)}
-    with one.lending.lent({}):
-        with one.lending.slots(one.model.first).filled(copies):
+    with one.installation.installed({}):
+        with one.installation.parameters_of(one.model.first).installed(copies):
             assert one.model.first(torch.ones(1, 3)).tolist() == [[1.0, 1.0, 1.0]]
             assert isinstance(one.model.last.weight, PhantomParameter)
         assert isinstance(one.model.first.weight, PhantomParameter)
 
 
 def test_parameters_come_back_after_an_error() -> None:
-    one = Lent()
+    one = Installed()
     before = one.model.first.weight
-    with pytest.raises(RuntimeError, match="no luck"), one.lending.lent({}):
+    with pytest.raises(RuntimeError, match="no luck"), one.installation.installed({}):
         raise RuntimeError("no luck")
 
     assert one.model.first.weight is before
     assert watched(one.model)
 
 
-def test_lending_a_lent_model_changes_nothing() -> None:
-    one = Lent()
-    with one.lending.lent({}):
-        with one.lending.lent({"scale": torch.tensor(7.0)}):
+def test_installing_an_installed_model_changes_nothing() -> None:
+    one = Installed()
+    with one.installation.installed({}):
+        with one.installation.installed({"scale": torch.tensor(7.0)}):
             assert isinstance(one.model.scale, PhantomParameter)
         assert isinstance(one.model.scale, PhantomParameter)
 
 
 def test_removing_leaves_plain_dictionaries() -> None:
-    one = Lent()
+    one = Installed()
     weight = one.model.first.weight
-    one.lending.remove()
+    one.installation.remove()
 
     assert not watched(one.model)
     assert one.model.first.weight is weight
@@ -213,10 +219,10 @@ def test_removing_leaves_plain_dictionaries() -> None:
 # ---- buffers
 
 
-def test_buffers_are_lent_as_copies_and_come_back_changed() -> None:
-    one = Lent()
+def test_buffers_are_installed_as_copies_and_come_back_changed() -> None:
+    one = Installed()
     host = dict(one.model.named_buffers())
-    with one.lending.lent({}):
+    with one.installation.installed({}):
         assert one.model.steps is not host["steps"]
         one.model.steps += 3
         one.model.norm.running_mean.fill_(4.0)
@@ -228,12 +234,12 @@ def test_buffers_are_lent_as_copies_and_come_back_changed() -> None:
 
 
 def test_a_buffer_that_is_replaced_comes_back() -> None:
-    one = Lent()
-    with one.lending.lent({}):
+    one = Installed()
+    with one.installation.installed({}):
         one.model.steps = torch.tensor(8)
     assert one.model.steps.item() == 8
 
-    with one.lending.lent({}):
+    with one.installation.installed({}):
         one.model.steps = torch.arange(3)
         one.model.nothing = torch.ones(2)
     assert one.model.steps.tolist() == [0, 1, 2]
@@ -242,49 +248,49 @@ def test_a_buffer_that_is_replaced_comes_back() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_changes_are_kept_only_if_wanted(keep: bool) -> None:
-    one = Lent()
-    with one.lending.lent({}, keep_buffers=keep):
+    one = Installed()
+    with one.installation.installed({}, keep_buffers=keep):
         one.model.steps += 3
     assert one.model.steps.item() == (3 if keep else 0)
-    with one.lending.lent({}):
+    with one.installation.installed({}):
         assert one.model.steps.item() == (3 if keep else 0)
 
 
-def failing_pass(one: Lent) -> None:
-    with one.lending.lent({}):
+def failing_pass(one: Installed) -> None:
+    with one.installation.installed({}):
         one.model.steps += 3
         raise RuntimeError("no luck")
 
 
 def test_changes_of_a_pass_that_failed_are_dropped() -> None:
-    one = Lent()
+    one = Installed()
     with pytest.raises(RuntimeError, match="no luck"):
         failing_pass(one)
     assert one.model.steps.item() == 0
-    with one.lending.lent({}):
+    with one.installation.installed({}):
         assert one.model.steps.item() == 0
 
 
 def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
-    one = Lent()
+    one = Installed()
     one.model.eval()
     booked = []
     for turn in range(3):
         if turn == 2:
             one.model.steps.fill_(5)
-        with one.lending.lent({}):
+        with one.installation.installed({}):
             assert one.model.steps.item() == (5 if turn == 2 else 0)
         booked.append(one.ledger.close().host_to_device[Kind.DATA])
 
     assert booked == [12 + 12 + 8 + 8, 0, 8]
-    assert one.device.allocated_bytes() == one.lending.buffer_bytes == 40
+    assert one.device.allocated_bytes() == one.installation.buffers.nbytes == 40
 
 
 def test_replacing_a_buffer_again_and_again_does_not_fill_the_device() -> None:
-    one = Lent()
+    one = Installed()
     allocated = []
     for turn in range(4):
-        with one.lending.lent({}):
+        with one.installation.installed({}):
             one.model.steps = torch.arange(8 + turn % 2)
         allocated.append(one.device.allocated_bytes())
 

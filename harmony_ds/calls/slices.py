@@ -1,4 +1,4 @@
-"""Layer calls in pieces: a micro-batch's rows taken through a layer a few at a time.
+"""Layer calls in slices: a micro-batch's rows taken through a layer a few at a time.
 
     micro-batch      0 1 2 3 4 5 6 7        what the loss is over, as the ds_config says
     forward          0 1 2 3 4 5 | 6 7      forward_rows = 6
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Sink
+from harmony_ds.calls.boundary import GradientSum, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Rows:
     """How layer calls are cut.
 
     Attributes:
-        forward, backward: the most rows of a piece in either pass; 0: as many as there are.
+        forward, backward: the most rows of a slice in either pass; 0: as many as there are.
         dims: by layer; a layer that is not among them is never cut.
-        drawing: layers that draw random numbers. Their pieces are the same in both passes, so that a recomputation
+        drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
             draws what the forward pass drew.
     """
 
@@ -79,7 +79,7 @@ def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSlice:
     """Rows `first` to `last` (exclusive) of `of`."""
 
     first: int
@@ -96,48 +96,67 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one call is cut: `rows` of them, in pieces of at most `forward` or `backward`."""
+    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`."""
 
     dims: RowDims
     rows: int
     forward: int
     backward: int
 
-    def pieces(self, size: int) -> Iterator[Piece]:
-        """From the first row to the last; only the last piece may be smaller."""
+    def slices(self, size: int) -> Iterator[RowSlice]:
+        """From the first row to the last; only the last slice may be smaller."""
         for first in range(0, self.rows, size):
-            yield Piece(first, min(first + size, self.rows), self.rows)
+            yield RowSlice(first, min(first + size, self.rows), self.rows)
 
-    def inputs_of(self, piece: Piece, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The rows of `piece` of a call's inputs."""
-        return [piece.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
+    def propagated(
+        self, tensors: Sequence[Tensor], sinks: Sequence[Sink | None], gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[list[Tensor], list[Sink | None], list[Tensor | None]]]:
+        """Inputs, their sinks, and gradients of outputs, slice by slice of a backward pass.
 
-    def gradients_of(self, piece: Piece, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """The rows of `piece` of the gradients of a call's outputs; what all rows share is the first piece's."""
+        What the sinks of slices have gathered is handed to `sinks` in the end.
+        """
+        split = [
+            SliceTarget(sink, tensor, dim) if sink is not None and dim is not None else sink
+            for sink, tensor, dim in zip(sinks, tensors, self.dims.inputs, strict=True)
+        ]
+        own = [sink for sink in split if isinstance(sink, SliceTarget)]
+        for part in self.slices(self.backward):
+            for sink in own:
+                sink.part = part
+            yield self.inputs_of(part, tensors), split, self.gradients_of(part, gradients)
+        for sink in own:
+            sink.finish()
+
+    def inputs_of(self, part: RowSlice, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The rows of `part` of a call's inputs."""
+        return [part.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
+
+    def gradients_of(self, part: RowSlice, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """The rows of `part` of the gradients of a call's outputs; what all rows share is the first slice's."""
         return [
-            None if gradient is None or (dim is None and piece.first) else piece.narrow(gradient, dim)
+            None if gradient is None or (dim is None and part.first) else part.narrow(gradient, dim)
             for gradient, dim in zip(gradients, self.dims.outputs, strict=True)
         ]
 
 
 class Assembled:
-    """Output leaves of a call, put together from those of its pieces."""
+    """Output leaves of a call, put together from those of its slices."""
 
     def __init__(self, cut: Cut, inputs: Sequence[Tensor]) -> None:
         self._cut = cut
         self._inputs = inputs
         self.leaves: list[Any] = []
 
-    def add(self, piece: Piece, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> None:
+    def add(self, part: RowSlice, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> None:
         """Takes what one piece gave."""
         returned = {id(tensor): place for place, tensor in enumerate(inputs)}
         dims = iter(self._cut.dims.outputs)
         for place, leaf in enumerate(leaves):
             dim = next(dims) if isinstance(leaf, Tensor) else None
-            if piece.first == 0:
+            if part.first == 0:
                 self.leaves.append(self._begin(leaf, dim, returned))
             if isinstance(leaf, Tensor) and dim is not None and id(leaf) not in returned:
-                piece.narrow(self.leaves[place].detach(), dim).copy_(leaf.detach())
+                part.narrow(self.leaves[place].detach(), dim).copy_(leaf.detach())
 
     def _begin(self, leaf: Any, dim: int | None, returned: Mapping[int, int]) -> Any:
         if id(leaf) in returned:
@@ -149,55 +168,30 @@ class Assembled:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
 
 
-class PieceSink:
-    """Puts the gradient of an input together from those of its pieces, for the sink of the whole."""
+class SliceTarget(GradientSum):
+    """Puts the gradient of an input together from those of its slices, for the sink of the whole."""
+
+    __slots__ = ("_dim", "_tensor", "_whole", "part")
 
     def __init__(self, whole: Sink, tensor: Tensor, dim: int) -> None:
+        super().__init__()
         self._whole = whole
         self._tensor = tensor
         self._dim = dim
-        self._gradient: Tensor | None = None
-        self.piece: Piece | None = None
+        self.part: RowSlice | None = None
+        """The one that is propagated through."""
 
     def add(self, gradient: Tensor) -> None:
-        """Takes the gradient of the piece that is propagated through."""
-        assert self.piece is not None
-        if self._gradient is None:
-            self._gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
-        self.piece.narrow(self._gradient, self._dim).add_(gradient)
-
-    def take(self) -> Tensor | None:
-        """The whole gradient, which is no longer kept here; None if there was none."""
-        gradient, self._gradient = self._gradient, None
-        return gradient
+        assert self.part is not None
+        if self.gradient is None:
+            self.gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
+        self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
         """Hands the whole over."""
         gradient = self.take()
         if gradient is not None:
             self._whole.add(gradient)
-
-
-class PieceSinks:
-    """The sinks of a call's inputs while it is propagated through in pieces."""
-
-    def __init__(self, cut: Cut, sinks: Sequence[Sink | None], tensors: Sequence[Tensor]) -> None:
-        self.sinks: list[Sink | None] = [
-            PieceSink(sink, tensor, dim) if sink is not None and dim is not None else sink
-            for sink, tensor, dim in zip(sinks, tensors, cut.dims.inputs, strict=True)
-        ]
-
-    @property
-    def _split(self) -> list[PieceSink]:
-        return [sink for sink in self.sinks if isinstance(sink, PieceSink)]
-
-    def begin(self, piece: Piece) -> None:
-        for sink in self._split:
-            sink.piece = piece
-
-    def finish(self) -> None:
-        for sink in self._split:
-            sink.finish()
 
 
 # ---- finding the rows

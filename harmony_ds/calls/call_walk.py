@@ -13,101 +13,70 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.call_code import ClassAttributes, Read, Standing, identity, is_function, read_by, read_by_callable
-from harmony_ds.calls.switches import Switches, switch_values
+from harmony_ds.calls.buffers import changes_buffers_unseen
+from harmony_ds.calls.call_code import is_function, read_by, read_by_callable
+from harmony_ds.calls.module_places import HOOKS, OF_ALL
+from harmony_ds.calls.places import ABSENT, SCALARS, Items, Place, Setting, Standing, read_all
 from harmony_ds.offload.host_store import ungated
 
-Key = tuple[int, Any]
-"""The id of a container (an object's attributes are one), and a key in it; None: all of it."""
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _FOREIGN = frozenset({"torch", "numpy", "harmony_ds", "builtins", "collections", "threading", "logging", "functools"})
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 _MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _DEPTH = 4  # config.text_config.rope_parameters["theta"]
 _LARGEST = 256  # items of a container that is looked into: datasets and vocabularies are not
-_HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-}
-_GLOBAL_HOOKS = {key.replace("_", "_global_", 1): what for key, what in _HOOKS.items()}
-_OF_ALL_MODULES = vars(nn.modules.module)
 _HELD = {"_modules": "a module", "_buffers": "a buffer"}
-_SWITCHES = Switches()
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A container and a key in it (None: all of it), and how messages call that."""
-
-    held: Any
-    key: Any
-    name: str
-
-    def read(self, missing: object) -> Any:
-        """What is there now."""
-        return tuple(self.held) if self.key is None else self.held.get(self.key, missing)
-
-    def put(self, value: Any, missing: object) -> None:
-        """Puts `value` there; `missing`: nothing."""
-        if self.key is None:
-            self._refill(() if value is missing else value)
-        elif value is missing:
-            self.held.pop(self.key, None)
-        else:
-            self.held[self.key] = value
-
-    def _refill(self, values: Iterable[Any]) -> None:
-        values = list(values)
-        self.held.clear()
-        getattr(self.held, "update" if isinstance(self.held, set) else "extend")(values)
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What can only be compared, and what is said when it differs."""
-
-    value: Any
-    changed: str
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, equal scalars of one type, or tuples of such."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return isinstance(one, _SCALARS) and bool(one == other)
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.are_deterministic_algorithms_enabled()": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    "the math kernel of attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "the flash kernel of attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "the memory-efficient kernel of attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "the cuDNN kernel of attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+}
+"""Torch's process-wide settings that change numbers."""
+_SWITCHES = tuple(Setting(functions, name, name) for name, functions in _SETTINGS.items())
 
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """What one walk found. The lists behind `checked` are for the comparison that every call makes."""
+    """What one walk found. The lists behind `parameters` are for the comparison that every call makes."""
 
-    values: dict[Key, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
-    checked: dict[Key, Checked] = field(default_factory=dict)
+    values: dict[Place, Any] = field(default_factory=dict)
+    checked: dict[Place, Any] = field(default_factory=dict)  # named by what is said when it differs
     modes: bytes = b""
-    statistics: list[nn.Module] = field(default_factory=list)  # modules that may write to buffers without a sign
+    writes_unseen: bool = False  # to buffers
+    backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     read: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = field(default_factory=list)  # mappings, by some keys
     iterated: list[Any] = field(default_factory=list)  # containers, by what iterating over them gives
-    opened: list[dict[str, Any]] = field(default_factory=list)  # dictionaries, by their values
     sized: list[Any] = field(default_factory=list)  # whatever may grow
-    left: list[Place] = field(default_factory=list)  # scalars that forward changes
-    backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
+    apart: list[Place] = field(default_factory=list)  # places that are no items of dictionaries
+    equal: list[Place] = field(default_factory=list)  # scalars that forward changes, and switches
     references: list[Any] = field(default_factory=list)
     equals: list[Any] = field(default_factory=list)
 
@@ -134,22 +103,21 @@ class Found:
 
     def _references(self) -> list[Any]:
         read = [read(held) for read, held in self.read]
-        return list(chain.from_iterable(chain(read, self.iterated, map(dict.values, self.opened))))
+        return [*chain.from_iterable(chain(read, self.iterated)), *read_all(self.apart)]
 
     def _equals(self) -> list[Any]:
-        left = [place.held.get(place.key) for place in self.left]
         with ungated():
             trained = map(attrgetter("requires_grad"), self.parameters)
-            return [*map(len, self.sized), *left, *trained, *switch_values()]
+            return [*map(len, self.sized), *read_all(self.equal), *trained]
 
 
 class Walk:
     """Looks at everything that `model` and its modules hold."""
 
-    def __init__(self, model: nn.Module, advanced: Mapping[Key, Place], functions: Iterable[Any] = ()) -> None:
+    def __init__(self, model: nn.Module, advanced: Iterable[Place], functions: Iterable[Any] = ()) -> None:
         """`advanced`: what forward itself changes; `functions`: what is called beside the model's own code."""
         self._model = model
-        self._advanced = advanced
+        self._advanced = frozenset(advanced)
         self._functions = functions
         self._found = Found()
         self._seen: set[int] = set()
@@ -159,9 +127,10 @@ class Walk:
 
     def run(self) -> Found:
         found = self._found
-        for name, value in _SWITCHES.items():
-            self._value((id(_SWITCHES), name), Place(_SWITCHES, name, name), value)
-        self._hooks_in(_OF_ALL_MODULES, _GLOBAL_HOOKS, "all modules")
+        for switch in _SWITCHES:
+            if self._value(switch, switch.read()):
+                found.equal.append(switch)
+        self._hooks_in(vars(nn.modules.module), OF_ALL, "all modules")
         self._modules(type(self._model).__name__, self._model)
         for function in self._functions:
             self._function(function)
@@ -182,42 +151,39 @@ class Walk:
         self._training.append(module.training)
         self._class(type(module))
         found, held = self._found, module.__dict__
-        self._hooks_in(held, _HOOKS, name)
+        self._hooks_in(held, "", name)
         for key, what in _HELD.items():
             inside = held[key]
-            values = tuple(dict.values(inside))
-            self._checked(held, key, values, f"{what} of {name} was added, removed or replaced")
-            found.sized.append(inside)
-            if inside:
-                found.opened.append(inside)
+            values = dict.values(inside)  # goes on showing what is there
+            found.checked[Place(held, key, f"{what} of {name} was added, removed or replaced")] = tuple(values)
+            found.sized.append(values)
+            if values:
+                found.iterated.append(values)
         found.tensors += [(b, f"the buffer {name}.{k}") for k, b in dict.items(held["_buffers"]) if b is not None]
         found.parameters += [p for p in dict.values(held["_parameters"]) if p is not None]
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            found.statistics.append(module)
+        found.writes_unseen |= changes_buffers_unseen(module)
         self._entries(held, _MODULE, lambda key: f"{name}.{key}", 0)
 
-    def _hooks_in(self, held: dict[str, Any], kinds: Mapping[str, str], owner: str) -> None:
-        for key, what in kinds.items():
+    def _hooks_in(self, held: dict[str, Any], prefix: str, owner: str) -> None:
+        for kind, what in HOOKS.items():
+            key = prefix + kind
             hooks = held[key]
-            self._checked(held, key, tuple(hooks), f"{what} of {owner} was registered or removed")
+            self._found.checked[Place(held, key, f"{what} of {owner} was registered or removed")] = tuple(hooks)
             self._found.sized.append(hooks)
             if hooks:
                 self._hooks += hooks
                 self._found.iterated.append(hooks)
                 for hook in hooks.values():
                     self._function(hook)
-                if "backward" in key:
+                if "backward" in kind:
                     self._found.backward_hook = f"{what} of {owner}"
-
-    def _checked(self, held: Any, key: Any, value: Any, changed: str) -> None:
-        self._found.checked[id(held), key] = Checked(value, changed)
 
     def _entries(self, held: dict[Any, Any], without: frozenset[str], name: Callable[[Any], str], depth: int) -> None:
         _, keys = self._read.setdefault(id(held), (held, []))
         for key, value in list(held.items()):
             if key not in without:
                 place = Place(held, key, name(key))
-                if self._value((id(held), key), place, value):
+                if self._value(place, value):
                     keys.append(key)
                     self._inside(place.name, value, depth)
         self._found.sized.append(held)
@@ -232,31 +198,29 @@ class Walk:
             self._seen.add(id(function))
             self._code(read_by_callable(function))
 
-    def _code(self, reads: Iterable[Read]) -> None:
-        for held, key, name in reads:
-            if isinstance(held, Standing):
-                self._inside(name, held[key], 0)
-                continue
-            where, value = identity(held, key), held.get(key, self)
-            if value is self or (where, key) in self._found.values:
-                continue
-            if self._value((where, key), Place(held, key, name), value):
-                self._read.setdefault(where, (_plainly(held), []))[1].append(key)
-                self._inside(name, value, 0)
+    def _code(self, reads: Iterable[Place]) -> None:
+        for place in reads:
+            if isinstance(place, Standing):
+                self._inside(place.name, place.held, 0)
+            elif place not in self._found.values and self._value(place, value := place.read()):
+                self._found.apart.append(place)
+                self._inside(place.name, value, 0)
 
-    def _value(self, key: Key, place: Place, value: Any) -> bool:
-        """Notes a value; False if forward changes it, so that it is nobody's own."""
-        if key in self._advanced:
-            if isinstance(value, _SCALARS):
-                self._found.left.append(place)
-                self._found.checked[key] = Checked(value, f"{place.name}, which forward itself changes, was set")
+    def _value(self, place: Place, value: Any) -> bool:
+        """Notes a value; False if there is none, or if forward changes it, so that it is nobody's own."""
+        if value is ABSENT:
             return False
-        self._found.values[key] = value
-        self._found.places[key] = place
+        if place in self._advanced:
+            if isinstance(value, SCALARS):
+                self._found.equal.append(place)
+                changed = replace(place, name=f"{place.name}, which forward itself changes, was set")
+                self._found.checked[changed] = value
+            return False
+        self._found.values[place] = value
         return True
 
     def _inside(self, name: str, value: Any, depth: int) -> None:
-        if isinstance(value, (*_SCALARS, *_CODE, nn.Parameter)):
+        if isinstance(value, (*SCALARS, *_CODE, nn.Parameter)):
             return
         if isinstance(value, Tensor):
             self._found.tensors.append((value, f"the tensor {name}"))
@@ -283,13 +247,8 @@ class Walk:
     def _container(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, dict):
             self._entries(value, frozenset(), lambda key: f"{name}[{key!r}]", depth)
-        elif self._value((id(value), None), Place(value, None, name), tuple(value)):
+        elif self._value(Items(value, None, name), tuple(value)):
             self._found.sized.append(value)
             self._found.iterated.append(value)
             for number, item in enumerate(value):
                 self._inside(f"{name}[{number}]", item, depth)
-
-
-def _plainly(held: Any) -> Any:
-    """What holds the same as a mapping of `read_by`, and is read faster."""
-    return held.owner.__dict__ if isinstance(held, ClassAttributes) else held
