@@ -59,7 +59,7 @@ def situation(
     request = Request(
         micro_batches=micro_batches,
         budget_bytes=budget_bytes,
-        unlayered_bytes=0,
+        resident_bytes=0,
         settings=HarmonySettings(residency="off"),
         policy=Policy(deferred_update=clipping),
     )

@@ -36,7 +36,7 @@ from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
-from harmony_ds.runtime.work import Outcome
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.schedules import build_scheduler
@@ -67,7 +67,7 @@ class HarmonyEngine(Checkpoints):
         self._backwards = 0  # of the group that is queued now
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
-        self._record = StepRecord(assembly, config.accumulation_dtype)
+        self._record = StepRecord(assembly)
         self._looked_early = False
         self._running = False  # a step, or a part of one
         self._scaler = LossScaler(config.loss_scale)

@@ -61,6 +61,7 @@ class Peaks:
         weights = 0 if fused.index in policy.resident else fused.weight_bytes
         stash = wanted * max(0, self._stash[end] - self._stash[min(first, end)])
         most = max(most, kept + weights + fused.gradient_bytes + stash + self._working(fused.positions))
+        most += sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
         return most + resident_bytes(packing, policy, self._request)
 
     def _working(self, positions: tuple[int, ...]) -> int:

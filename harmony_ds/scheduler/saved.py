@@ -44,7 +44,7 @@ def _rebuilt(packing: Packing, resident: tuple[int, ...], packer: Packer, calls:
     if saved != calls:
         raise ConfigError(f"harmony.plan was made for a model of {saved} layer calls; this one makes {calls}.")
     rebuilt = packer.packing(_bounds(packing, packing.backward), _bounds(packing, packing.forward))
-    for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
+    for pack, now in zip(packing.covering, rebuilt.covering, strict=True):
         if _compared(pack, pack.index in resident) != _compared(now, pack.index in resident):
             raise ConfigError(
                 f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "

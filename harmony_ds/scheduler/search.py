@@ -70,7 +70,7 @@ def search(
         peak = peaks.of(candidate.packing, candidate.policy)
         if request.budget_bytes is not None and peak > request.budget_bytes:
             continue
-        plan = draft_plan(candidate.packing, request, candidate.policy, peak)
+        plan = draft_plan(candidate.packing, costs, request, candidate.policy, peak)
         found.add(Choice(plan, simulate(plan, costs, machine), candidate.reason))
     if not found.choices:
         raise DoesNotFitError(explain(_smallest(every, costs, peaks, request), request))

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import outlet
 from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import LeftTensors, hooked_as_a_module
+from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError
@@ -115,7 +114,7 @@ class StepGroup:
         """
         refuse_around_engine()
         call = call or self._module
-        micro_batch = self._micro_batch(len(self._queue), arguments, True, call)
+        micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         if self._kinds.get(*micro_batch.inputs) is None or not self._runner.planner.covers(
             micro_batch.inputs, micro_batch.modes
@@ -126,7 +125,10 @@ class StepGroup:
         self._queue.append(ticket)
         return ticket
 
-    def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
+    def _micro_batch(
+        self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
+    ) -> MicroBatch:
+        """`reduce`: of one without gradients, what is kept of its outputs."""
         check_modes("a call of the engine", self._device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
@@ -156,7 +158,8 @@ class StepGroup:
             autocast=self.autocast(),
             context=contextvars.copy_context(),
             state=self._calls.take(arguments.functions),
-            grad=grad,
+            grad=reduce is None,
+            reduce=reduce,
             inputs=inputs,
         )
 
@@ -249,19 +252,7 @@ class StepGroup:
                 self._measure(ticket)
         else:
             raise _other_layers_each_time()
-        ticket.micro_batch.cut_outputs(ticket.arguments.written, self._runner.left)
-        if ticket.leads_outside:
-            inputs = ticket.arguments.tensors
-            ticket.micro_batch.outputs = map_tensors(lambda t: outlet(t, inputs), ticket.micro_batch.outputs)
-        ticket.keep_graph()
-        if ticket.wanted:
-            ticket.backward_now()
-            ticket.received = True
-        outputs = tensors_in(ticket.micro_batch.outputs)
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(lambda grad: ticket.receive())
-        ticket.left = LeftTensors(self._runner.left, outputs)
+        ticket.forward_ran(self._runner.left)
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
@@ -363,11 +354,10 @@ class StepGroup:
         self.catch_up()
         micro_batches: list[MicroBatch] = []
         for index, arguments in enumerate(batches):
-            micro_batch = self._micro_batch(index, arguments, False, self._module)
+            micro_batch = self._micro_batch(index, arguments, self._module, reduce=loss_fn or loss_of)
             if not self._runner.planner.covers(micro_batch.inputs):
                 ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._module)
                 self._measure(ticket)
-            micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
         with self._ledger.aside():
             self._runner.evaluate(micro_batches)

@@ -117,7 +117,7 @@ def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
 
 
 def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> None:
-    tasks = compose_forward(Packing.reused(TWO), 0, Policy(prefetch=False))
+    tasks = compose_forward(Packing.reused(TWO), Group((0,)), Policy(prefetch=False))
     profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3_000))
 
     assert text(tasks) == "I0 F0.0 E0 I1 F1.0 E1"

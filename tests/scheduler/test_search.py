@@ -52,7 +52,7 @@ def request(
     budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None, residency: str | int = "off"
 ) -> Request:
     settings = HarmonySettings(pack_layers=pack_layers, stash=stash, residency=residency)
-    return Request(settings, 4, budget_bytes, unlayered_bytes=128, policy=Policy())
+    return Request(settings, 4, budget_bytes, resident_bytes=128, policy=Policy())
 
 
 def choose(wanted: Request) -> Plan:
@@ -163,7 +163,7 @@ def test_a_pack_size_that_does_not_fit_is_an_error_even_if_a_smaller_one_would()
 def test_what_is_resident_adds_to_the_peak() -> None:
     wanted = request(None, "device", 2)
 
-    more = choose(replace(wanted, unlayered_bytes=1128))
+    more = choose(replace(wanted, resident_bytes=1128))
     assert more.peak_bytes == choose(wanted).peak_bytes + 1000
     assert more.resident_bytes == 1128
 
