@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from models import Model, gpt2
 from training import Ours, adamw, interleaved, planned_bytes
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Profile, Schedule, Setup, simulate
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.profile import PackCosts, Profile
+from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.forecast import Situation, forecast
 from harmony_ds.scheduler.partition import uniform_bounds
 

@@ -16,22 +16,12 @@ from common import GIB
 from models import Model, bert, gpt2, resnet, vgg
 
 from benchmarks.vldb22 import reference
-from benchmarks.vldb22.planner import (
-    HARMONY_VLDB22,
-    Answer,
-    Effort,
-    LayerCost,
-    Mode,
-    PackCosts,
-    PassCosts,
-    Profile,
-    Question,
-    Schedule,
-    Setup,
-    search,
-    simulate,
-)
 from benchmarks.vldb22.planner.cuts import fits_all, within
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
+from benchmarks.vldb22.planner.profile import LayerCost, PackCosts, PassCosts, Profile
+from benchmarks.vldb22.planner.search import Answer, Effort, Question, search
+from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.config import Config, load_config
 from harmony_ds.profiler.hardware import Gpu, Hardware, Host, known_hardware
 from harmony_ds.scheduler.partition import uniform_bounds

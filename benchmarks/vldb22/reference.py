@@ -9,7 +9,9 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Profile, Schedule, Setup, Volumes
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.profile import PackCosts, Profile
+from benchmarks.vldb22.planner.volumes import Volumes
 
 _DATA = Path(__file__).parent / "data"
 LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}

@@ -41,8 +41,7 @@ class Runner:
         self._parts = parts
         self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
-        self._said_alone: str | None = None
-        self._said_left = self._said_hooked = False
+        self._said: set[str] = set()
         self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self.executor = Executor(parts)
@@ -74,13 +73,13 @@ class Runner:
         returned. Said once.
         """
         touched = self._parts.random.touched
-        if touched and not self._said_left:
-            self._said_left = True
-            _logger.warning(
-                "the model's forward sets %s, which the program may read right after its call: the forward passes of "
-                "engine(...) run one by one, at their calls, and each swaps the whole model in; their backward passes "
-                "share swaps as always, and train_batch() groups all. Return the value among the outputs instead.",
-                ", ".join(sorted({place.key for place in touched})),
+        if touched and "left" not in self._said:
+            self._say_once(
+                "left",
+                f"the model's forward sets {', '.join(sorted({place.key for place in touched}))}, which the program may "
+                "read right after its call: the forward passes of engine(...) run one by one, at their calls, and each "
+                "swaps the whole model in; their backward passes share swaps as always, and train_batch() groups all. "
+                "Return the value among the outputs instead.",
             )
         return touched
 
@@ -88,12 +87,11 @@ class Runner:
     def alone(self) -> str | None:
         """Why every forward pass must run to its end before the next one begins; None: it need not. Said once."""
         reason = self._why_alone()
-        if reason is not None and reason != self._said_alone:
-            self._said_alone = reason
-            _logger.warning(
-                "%s: the forward passes of a group run one by one, and each swaps the whole model in; their backward "
-                "passes share swaps as always.",
+        if reason is not None:
+            self._say_once(
                 reason,
+                f"{reason}: the forward passes of a group run one by one, and each swaps the whole model in; their "
+                "backward passes share swaps as always.",
             )
         return reason
 
@@ -106,14 +104,18 @@ class Runner:
         if hook is None:
             with ungated():
                 hook = next((f"a hook of {n}" for n, p in self._parameters.items() if p._backward_hooks), None)
-        if hook is not None and not self._said_hooked:
-            self._said_hooked = True
-            _logger.warning(
-                "%s runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a group "
-                "are propagated back from one by one, and each swaps the whole model in.",
-                hook,
+        if hook is not None:
+            self._say_once(
+                "hooked",
+                f"{hook} runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a "
+                "group are propagated back from one by one, and each swaps the whole model in.",
             )
         return hook is not None
+
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _logger.warning("%s", text)
 
     def _note_hook(self, name: str) -> None:
         self._parts.calls.tensor_hook = name

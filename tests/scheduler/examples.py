@@ -9,8 +9,9 @@ from itertools import pairwise
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import ElementBytes, Pack, Packer, Packing, Task, uniform_bounds
-from harmony_ds.scheduler.partition import Bounds
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import Bounds, uniform_bounds
+from harmony_ds.scheduler.plan import Pack, Packing, Task
 
 GPU = Machine(
     name="a GPU of numbers that add up",

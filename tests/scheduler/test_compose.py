@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harmony_ds.scheduler import ALL_PACKS, Group, Pack, Packing, Policy, compose_forward, compose_step
-from harmony_ds.scheduler.plan import parked
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy, parked
 from tests.scheduler.examples import packs_of, text
 
 THREE = packs_of(True, True, True)

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.scheduler import (
-    ALL_PACKS,
-    Group,
-    MemoryProfile,
-    Pack,
-    Packing,
-    Policy,
-    compose_forward,
-    compose_step,
-    walk_memory,
-)
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy
 from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)

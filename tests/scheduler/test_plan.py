@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from harmony_ds import Plan, Task, TaskKind
 from harmony_ds.config import HarmonySettings
-from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Policy, Request, compose_step
+from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Policy
 from harmony_ds.scheduler.search import search
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of
 

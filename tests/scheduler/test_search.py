@@ -15,10 +15,11 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan
 from harmony_ds.scheduler.candidates import candidates
+from harmony_ds.scheduler.choose import Request, make_plan
 from harmony_ds.scheduler.peaks import Peaks
-from harmony_ds.scheduler.search import search, steps
+from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import ALL_PACKS, Packer, Plan, Policy, Request, make_plan, uniform_bounds
+from harmony_ds.scheduler.choose import Request, make_plan
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.partition import uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of

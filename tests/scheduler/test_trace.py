@@ -12,7 +12,9 @@ import pytest
 
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import Group, Packing, Plan, Policy, Task, TaskKind, compose_step, walk_memory
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of

@@ -8,22 +8,13 @@ import pytest
 
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
-from harmony_ds.scheduler import (
-    Group,
-    Pack,
-    Packer,
-    Packing,
-    Plan,
-    PlanError,
-    Policy,
-    compose_forward,
-    compose_step,
-    format_plan,
-    validate,
-    walk_memory,
-)
-from harmony_ds.scheduler.compose import compose_end, compose_evaluation
+from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.grid import format_plan
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.swaps import swaps_of
+from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, parse, text, with_unlayered
 
 TWO = with_unlayered(Packing.reused(packs_of(True, True)), weight_bytes=7, gradient_bytes=5)

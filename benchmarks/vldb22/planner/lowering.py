@@ -16,7 +16,7 @@ from itertools import accumulate
 from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Mode, Port, TaskGraph, TaskKind
 from benchmarks.vldb22.planner.machine import Machine
 from benchmarks.vldb22.planner.profile import PackCosts
-from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial, Waits
+from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial
 from harmony_ds.scheduler.events import Job
 
 
@@ -92,7 +92,7 @@ class _TaskJobs:
         self._stashes = task.given(Content.STASH)
         self._handed = task.given(Content.INPUT if task.kind is TaskKind.FORWARD else Content.GRADIENT)
         self._done = Done(task)
-        self._waits: Waits = shop.waits(self._done, history, shop.pipeline)
+        self._waits = shop.waits(self._done, history, shop.pipeline)
         if task.kind is not TaskKind.UPDATE:
             history.append(self._done)
             shop.done[task.index] = self._done

@@ -9,7 +9,6 @@ W X0 X1       W X0 X1         swap in
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from benchmarks.vldb22.planner.graph import DeviceTask, TaskKind
 
@@ -41,30 +40,8 @@ class Done:
     freed: int = -1
 
 
-class Waits(Protocol):
-    """What each kind of job waits for; `i` counts micro-batches."""
-
-    @property
-    def weights_come_first(self) -> bool:
-        """Whether the weights are queued before the first input, or behind it."""
-
-    def weights(self) -> Places: ...
-    def input(self, i: int) -> Places: ...
-    def stash(self, i: int) -> Places:
-        """The copy of an input that is a stash too, beyond the input itself."""
-
-    def computation_after(self, copy: int) -> Places:
-        """The computation that follows a stash's copy."""
-
-    def gradient_before_recomputation(self, i: int) -> Places | None:
-        """None: the gradient comes behind it."""
-
-    def end(self) -> Places:
-        """The end of a task, or its all-reduce."""
-
-
 class Serial:
-    """One thing after the other.
+    """One thing after the other. Says what each kind of job waits for; `i` counts micro-batches.
 
     Args:
         done: the task.
@@ -75,47 +52,44 @@ class Serial:
     def __init__(self, done: Done, history: list[Done], pipeline: bool) -> None:
         self._done = done
         self._left = history[-1] if history else None
+        self._left2 = history[-2] if len(history) > 1 else None
         self._pipeline = pipeline
 
     @property
     def weights_come_first(self) -> bool:
+        """Whether the weights are queued before the first input, or behind it."""
         return True
 
     def weights(self) -> Places:
-        return (self._left.freed,) if self._left else ()
+        return self._left_freed()
 
     def input(self, i: int) -> Places:
         if i == 0:
             return (self._done.weights,)
-        return self._last_copy() or (self._done.computed[i - 1],)
+        return self.end() or (self._done.computed[i - 1],)
 
     def stash(self, i: int) -> Places:
+        """The copy of an input that is a stash too, beyond the input itself."""
         return ()
 
     def computation_after(self, copy: int) -> Places:
+        """The computation that follows a stash's copy."""
         return (copy,)
 
     def gradient_before_recomputation(self, i: int) -> Places | None:
+        """None: the gradient comes behind it."""
         return None
 
     def end(self) -> Places:
-        return self._last_copy()
-
-    def _last_copy(self) -> Places:
+        """The end of a task, or its all-reduce."""
         return () if self._pipeline else tuple(self._done.copied[-1:])
 
+    def _left_freed(self) -> Places:
+        return (self._left.freed,) if self._left else ()
 
-class Overlapped:
-    """Weights come during the last micro-batch of the task before, inputs two ahead; nobody waits for copies out.
 
-    Args: those of `Serial`.
-    """
-
-    def __init__(self, done: Done, history: list[Done], pipeline: bool) -> None:
-        self._done = done
-        self._left = history[-1] if history else None
-        self._left2 = history[-2] if len(history) > 1 else None
-        self._pipeline = pipeline
+class Overlapped(Serial):
+    """Weights come during the last micro-batch of the task before, inputs two ahead; nobody waits for copies out."""
 
     @property
     def weights_come_first(self) -> bool:
@@ -129,13 +103,11 @@ class Overlapped:
         if i == 0:
             return self._second_buffer()
         if i == 1:
-            return (self._left.freed,) if self._left else ()
+            return self._left_freed()
         return (self._done.computed[i - 2],)
 
     def stash(self, i: int) -> Places:
-        if i == 0:
-            return (self._left.freed,) if self._left else ()
-        return (self._done.computed[i - 1],)
+        return (self._done.computed[i - 1],) if i else self._left_freed()
 
     def computation_after(self, copy: int) -> Places:
         return ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner import LayerCost, Machine, Mode, PackCosts, PassCosts, Profile, Schedule, Setup
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.profile import LayerCost, PackCosts, PassCosts, Profile
 
 MACHINE = Machine(swap=100.0, peer=50.0, message=400.0, free_ms=1.0)
 LAYERS = 6

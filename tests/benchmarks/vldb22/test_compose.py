@@ -8,18 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from benchmarks.vldb22.planner import (
-    Content,
-    DeviceTask,
-    Medium,
-    Mode,
-    Schedule,
-    Setup,
-    TaskGraph,
-    TaskKind,
-    compose,
-    split_samples,
-)
+from benchmarks.vldb22.planner.compose import compose, split_samples
+from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Mode, Schedule, Setup, TaskGraph, TaskKind
 from tests.benchmarks.vldb22.examples import LAYERS, schedules, setups
 
 PAIRED = (Medium.PEER, Medium.MESSAGE, Medium.SWAP, Medium.PIN)
