@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
-from benchmarks.vldb22.planner.profile import PackCosts, Profile
+from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
 from benchmarks.vldb22.planner.volumes import Volumes
 
 _DATA = Path(__file__).parent / "data"
@@ -71,8 +71,8 @@ def costs_of(model: str) -> PackCosts:
     return PackCosts(profile_of(model))
 
 
-def profile_of(model: str) -> Profile:
-    return Profile.from_json((_DATA / f"prof_{model}.json").read_text(encoding="utf-8"))
+def profile_of(model: str) -> LayerProfile:
+    return LayerProfile.from_json((_DATA / f"prof_{model}.json").read_text(encoding="utf-8"))
 
 
 def shipped(model: str) -> Iterator[Shipped]:

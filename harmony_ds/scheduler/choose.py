@@ -13,7 +13,7 @@ from harmony_ds.scheduler.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """What a plan is wanted for.
 
     Attributes:
@@ -48,12 +48,12 @@ class Request:
         return self.settings.pack_layers is not None
 
 
-def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
+def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> int:
     """Everything that stays on the device from step to step, with weights and optimizer state of resident packs."""
     return request.resident_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
 
 
-def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
+def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
     plan = draft_plan(packing, costs, request, policy)
     validate(packing, plan.tasks, Group.of(request.micro_batches), policy)
@@ -62,7 +62,7 @@ def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Poli
     return replace(plan, peak_bytes=peak, activation_bytes=walked.activation_bytes)
 
 
-def draft_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy, peak_bytes: int = 0) -> Plan:
+def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:
     """The plan over given packs, its peak known from elsewhere, to be compared with others."""
     return Plan(
         packing,
@@ -76,7 +76,7 @@ def draft_plan(packing: Packing, costs: CostTable, request: Request, policy: Pol
     )
 
 
-def explain(plan: Plan, request: Request) -> str:
+def explain(plan: Plan, request: PlanRequest) -> str:
     """Why nothing fits, with the smallest plan that was found, and what to do about it."""
     assert request.budget_bytes is not None
     packs = plan.packing.covering

@@ -10,7 +10,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import Request, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
@@ -18,7 +18,7 @@ from harmony_ds.scheduler.simulate import simulate
 
 
 def adopt(
-    plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: Request
+    plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest
 ) -> Choice:
     """The choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import stash_moves
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
 
@@ -20,7 +20,7 @@ from harmony_ds.scheduler.plan import Pack, Packing, Policy
 class TimeBounds:
     """Times below which no step of a candidate can be."""
 
-    def __init__(self, costs: CostTable, machine: Machine, request: Request) -> None:
+    def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
         self.copies_overlap = machine.copies_overlap
         self._machine = machine
         self._micro_batches = request.micro_batches

@@ -17,7 +17,7 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
@@ -152,10 +152,10 @@ class Planner:
                 _logger.warning("%s", reason)
         return choices
 
-    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
+    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """What is asked of the search for a plan."""
         budget, beside = self._parts.device.budget_bytes, self.beside_bytes
-        return Request(
+        return PlanRequest(
             settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),

@@ -16,7 +16,7 @@ from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import candidates
-from harmony_ds.scheduler.choose import Request, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import Choice, search, steps
@@ -51,12 +51,12 @@ COSTS = costs_of(
 
 def request(
     budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None, residency: str | int = "off"
-) -> Request:
+) -> PlanRequest:
     settings = HarmonySettings(pack_layers=pack_layers, stash=stash, residency=residency)
-    return Request(settings, 4, budget_bytes, resident_bytes=128, policy=Policy())
+    return PlanRequest(settings, 4, budget_bytes, resident_bytes=128, policy=Policy())
 
 
-def choose(wanted: Request) -> Plan:
+def choose(wanted: PlanRequest) -> Plan:
     return search(GRAPH, COSTS, GPU, FP32, wanted)[0].plan
 
 

@@ -2,6 +2,6 @@
 devices. A reproduction: the library plans with `harmony_ds.scheduler`, of which this uses the event kernel and the best
 cuts.
 
-Profile -> PackCosts ;  Setup, Schedule -> compose -> TaskGraph -> count_volumes, lower -> jobs -> simulate
+LayerProfile -> PackCosts ;  Setup, Schedule -> compose -> TaskGraph -> count_volumes, lower -> jobs -> simulate
 Question -> search -> Answer
 """

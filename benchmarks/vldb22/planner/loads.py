@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.vldb22.planner.graph import Mode, Setup
-from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.profile import PackCosts
 from harmony_ds.scheduler.partition import Bounds, PartCost
 
@@ -79,7 +79,7 @@ class Loads:
         at_work: devices that have tasks.
     """
 
-    def __init__(self, setup: Setup, costs: PackCosts, machine: Machine, overlap: bool, at_work: int) -> None:
+    def __init__(self, setup: Setup, costs: PackCosts, machine: Server, overlap: bool, at_work: int) -> None:
         self._costs = costs
         self._overlap = overlap
         self._free_ms = machine.free_ms

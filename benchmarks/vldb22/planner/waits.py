@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.vldb22.planner.graph import DeviceTask, TaskKind
+from benchmarks.vldb22.planner.graph import DeviceTask, DeviceTaskKind
 
 Places = tuple[int, ...]
 
@@ -94,7 +94,7 @@ class Overlapped(Serial):
     @property
     def weights_come_first(self) -> bool:
         task = self._done.task
-        return self._left is None or (self._pipeline and (task.kind is TaskKind.FORWARD or task.fused))
+        return self._left is None or (self._pipeline and (task.kind is DeviceTaskKind.FORWARD or task.fused))
 
     def weights(self) -> Places:
         return (self._left.computed[-1],) if self._left else ()
@@ -117,7 +117,7 @@ class Overlapped(Serial):
             return (self._done.recomputed[i - 1],)
         if self._left is None:
             return ()
-        left_is_backward = self._left.task.kind is TaskKind.BACKWARD and not self._left.task.fused
+        left_is_backward = self._left.task.kind is DeviceTaskKind.BACKWARD and not self._left.task.fused
         if not self._pipeline or left_is_backward:
             return (self._left.recomputed[-1],)
         return self._second_buffer()
