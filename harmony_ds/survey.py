@@ -30,7 +30,7 @@ from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
@@ -56,7 +56,7 @@ class Survey:
     profile: Profile
     costs: CostTable
     element: ElementBytes
-    request: Request
+    request: PlanRequest
 
 
 def estimate(

@@ -14,7 +14,10 @@ from matplotlib.figure import Figure
 from models import SMALL, Model
 from training import Ours, Plain, interleaved, planned_bytes, ratio, sgd, weight_bytes
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Setup, compose, count_volumes
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.graph import Mode, Setup
+from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.planner.volumes import count_volumes
 
 ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 2, "ResNet": 2}
 """Samples of a micro-batch, measured."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.engine.early_look import EarlyLooks
-from harmony_ds.engine.lifetime import WhileAlive, while_alive
+from harmony_ds.engine.lifetime import asked_while_alive, while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import CallChangedError, UnsupportedError, UsageError
@@ -32,7 +32,7 @@ class OpenStep(Owner):
         self._early_looks = EarlyLooks()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
-        self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, WhileAlive(self))
+        self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
         self._parts = GroupParts(
             module=training.model,
             device=assembly.device,

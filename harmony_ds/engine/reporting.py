@@ -119,7 +119,7 @@ class StepReports:
         self._breakdown = bool(values["wall_clock_breakdown"])
         self._memory = bool(values["memory_breakdown"])
         self._times = TaskTimes()
-        self.record = StepRecord(training.assembly, config.accumulation_dtype)
+        self.record = StepRecord(training.assembly)
         self.throughput = Throughput(bool(values["timers.throughput.enabled"]))
         self.monitor = make_monitor(config)
         if values["log_level"] is not None:

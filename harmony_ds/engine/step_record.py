@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 from harmony_ds.assembly import Assembly
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
@@ -23,10 +21,9 @@ _STEPS_KEPT = 32
 class StepRecord:
     """Measures steps, and makes the engine's reports of them."""
 
-    def __init__(self, assembly: Assembly, gradient_dtype: torch.dtype) -> None:
+    def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._planner = assembly.runner.planner
-        self._gradient_dtype = gradient_dtype
         self._peak_bytes = 0
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_step_ms` is of
@@ -88,7 +85,7 @@ class StepRecord:
         weight_bytes = self._assembly.store.dtype.itemsize
         return SwapReport.of(
             self.traffic,
-            lower_bound_bytes(plan, graph, weight_bytes, self._gradient_dtype.itemsize),
+            lower_bound_bytes(plan),
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
         )

@@ -77,6 +77,11 @@ class Lane:
             failure, self._failure = self._failure, None
             raise failure
 
+    def take_result(self) -> Any:
+        """What `function` returned, which is kept no longer."""
+        result, self.result = self.result, None
+        return result
+
     def close(self) -> None:
         """Ends the thread wherever it is."""
         if self._running:  # the engine's thread was interrupted while it waited for this lane

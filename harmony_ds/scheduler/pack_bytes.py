@@ -13,7 +13,7 @@ from harmony_ds.scheduler.plan import Pack
 
 def with_stash_on_host(packs: Sequence[Pack], costs: CostTable) -> CostTable:
     """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
-    firsts = {pack.positions[0] for pack in packs}
+    firsts = {pack.positions[0] for pack in packs if pack.positions}
     calls = (
         replace(
             call,

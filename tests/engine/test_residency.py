@@ -16,7 +16,8 @@ from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyE
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
-from harmony_ds.scheduler import Choice, make_plan
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.search import Choice
 from harmony_ds.stepping import planner
 from tests.cover import spread
 from tests.engine.drive import (

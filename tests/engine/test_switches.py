@@ -15,7 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from harmony_ds import ConfigError, TaskKind
 from harmony_ds.config.ablations import ABLATIONS, Ablation
-from harmony_ds.scheduler import Plan, format_plan
+from harmony_ds.scheduler.grid import format_plan
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import (

@@ -15,10 +15,11 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import Choice, Packing, Policy, Request, make_plan
 from harmony_ds.scheduler.candidates import candidates
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.peaks import Peaks
-from harmony_ds.scheduler.search import search, steps
+from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly
@@ -50,12 +51,12 @@ COSTS = costs_of(
 
 def request(
     budget_bytes: int | None, stash: str = "auto", pack_layers: int | None = None, residency: str | int = "off"
-) -> Request:
+) -> PlanRequest:
     settings = HarmonySettings(pack_layers=pack_layers, stash=stash, residency=residency)
-    return Request(settings, 4, budget_bytes, unlayered_bytes=128, policy=Policy())
+    return PlanRequest(settings, 4, budget_bytes, resident_bytes=128, policy=Policy())
 
 
-def choose(wanted: Request) -> Plan:
+def choose(wanted: PlanRequest) -> Plan:
     return search(GRAPH, COSTS, GPU, FP32, wanted)[0].plan
 
 
@@ -163,7 +164,7 @@ def test_a_pack_size_that_does_not_fit_is_an_error_even_if_a_smaller_one_would()
 def test_what_is_resident_adds_to_the_peak() -> None:
     wanted = request(None, "device", 2)
 
-    more = choose(replace(wanted, unlayered_bytes=1128))
+    more = choose(replace(wanted, resident_bytes=1128))
     assert more.peak_bytes == choose(wanted).peak_bytes + 1000
     assert more.resident_bytes == 1128
 

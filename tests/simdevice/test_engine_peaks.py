@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harmony_ds.scheduler import TaskKind
+from harmony_ds.scheduler.plan import TaskKind
 from tests.cover import pairs
 from tests.simdevice.peaks import Case, Peak, train
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.vldb22 import reference
-from benchmarks.vldb22.planner import HARMONY_VLDB22, Question, compose, count_volumes, search, simulate
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
+from benchmarks.vldb22.planner.search import Question, search
+from benchmarks.vldb22.planner.simulate import simulate
+from benchmarks.vldb22.planner.volumes import count_volumes
 
 CASES = [case for model in reference.LARGEST for case in reference.shipped(model)]
 IDS = [f"{case.model}-{case.name}" for case in CASES]
