@@ -29,7 +29,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.layer_buffers import Buffers, buffers_apart, versions
 from harmony_ds.calls.lending import Lending, changes_buffers_unseen
 from harmony_ds.calls.own_memory import LentMemory, apart, memory, memory_of, taken_apart
-from harmony_ds.calls.pieces import Assembled, Cut, PieceSinks, Rows
+from harmony_ds.calls.pieces import WHOLE_CALLS, Assembled, Cut, PieceSinks, Rows
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
 from harmony_ds.calls.trees import changed, flatten, map_tensors, tensors_in, unflatten
@@ -42,7 +42,6 @@ class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        rows: how calls are cut into pieces.
         replayed: layers that depend on buffers which they change: a recomputation begins with what they were.
         outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
     """
@@ -52,10 +51,10 @@ class LayerCalls:
         self._slots = [lending.slots(layer.module) for layer in layers]
         self._dead_ends = [DeadEnd(layer.name) for layer in layers]
         self._stash = stash
-        self.rows = Rows()
         self._lent = [LentMemory(layer.parameters) for layer in layers]
         self._changes_inputs: set[int] = set()
         self._changes_buffers: set[int] = set()
+        self._draws: set[int] = set()  # beside those of which that is known by how they are cut
         self.replayed: set[int] = set()
         self.outputs_hooked = False
         self._attributes: dict[int, Places] = {}
@@ -110,14 +109,14 @@ class LayerCalls:
         """Those that are the layer's: a pack may hold many layers."""
         return {name: copies[name] for name in self._layers[layer].parameters if name in copies}
 
-    def unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+    def unrecorded(self, request: Request, copies: Mapping[str, Tensor], rows: Rows) -> Any:
         """As `attached`, for a call without gradients, in pieces where it can be cut."""
-        if not self.rows.cuts:
+        if not rows.cuts:
             return self.attached(request, copies)
         without = without_unknown(request)
         arguments, tensors = self._take(without)
-        cut = self.rows.cut(request.layer, tensors)
-        if cut is None or not self._may_cut(request.layer, arguments):
+        cut = self._cut(rows, request.layer, arguments, tensors)
+        if cut is None:
             return self.attached(request, copies)
         call = RecordedCall(without, 0, arguments, [], [None] * len(tensors), [], cut)
         outcome = self._run_pieces(call, tensors, copies, State)
@@ -126,19 +125,31 @@ class LayerCalls:
     # ---- cut: forward now, backward later
 
     def forward(
-        self, request: Request, number: int, copies: Mapping[str, Tensor], glue: Glue, state: Callable[[], State]
+        self,
+        request: Request,
+        number: int,
+        copies: Mapping[str, Tensor],
+        glue: Glue,
+        state: Callable[[], State],
+        rows: Rows = WHOLE_CALLS,
     ) -> tuple[Any, RecordedCall | None]:
         """Runs the call and cuts its outputs from its graph.
+
+        Args:
+            number: place among the calls of its micro-batch.
+            state: where the generators stand.
+            rows: how calls are cut into pieces.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
-            return self.unrecorded(request, copies), None
+            return self.unrecorded(request, copies, rows), None
         glue.origin.model = id(self)
         request = without_unknown(request)
         arguments, tensors = self._take(request)
-        call = self._record(request, number, arguments, self._sinks(request, tensors, glue), tensors)
+        cut = self._cut(rows, request.layer, arguments, tensors)
+        call = self._record(request, number, arguments, self._sinks(request, tensors, glue), cut)
         given = tensors
         if request.layer in self._changes_inputs:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -162,7 +173,7 @@ class LayerCalls:
         return outputs, call
 
     def _record(
-        self, request: Request, number: int, arguments: Arguments, sinks: list[Sink | None], tensors: list[Tensor]
+        self, request: Request, number: int, arguments: Arguments, sinks: list[Sink | None], cut: Cut | None
     ) -> RecordedCall:
         layer = request.layer
         return RecordedCall(
@@ -172,7 +183,7 @@ class LayerCalls:
             tensors=[],
             sinks=sinks,
             states=[],
-            cut=self.rows.cut(layer, tensors) if self._may_cut(layer, arguments) else None,
+            cut=cut,
             buffers=self.copied_buffers(layer) if layer in self.replayed else None,
         )
 
@@ -257,6 +268,9 @@ class LayerCalls:
         changes = layer in self._changes_inputs or layer in self._changes_buffers or layer in self._attributes
         return not changes and arguments.may_be_cut
 
+    def _cut(self, rows: Rows, layer: int, arguments: Arguments, tensors: list[Tensor]) -> Cut | None:
+        return rows.cut(layer, tensors, layer in self._draws) if self._may_cut(layer, arguments) else None
+
     def _run_pieces(
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
     ) -> Outcome:
@@ -270,15 +284,15 @@ class LayerCalls:
         layer, whole = call.request.layer, Assembled(call.cut, tensors)
         first: Outcome | None = None
         for piece in call.cut.pieces(call.cut.forward):
-            if piece.first and layer in self.rows.drawing:
+            if piece.first and call.cut.draws:
                 call.states.append(state())
             outcome = self._run(call, call.cut.inputs_of(piece, tensors), copies, sinks)
             whole.add(piece, outcome.inputs, outcome.leaves)
             first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
         assert first is not None
-        if layer not in self.rows.drawing and differ(call.states[0], state()):
-            self.rows.drawing.add(layer)
+        if not call.cut.draws and differ(call.states[0], state()):
+            self._draws.add(layer)
             raise InputChangedError(
                 f"layer {self._layers[layer].name} draws random numbers, which was not seen when the model was measured."
             )

@@ -2,8 +2,7 @@
 
 The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
 gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
-together from stretches: each call up to its return, the code behind it up to the next call, and the loss. Nothing is
-kept: no gradient, no random number, no change of a buffer.
+together from stretches: each call up to its return, the code behind it up to the next call, and the loss.
 """
 
 from __future__ import annotations
@@ -17,39 +16,31 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import Glue, GlueSink, Slot
-from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
-from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.measuring.measured import Seen, SeenCall
+from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.routing import RoutingWatch, extremes
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.runtime.micro_batch import Objective
-from harmony_ds.runtime.parts import Parts
 
 _logger = logging.getLogger(__name__)
 
 
-class Measurement:
+class Measurement(Passes):
     """Runs one micro-batch through the model, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
-        self._device = parts.device
-        self._layers = layers
-        self._residency = parts.residency
-        self._lending = parts.lending
-        self._calls = parts.layer_calls
-        self._random = parts.random
-        self._unlayered: tuple[str, ...] = ()
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._probe: MemoryProbe
         self._seen = Seen()
-        self._glue = Glue()
         self._kept: list[Kept] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
         self._stashed: list[_Stashed] = []
@@ -57,49 +48,40 @@ class Measurement:
         self._versions: dict[str, int] = {}
         self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._probe: MemoryProbe | None = None
+        self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
         self._left = 0  # alive when the last call returned
 
-    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, unlayered: tuple[str, ...]) -> CostTable:
+    def measure(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
         """Costs of `forward` and of propagating `objective` of its outputs.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
-        self._unlayered = unlayered
-        self._lending.touched.clear()
-        copy = self._swap_in(unlayered)
-        _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
-        self._resident_leaves = copy.leaves
-        self._random.open()
+        touched = self._parts.lending.touched
         try:
-            with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
-                self._probe = probe
-                self._base = self._left = probe.live_bytes()
-                self._random.start(self, seed)
-                self._measure(probe, forward, objective)
+            with self._opened() as copy:
+                _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
+                self._resident_leaves = copy.leaves
+                with self._lent(copy), self._parts.device.probe() as self._probe:
+                    self._base = self._left = self._probe.live_bytes()
+                    self._measure(forward, objective, seed)
         except Exception as error:
-            if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
+            if touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
             raise
-        finally:
-            self._probe = None
-            self._random.close()
-            self._residency.evict(copy)
-        return replace(self._seen.table(), in_pieces=self._calls.rows.cuts)
+        return replace(self._seen.table(), in_pieces=self._rows.cuts)
 
-    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
-        seen = self._seen
-        seen.scalar, seen.grain = self._allocation(probe, torch.float32), self._allocation(probe, torch.uint8)
+    def _measure(self, forward: Callable[[], Any], objective: Objective, seed: int) -> None:
+        seen, probe, touched = self._seen, self._probe, self._parts.lending.touched
+        seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         probe.reset()
-        with handled_by(self), torch.enable_grad():
-            outputs = forward()
+        outputs = self._forward(forward, seed)
         loss = objective(outputs)
-        if self._lending.touched:
+        if touched:
             raise ParameterOutsideLayerError(
-                f"{', '.join(sorted(self._lending.touched))}: used outside the calls of the layers that own them."
+                f"{', '.join(sorted(touched))}: used outside the calls of the layers that own them."
             )
         seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
@@ -117,69 +99,49 @@ class Measurement:
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
-        self._settle(probe)
+        self._settle()
 
-    def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
+    def _allocation(self, dtype: torch.dtype) -> int:
         """What the allocator takes for one element."""
-        before = probe.live_bytes()
-        scalar = torch.empty((), dtype=dtype, device=self._device.torch_device)
-        nbytes = probe.live_bytes() - before
+        before = self._probe.live_bytes()
+        scalar = torch.empty((), dtype=dtype, device=self._parts.device.torch_device)
+        nbytes = self._probe.live_bytes() - before
         del scalar
         return nbytes
 
-    def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        copy = self._residency.swap_in(names)
-        copy.wait(self._device)
-        return copy
-
     # ---- one call of a layer
 
-    def call(self, request: Request) -> Any:
-        """One layer call of the model: measured, its outputs cut."""
-        probe = self._probe
-        assert probe is not None
-        call = self._arrive(request, probe)
-        outputs = self._run(call, request, probe)
-        probe.reset()
-        self._left = probe.live_bytes()
-        return outputs
-
-    def _arrive(self, request: Request, probe: MemoryProbe) -> SeenCall:
+    def arrived(self, request: Request) -> None:
         """Notes what the code since the last call took; lets go of that call's inputs."""
-        seen = self._seen
+        seen, probe = self._seen, self._probe
         if seen.calls:
             seen.calls[-1].glue = probe.peak_bytes() - self._left
             seen.calls[-1].glue_kept = max(0, probe.live_bytes() - self._left)
         else:
             seen.lead = probe.peak_bytes() - self._base
         known = {id(tensor) for tensor in self._inputs}
-        self._just_taken = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
         self._inputs = tensors_in((request.args, request.kwargs))
-        stashed = self._stashed_bytes()
-        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed)
-        seen.calls.append(call)
-        return call
+        self._just_taken = {id(t) for t in self._inputs if id(t) in known}
+        # What calls have stashed and is alive for another reason: here, the stash is let go at once.
+        stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+        seen.calls.append(SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed))
 
-    def _run(self, call: SeenCall, request: Request, probe: MemoryProbe) -> Any:
-        names = self._layers[request.layer].parameters
-        copy = self._swap_in(tuple(name for name in names if name not in self._unlayered))
-        try:
-            stretch = _Stretch(probe, call)
-            with RoutingWatch() as watch:
-                outputs, recorded = self._calls.forward(
-                    replace(request, forward=stretch.measured(request.forward)),
-                    len(self._seen.calls) - 1,
-                    copy.leaves,
-                    self._glue,
-                    self._random.snapshot,
-                )
-            call.forward = max(call.forward, stretch.peak())
-            if recorded is not None:
-                self._note(call, recorded)
-                self._propagate(call, recorded, copy, stretch, watch.seen)
-            return outputs
-        finally:
-            self._residency.evict(copy)
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Runs the call, measured, and propagates through it at once."""
+        call = self._seen.calls[-1]
+        stretch = _Stretch(self._probe, call)
+        with RoutingWatch() as watch:
+            outputs, recorded = self._record(replace(request, forward=stretch.measured(request.forward)), copy)
+        call.forward = max(call.forward, stretch.peak())
+        if recorded is not None:
+            self._note(call, recorded)
+            self._propagate(call, recorded, copy, stretch, watch.seen)
+        return outputs
+
+    def evicted(self) -> None:
+        """What comes now is the code behind the call."""
+        self._probe.reset()
+        self._left = self._probe.live_bytes()
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
@@ -213,13 +175,13 @@ class Measurement:
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
         this begins, as they are for every micro-batch but the first.
         """
-        if self._residency.accumulates_in_place:
+        if self._parts.residency.accumulates_in_place:
             _gather_from_zero(copy)
-            call.gradients = sum(
-                slab_bytes(leaf.numel(), leaf.element_size()) for leaf in copy.leaves.values() if leaf.requires_grad
-            )
+            trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
+            call.gradients = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
         tensors = list(recorded.tensors)
-        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if routes and self._device.has_values else ():
+        unevenly = routes and self._parts.device.has_values
+        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
             recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
             try:
                 self._backward(call, recorded, copy, stretch)
@@ -237,41 +199,32 @@ class Measurement:
             leaf.grad = None
 
     def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch) -> None:
-        for slot in call.made:
-            slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device)
-        stretch.begin()
-        try:
-            self._calls.backward(recorded, copy.leaves, self._random.replay, lambda: self._gather(copy))
-            call.backward = max(call.backward, stretch.peak())
-        finally:
-            self._random.switch(self)
-            call.unlayered |= self._given_to_unlayered()
-            for sink in recorded.sinks:
-                gradient = sink.take() if sink is not None else None
-                if gradient is not None and isinstance(sink, GlueSink):
-                    self._shapes[sink] = (gradient.shape, gradient.dtype)
-        if not self._residency.accumulates_in_place:
-            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
-            for leaf in copy.leaves.values():
-                leaf.grad = None
+        def gather() -> None:  # what is of another dtype than its sum leaves the parameters
+            if not self._parts.residency.accumulates_in_place:
+                for leaf in copy.leaves.values():
+                    leaf.grad = None
 
-    def _gather(self, copy: DeviceCopy) -> None:
-        """Between the pieces of a call, gradients of another dtype than their sums leave the parameters."""
-        if not self._residency.accumulates_in_place:
-            for leaf in copy.leaves.values():
-                leaf.grad = None
+        with self._made_up_gradients(recorded) as reached:
+            stretch.begin()
+            self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
+            call.backward = max(call.backward, stretch.peak())
+        call.unlayered |= self._given_to_unlayered()
+        self._shapes |= {sink: (shape, dtype) for sink, shape, dtype in reached if isinstance(sink, GlueSink)}
+        if not self._parts.residency.accumulates_in_place:
+            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
+        gather()
 
     # ---- the code between the calls
 
-    def _settle(self, probe: MemoryProbe) -> None:
+    def _settle(self) -> None:
         """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
-        calls = self._seen.calls
+        calls, probe = self._seen.calls, self._probe
         for number in (*reversed(range(len(calls))), -1):
             due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
             if not due:
                 continue
             for sink, shape, dtype in due:
-                sink.gradient = torch.ones(shape, dtype=dtype, device=self._device.torch_device)
+                sink.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
             probe.reset()
             before = probe.live_bytes()
             self._glue.settle(number)
@@ -279,10 +232,6 @@ class Measurement:
             place.settle = probe.peak_bytes() - before
             place.settled = self._take_gradients()
             place.unlayered |= self._given_to_unlayered()
-
-    def _stashed_bytes(self) -> int:
-        """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
-        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
 
     def _drop_recorded(self) -> int:
         """Lets go of the recorded calls, the last one first as a step does.

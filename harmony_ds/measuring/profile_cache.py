@@ -41,9 +41,9 @@ def profile_key(
     }
 
 
-def load_profile(path: Path, key: Mapping[str, str]) -> Profile | None:
+def load_profile(path: Path | None, key: Mapping[str, str]) -> Profile | None:
     """The profile in `path` if it was measured on what `key` says; None, with a warning, if on something else."""
-    if not path.is_file():
+    if path is None or not path.is_file():
         return None
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))

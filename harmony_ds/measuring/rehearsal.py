@@ -17,34 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
-from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.boundary import Sink, Slot, guarded_backward, sinks_behind
 from harmony_ds.calls.dead_end import DeadEnd
-from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.layer_buffers import Buffers, buffers_apart
 from harmony_ds.calls.lending import changes_buffers_unseen
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
-from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.row_probe import close
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.runtime.parts import Parts
 
 _ATTEMPTS = 8
 _BETWEEN = -1
 _ATOMS = (bool, int, float, str, bytes, type(None), Absent)
 
 
-class Rehearsal:
+class Rehearsal(Passes):
     """Runs one micro-batch through the model twice, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
-        self._parts = parts
-        self._layers = layers
-        self._unlayered = unlayered
-        self._all = parts.lending.modules
-        self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._all = setup.parts.lending.modules
+        self._modules = {layer.index: tuple(layer.module.modules()) for layer in setup.layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
         # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
@@ -58,10 +54,9 @@ class Rehearsal:
         self._calls: list[int] = []
         self._first = True
         self._inside = False  # a layer
-        self._glue = Glue()
         self._outputs: list[Tensor] = []
 
-    def run(self, forward: Callable[[], Any], seed: int) -> str | None:
+    def rehearse(self, forward: Callable[[], Any], seed: int) -> str | None:
         """What forbids that forward passes of several micro-batches run side by side; None: nothing.
 
         Raises:
@@ -69,22 +64,14 @@ class Rehearsal:
             ModelError: a layer writes into its own parameters.
             BaseException: whatever the model raised.
         """
-        parts = self._parts
-        parts.lending.touched.clear()
-        copy = parts.residency.swap_in(self._unlayered)
-        copy.wait(parts.device)
-        parts.random.open()
-        try:
-            with (
-                parts.random.watching_others() as drawn,
-                undone(self._all),
-                parts.lending.lent(copy.leaves, keep_buffers=False),
-            ):
-                reason = self._run_twice(forward, seed)
-                self._check_written("the code between the layers", copy)
-        finally:
-            parts.random.close()
-            parts.residency.evict(copy)
+        with (
+            self._opened() as copy,
+            self._parts.random.watching_others() as drawn,
+            undone(self._all),
+            self._lent(copy),
+        ):
+            reason = self._run_twice(forward, seed)
+            self._check_written("the code between the layers", copy)
         if drawn:
             return f"the model draws from {drawn[0]}, from one forward pass to the next"
         return reason
@@ -134,15 +121,8 @@ class Rehearsal:
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
-        self._glue = Glue()
-        self._parts.random.start(self, seed)
-        with (
-            handled_by(self),
-            torch.enable_grad(),
-            guarded_backward(lambda: self._inside),
-            assignments() as self._assigned,
-        ):
-            outputs = forward()
+        with guarded_backward(lambda: self._inside), assignments() as self._assigned:
+            outputs = self._forward(forward, seed)
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned
         for snapshot in self._start.values():
@@ -150,33 +130,28 @@ class Rehearsal:
 
     # ---- one call of a layer
 
-    def call(self, request: Request) -> Any:
-        """One layer call of the model."""
-        parts, layer = self._parts, request.layer
-        self._calls.append(layer)
-        for key in self._near[layer]:
+    def arrived(self, request: Request) -> None:
+        """Notes what the code since the last call has touched."""
+        self._calls.append(request.layer)
+        for key in self._near[request.layer]:
             self._touched |= self._start[key].changed()
         self._touched |= self._assigned
-        names = tuple(n for n in self._layers[layer].parameters if n not in self._unlayered)
-        copy = parts.residency.swap_in(names)
-        copy.wait(parts.device)
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Tries the call, the first time that it comes, before it is run."""
         self._inside = True
-        try:
-            if self._first:
-                self._try(request, copy)
-            number = len(self._calls) - 1
-            outputs, call = parts.layer_calls.forward(request, number, copy.leaves, self._glue, parts.random.snapshot)
-            if call is not None:
-                parts.layer_calls.forget(call)
-            return outputs
-        finally:
-            self._inside = False
-            parts.residency.evict(copy)
+        if self._first:
+            self._try(request, copy)
+        return super().run(request, copy)
+
+    def evicted(self) -> None:
+        """What runs now is the code behind the call."""
+        self._inside = False
 
     def _try(self, request: Request, copy: DeviceCopy) -> None:
         """Runs the call until it shows nothing new, and once more.
 
-        Raises: as `run`.
+        Raises: as `rehearse`.
         """
         calls, layer = self._parts.layer_calls, request.layer
         self._watch_touched(layer)
@@ -218,7 +193,11 @@ class Rehearsal:
 
     def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
         # Kernels of other devices may add up in any order.
-        equal = _equal if self.device_type == "cpu" or torch.are_deterministic_algorithms_enabled() else close
+        equal = (
+            _equal
+            if self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+            else close
+        )
         return len(outputs) == len(again) and all(map(equal, outputs, again))
 
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
