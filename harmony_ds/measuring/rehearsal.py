@@ -46,7 +46,10 @@ class Rehearsal(Passes):
         # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
         self._known = {layer: modules_in(self._modules[layer], set(self._all)) for layer in self._modules}
         self._known[_BETWEEN] = self._modules[_BETWEEN]
-        self._near = {layer: self._owners(known) | {_BETWEEN} for layer, known in self._known.items()}
+        self._near = {
+            layer: {other for other, own in self._modules.items() if not set(known).isdisjoint(own)} | {_BETWEEN}
+            for layer, known in self._known.items()
+        }
         self._own: dict[int, set[Place]] = {}
         self._start: dict[int, Snapshot] = {}
         self._touched: set[Place] = set()
@@ -64,12 +67,8 @@ class Rehearsal(Passes):
             ModelError: a layer writes into its own parameters.
             BaseException: whatever the model raised.
         """
-        with (
-            self._opened() as copy,
-            self._parts.random.watching_others() as drawn,
-            undone(self._all),
-            self._lent(copy),
-        ):
+        watching = self._parts.random.watching_others()
+        with self._opened() as copy, watching as drawn, undone(self._all), self._lent(copy):
             reason = self._run_twice(forward, seed)
             self._check_written("the code between the layers", copy)
         if drawn:
@@ -104,11 +103,6 @@ class Rehearsal(Passes):
                 "they are called. Keep such state in attributes or buffers of the model's modules."
             )
         self._touched = touched
-
-    def _owners(self, modules: tuple[nn.Module, ...]) -> set[int]:
-        """The layers that `modules` are of."""
-        wanted = set(modules)
-        return {layer for layer, own in self._modules.items() if not wanted.isdisjoint(own)}
 
     def _watch_touched(self, layer: int) -> None:
         """What somebody has touched and `layer` knows is part of what its calls take and give."""
@@ -193,11 +187,8 @@ class Rehearsal(Passes):
 
     def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
         # Kernels of other devices may add up in any order.
-        equal = (
-            _equal
-            if self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-            else close
-        )
+        exact = self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        equal = _equal if exact else close
         return len(outputs) == len(again) and all(map(equal, outputs, again))
 
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
@@ -230,8 +221,8 @@ class Rehearsal(Passes):
     def _compare(self, first: _Prints, same_outputs: bool) -> str | None:
         """Tells apart what every forward pass writes anew, and what goes on from one to the next.
 
-        What is the same each time may be read by the next forward pass all the same: it is not if nothing is given that
-        was not before (`same_outputs`), and a tensor, which is of its inputs, might be.
+        A value that is the same behind either pass might still be read by the next one. It is taken not to be where both
+        passes gave the same outputs and the value holds no tensor, which would come of the inputs.
         """
         model = set(self._all)  # a module that forward makes for itself (a loss function) is gone with it
         self._touched = {place for place in self._touched if place.module is None or place.module in model}
