@@ -26,10 +26,10 @@ from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.routing import RoutingWatch, extremes
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.runtime.micro_batch import Objective
 
 _logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class Measurement(Passes):
         self._base = 0  # alive before the first call
         self._left = 0  # alive when the last call returned
 
-    def measure(self, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """Costs of `forward` and of propagating `objective` of its outputs.
+    def measure(self, sample: Sample) -> CostTable:
+        """Costs of its forward pass and of propagating its objective.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
@@ -66,19 +66,19 @@ class Measurement(Passes):
                 self._resident_leaves = copy.leaves
                 with self._lent(copy), self._parts.device.probe() as self._probe:
                     self._base = self._left = self._probe.live_bytes()
-                    self._measure(forward, objective, seed)
+                    self._measure(sample)
         except Exception as error:
             if touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
             raise
         return replace(self._seen.table(), in_pieces=self._rows.cuts)
 
-    def _measure(self, forward: Callable[[], Any], objective: Objective, seed: int) -> None:
+    def _measure(self, sample: Sample) -> None:
         seen, probe, touched = self._seen, self._probe, self._parts.lending.touched
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         probe.reset()
-        outputs = self._forward(forward, seed)
-        loss = objective(outputs)
+        outputs = self._forward(sample)
+        loss = sample.objective(outputs)
         if touched:
             raise ParameterOutsideLayerError(
                 f"{', '.join(sorted(touched))}: used outside the calls of the layers that own them."

@@ -23,7 +23,7 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.passes import Setup
-from harmony_ds.measuring.profile_cache import load_profile, profile_key, save_profile, with_times
+from harmony_ds.measuring.profile_cache import ProfileFile, with_times
 from harmony_ds.measuring.rates import measure_rates
 from harmony_ds.measuring.rehearsal import Rehearsal
 from harmony_ds.measuring.row_probe import Found, RowProbe
@@ -52,9 +52,8 @@ class Measuring:
     ) -> None:
         """`path`: of a file for times and rates; `gradient_bytes`: per element on the link."""
         self._parts = parts
-        self._graph = graph
-        self._path = path
-        self._dtypes = f"{parts.residency.dtype}, gradients of {gradient_bytes} bytes"
+        dtypes = f"{parts.residency.dtype}, gradients of {gradient_bytes} bytes"
+        self._file = ProfileFile(path, graph, dtypes, parts.device)
         self._setup = Setup(parts, layers, graph.unlayered)
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
@@ -126,8 +125,7 @@ class Measuring:
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
         self._probed_calls = self._observe(replace(sample, forward=sample.few(more)), WHOLE).calls
         with self._undone():
-            probe = RowProbe(self._setup)
-            self._found = probe.probe(sample.few(few), sample.few(more), (few, more), sample.seed)
+            self._found = RowProbe(self._setup).probe(sample, (few, more))
         for layer, reason in self._found.refused.items():
             if reason:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._setup.layers[layer].name, reason)
@@ -146,8 +144,8 @@ class Measuring:
         with self._undone():
             for _ in range(_ATTEMPTS):
                 try:
-                    sequential = Rehearsal(setup).rehearse(sample.forward, sample.seed) if rehearse else None
-                    costs = Measurement(setup).measure(sample.forward, sample.objective, sample.seed)
+                    sequential = Rehearsal(setup).rehearse(sample) if rehearse else None
+                    costs = Measurement(setup).measure(sample)
                     break
                 except InputChangedError:
                     pass  # it is remembered; the next run keeps a copy
@@ -167,7 +165,7 @@ class Measuring:
         parts = self._parts
         timing = Timing(replace(self._setup, rows=self.rows(sizes)))
         with self._undone():
-            timed = timing.time(table, sample.forward, sample.objective, sample.seed)
+            timed = timing.time(table, sample)
         if self.machine is None:
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
         return timed
@@ -183,11 +181,11 @@ class Measuring:
 
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
         """What a profile depends on; `sizes`: of its pieces, None: several."""
-        key = profile_key(self._graph, calls, shapes_of(sample.inputs), self._dtypes, self._parts.device)
+        key = self._file.key(calls, shapes_of(sample.inputs))
         return key if sizes == WHOLE else {**key, "pieces": SEVERAL if sizes is None else str(sizes)}
 
     def _load(self, key: dict[str, str]) -> Profile | None:
-        known = load_profile(self._path, key)
+        known = self._file.load(key)
         if known is not None:
             self.machine = known.machine
         return known
@@ -195,8 +193,7 @@ class Measuring:
     def _save(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
         assert self.machine is not None
         profile = Profile(self.machine, tables, key)
-        if self._path is not None:
-            save_profile(self._path, profile)
+        self._file.save(profile)
         return profile
 
 

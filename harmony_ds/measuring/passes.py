@@ -4,7 +4,7 @@ them: no gradient, no random number, no change of a buffer. What is looked at is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.pieces import WHOLE_CALLS, Rows
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Observer, Streamer
@@ -65,11 +66,12 @@ class Passes(Observer):
         """The model, without its host parameters; what happens to buffers is undone in the end."""
         return self._parts.lending.lent(copy.leaves, keep_buffers=False)
 
-    def _forward(self, forward: Callable[[], Any], seed: int) -> Any:
-        """One forward pass, on a random stream of its own."""
+    def _forward(self, sample: Sample, rows: int | None = None) -> Any:
+        """One forward pass over all rows of `sample`, or over so many, on a random stream of its own."""
         self._number = 0
         self._glue = Glue()
-        self._parts.random.start(self, seed)
+        self._parts.random.start(self, sample.seed)
+        forward = sample.forward if rows is None else sample.few(rows)
         with handled_by(self._streamer), torch.enable_grad():
             return forward()
 

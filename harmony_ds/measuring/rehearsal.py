@@ -8,7 +8,7 @@ forward passes must run one after another, if they must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.row_probe import close
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 
 _ATTEMPTS = 8
@@ -59,7 +60,7 @@ class Rehearsal(Passes):
         self._inside = False  # a layer
         self._outputs: list[Tensor] = []
 
-    def rehearse(self, forward: Callable[[], Any], seed: int) -> str | None:
+    def rehearse(self, sample: Sample) -> str | None:
         """What forbids that forward passes of several micro-batches run side by side; None: nothing.
 
         Raises:
@@ -69,14 +70,14 @@ class Rehearsal(Passes):
         """
         watching = self._parts.random.watching_others()
         with self._opened() as copy, watching as drawn, undone(self._all), self._lent(copy):
-            reason = self._run_twice(forward, seed)
+            reason = self._run_twice(sample)
             self._check_written("the code between the layers", copy)
         if drawn:
             return f"the model draws from {drawn[0]}, from one forward pass to the next"
         return reason
 
-    def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
-        self._pass(forward, seed)
+    def _run_twice(self, sample: Sample) -> str | None:
+        self._pass(sample)
         found = _Prints(self._all, self._touched)
         for layer in self._modules:
             if layer != _BETWEEN:
@@ -84,17 +85,17 @@ class Rehearsal(Passes):
         self._first = False
         outputs = self._outputs
         start = _Start(self._all, self._parts.random)
-        self._pass(forward, seed)
+        self._pass(sample)
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
         if not same and self._parts.device.has_values:
-            self._check_again(forward, seed, start)
+            self._check_again(sample, start)
         return self._compare(found, same or not self._parts.device.has_values)
 
-    def _check_again(self, forward: Callable[[], Any], seed: int, start: _Start) -> None:
+    def _check_again(self, sample: Sample, start: _Start) -> None:
         """Whether the last pass gives the same once more."""
         outputs, touched = self._outputs, self._touched
         with undone(self._all), start.again():
-            self._pass(forward, seed)
+            self._pass(sample)
         if not self._same(outputs, self._outputs):
             raise RecomputeError(
                 f"the forward pass of {type(self._all[0]).__name__} was run twice on the same arguments, attributes, "
@@ -109,14 +110,14 @@ class Rehearsal(Passes):
         places = [place for place in self._touched if self._owns(layer, place)]
         self._parts.layer_calls.watch(layer, places)
 
-    def _pass(self, forward: Callable[[], Any], seed: int) -> None:
+    def _pass(self, sample: Sample) -> None:
         """One forward pass; what it touches is in `_touched`."""
         self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
         with guarded_backward(lambda: self._inside), assignments() as self._assigned:
-            outputs = self._forward(forward, seed)
+            outputs = self._forward(sample)
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned
         for snapshot in self._start.values():

@@ -7,7 +7,7 @@ normalization, capacities of experts) does not, and is never cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.pieces import Cut, RowDims, Rows, row_dims
+from harmony_ds.calls.pieces import Cut, RowDims, Rows, Shapes, row_dims
 from harmony_ds.calls.random_streams import differ
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -45,34 +46,27 @@ class Found:
         return Rows(forward, backward, self.dims, self.drawing)
 
 
-@dataclass(slots=True)
-class _Shapes:
-    layer: int
-    inputs: list[torch.Size]
-    outputs: list[torch.Size]
-
-
 class RowProbe(Passes):
     """Runs two small micro-batches through the model, layer by layer. Used once."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._found = Found()
-        self._few: list[_Shapes] = []
+        self._few: list[tuple[int, Shapes, Shapes]] = []
         self._counts = (0, 0)
         self._comparing = False
 
-    def probe(self, few: Callable[[], Any], more: Callable[[], Any], rows: tuple[int, int], seed: int) -> Found:
-        """What `few`, a forward pass over `rows[0]` rows, and `more`, one over `rows[1]`, show.
+    def probe(self, sample: Sample, rows: tuple[int, int]) -> Found:
+        """What forward passes over `rows[0]` rows and over `rows[1]`, which are more, show.
 
         Raises:
             BaseException: whatever the model raised.
         """
         self._counts = rows
         with self._opened() as copy, self._lent(copy):
-            for self._comparing, forward in ((False, few), (True, more)):
+            for self._comparing, count in zip((False, True), rows, strict=True):
                 with self._parts.random.others_kept():
-                    self._forward(forward, seed)
+                    self._forward(sample, count)
         found = self._found
         for layer in found.refused:
             found.dims.pop(layer, None)
@@ -85,7 +79,7 @@ class RowProbe(Passes):
         trial = self._parts.layer_calls.trial(request, copy.leaves)
         if differ(before, random.snapshot()):
             self._found.drawing.add(layer)
-        seen = _Shapes(layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs])
+        seen = layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
         if self._comparing:
             self._compare(request, trial.may_be_cut, seen, copy.leaves)
         else:
@@ -93,7 +87,9 @@ class RowProbe(Passes):
         del trial
         return super().run(request, copy)
 
-    def _compare(self, request: Request, may_be_cut: bool, more: _Shapes, copies: Mapping[str, Tensor]) -> None:
+    def _compare(
+        self, request: Request, may_be_cut: bool, more: tuple[int, Shapes, Shapes], copies: Mapping[str, Tensor]
+    ) -> None:
         """Notes where the rows of this call are, or why it cannot be cut."""
         found, layer = self._found, request.layer
         few = self._few[self._number] if self._number < len(self._few) else None
@@ -101,8 +97,8 @@ class RowProbe(Passes):
             found.refused.setdefault(layer, "")
             return
         dims = None
-        if few is not None and few.layer == layer:
-            dims = row_dims((few.inputs, few.outputs), (more.inputs, more.outputs), self._counts)
+        if few is not None and few[0] == layer:
+            dims = row_dims(few[1:], more[1:], self._counts)
         if not may_be_cut:
             found.refused[layer] = "it changes an input, a buffer, an attribute or an object that it is given"
         elif dims is None:

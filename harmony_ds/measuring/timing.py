@@ -7,7 +7,6 @@ structure share what was measured of them; only the first few are propagated bac
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +14,9 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.runtime.micro_batch import Objective
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
@@ -63,8 +62,8 @@ class Timing(Passes):
         self.swaps: list[tuple[int, float]] = []
         """Bytes and milliseconds of every swap-in."""
 
-    def time(self, costs: CostTable, forward: Callable[[], Any], objective: Objective, seed: int) -> CostTable:
-        """`costs` with the times of `forward` and of propagating `objective` of its outputs.
+    def time(self, costs: CostTable, sample: Sample) -> CostTable:
+        """`costs` with the times of its forward pass and of propagating its objective.
 
         Raises:
             BaseException: whatever the model or the objective raised.
@@ -76,7 +75,7 @@ class Timing(Passes):
                 self._propagated.clear()
                 with self._lent(copy), self._parts.random.others_kept():
                     self._lap()
-                    loss = objective(self._forward(forward, seed))
+                    loss = sample.objective(self._forward(sample))
                     if loss is not None and loss.requires_grad:
                         loss.backward()
                     self._tail.append(self._lap())

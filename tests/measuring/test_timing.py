@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from harmony_ds.device.base import Stream
 from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
@@ -60,7 +61,10 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
         costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)
-        table = timing.time(costs, lambda: net(x), lambda out: out.sum() if trained else None, seed=1)
+        sample = Sample(
+            x, lambda: net(x), lambda rows: lambda: net(x[:rows]), lambda out: out.sum() if trained else None, seed=1
+        )
+        table = timing.time(costs, sample)
     return table, timing.swaps
 
 
