@@ -8,7 +8,7 @@ together from stretches: each call up to its return, the code behind it up to th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Measurement(Passes):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._probe: MemoryProbe
+        self._stretch: _Stretch
         self._seen = Seen()
         self._kept: list[Kept] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
@@ -50,7 +50,6 @@ class Measurement(Passes):
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
-        self._left = 0  # alive when the last call returned
 
     def measure(self, sample: Sample) -> CostTable:
         """Costs of its forward pass and of propagating its objective.
@@ -64,8 +63,9 @@ class Measurement(Passes):
             with self._opened() as copy:
                 _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
                 self._resident_leaves = copy.leaves
-                with self._lent(copy), self._parts.device.probe() as self._probe:
-                    self._base = self._left = self._probe.live_bytes()
+                with self._lent(copy), self._parts.device.probe() as probe:
+                    self._stretch = _Stretch(probe)
+                    self._base = probe.live_bytes()
                     self._measure(sample)
         except Exception as error:
             if touched and not isinstance(error, ParameterOutsideLayerError):
@@ -74,9 +74,9 @@ class Measurement(Passes):
         return replace(self._seen.table(), in_pieces=self._rows.cuts)
 
     def _measure(self, sample: Sample) -> None:
-        seen, probe, touched = self._seen, self._probe, self._parts.lending.touched
+        seen, touched = self._seen, self._parts.lending.touched
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
-        probe.reset()
+        self._stretch.begin()
         outputs = self._forward(sample)
         loss = sample.objective(outputs)
         if touched:
@@ -87,12 +87,12 @@ class Measurement(Passes):
         if loss is not None and loss.requires_grad:
             loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))
         # The loss is scaled before it is propagated.
-        seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
+        seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
         del outputs, loss
         seen.tail.taken = [*self._take_gradients()]
         seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
-        held = max(0, probe.live_bytes() - self._base)
+        held = max(0, self._stretch.alive() - self._base)
         for stashed in self._stashed:
             if stashed.storage.expired():
                 seen.calls[stashed.number].gone += stashed.nbytes
@@ -103,9 +103,9 @@ class Measurement(Passes):
 
     def _allocation(self, dtype: torch.dtype) -> int:
         """What the allocator takes for one element."""
-        before = self._probe.live_bytes()
+        self._stretch.begin()
         scalar = torch.empty((), dtype=dtype, device=self._parts.device.torch_device)
-        nbytes = self._probe.live_bytes() - before
+        nbytes = self._stretch.left()
         del scalar
         return nbytes
 
@@ -113,35 +113,42 @@ class Measurement(Passes):
 
     def arrived(self, request: Request) -> None:
         """Notes what the code since the last call took; lets go of that call's inputs."""
-        seen, probe = self._seen, self._probe
+        seen, stretch = self._seen, self._stretch
         if seen.calls:
-            seen.calls[-1].glue = probe.peak_bytes() - self._left
-            seen.calls[-1].glue_kept = max(0, probe.live_bytes() - self._left)
+            seen.calls[-1].glue = stretch.peak()
+            seen.calls[-1].glue_kept = max(0, stretch.left())
         else:
-            seen.lead = probe.peak_bytes() - self._base
+            seen.lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
         self._just_taken = {id(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is let go at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
-        seen.calls.append(SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed))
+        seen.calls.append(SeenCall(request.layer, max(0, stretch.alive() - self._base - stashed), stashed))
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, measured, and propagates through it at once."""
-        call = self._seen.calls[-1]
-        stretch = _Stretch(self._probe, call)
+        call, stretch, own = self._seen.calls[-1], self._stretch, request.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            outputs = own(*args, **kwargs)
+            # Read when the layer returns: before and after, other things are alive too.
+            call.graph = max(call.graph, stretch.left())
+            call.forward = max(call.forward, stretch.peak())
+            return outputs
+
+        stretch.begin()
         with RoutingWatch() as watch:
-            outputs, recorded = self._record(replace(request, forward=stretch.measured(request.forward)), copy)
+            outputs, recorded = self._record(replace(request, forward=forward), copy)
         call.forward = max(call.forward, stretch.peak())
         if recorded is not None:
             self._note(call, recorded)
-            self._propagate(call, recorded, copy, stretch, watch.seen)
+            self._propagate(call, recorded, copy, watch.seen)
         return outputs
 
     def evicted(self) -> None:
         """What comes now is the code behind the call."""
-        self._probe.reset()
-        self._left = self._probe.live_bytes()
+        self._stretch.begin()
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
@@ -167,9 +174,7 @@ class Measurement(Passes):
         call.made = [slot for slot in recorded.slots if slot is not None]
         call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
 
-    def _propagate(
-        self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch, routes: bool
-    ) -> None:
+    def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
 
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
@@ -184,7 +189,7 @@ class Measurement(Passes):
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
             recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
             try:
-                self._backward(call, recorded, copy, stretch)
+                self._backward(call, recorded, copy)
             except (RuntimeError, ValueError, IndexError, ModelError) as error:
                 _logger.warning(
                     "layer %s makes tensors whose size depends on its input, and cannot be run with an input whose rows "
@@ -194,42 +199,41 @@ class Measurement(Passes):
                 )
                 break
         recorded.tensors = tensors
-        self._backward(call, recorded, copy, stretch)
+        self._backward(call, recorded, copy)
         for leaf in copy.leaves.values():
             leaf.grad = None
 
-    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch) -> None:
+    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy) -> None:
         def gather() -> None:  # what is of another dtype than its sum leaves the parameters
             if not self._parts.residency.accumulates_in_place:
                 for leaf in copy.leaves.values():
                     leaf.grad = None
 
         with self._made_up_gradients(recorded) as reached:
-            stretch.begin()
+            self._stretch.begin()
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
-            call.backward = max(call.backward, stretch.peak())
+            call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
         self._shapes |= {sink: (shape, dtype) for sink, shape, dtype in reached if isinstance(sink, GlueSink)}
         if not self._parts.residency.accumulates_in_place:
-            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
+            call.leaf = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
         gather()
 
     # ---- the code between the calls
 
     def _settle(self) -> None:
         """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
-        calls, probe = self._seen.calls, self._probe
+        calls = self._seen.calls
         for number in (*reversed(range(len(calls))), -1):
             due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
             if not due:
                 continue
             for sink, shape, dtype in due:
                 sink.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
-            probe.reset()
-            before = probe.live_bytes()
+            self._stretch.begin()
             self._glue.settle(number)
             place = self._seen.tail if number < 0 else calls[number]
-            place.settle = probe.peak_bytes() - before
+            place.settle = self._stretch.peak()
             place.settled = self._take_gradients()
             place.unlayered |= self._given_to_unlayered()
 
@@ -256,7 +260,7 @@ class Measurement(Passes):
         for name, leaf in self._resident_leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
                 self._versions[name] = leaf.grad._version
-                given[name] = _nbytes(leaf.grad)
+                given[name] = leaf.grad.nbytes
         return given
 
     def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
@@ -279,29 +283,24 @@ class _Stashed:
 
 
 class _Stretch:
-    """The bytes of a layer's forward, read when it returns: before and after, other things are alive too."""
+    """The bytes of what runs between two points, beyond those that were alive at the first."""
 
-    def __init__(self, probe: MemoryProbe, call: SeenCall) -> None:
+    def __init__(self, probe: MemoryProbe) -> None:
         self._probe = probe
-        self._call = call
+        self.alive = probe.live_bytes
         self.begin()
 
     def begin(self) -> None:
         self._probe.reset()
-        self._before = self._probe.live_bytes()
+        self._before = self.alive()
 
     def peak(self) -> int:
-        """The most since `begin`, beyond what was alive then."""
+        """The most since `begin`."""
         return self._probe.peak_bytes() - self._before
 
-    def measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outputs = forward(*args, **kwargs)
-            self._call.graph = max(self._call.graph, self._probe.live_bytes() - self._before)
-            self._call.forward = max(self._call.forward, self.peak())
-            return outputs
-
-        return run
+    def left(self) -> int:
+        """What there is now."""
+        return self.alive() - self._before
 
 
 def _gather_from_zero(copy: DeviceCopy) -> None:
@@ -319,7 +318,3 @@ def _tensor_of(kept: StashEntry | Kept) -> Tensor:
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where `tensor` begins; on a device without memory, too."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
