@@ -11,7 +11,7 @@ Where a tensor holds the rows, and whether a layer treats each row by itself, is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,9 @@ class RowDims:
     counted_by: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """How layer calls are cut.
+    """How layer calls are cut: a result of measuring.
 
     Attributes:
         forward, backward: the most rows of a slice in either pass; 0: as many as there are.
@@ -50,15 +50,15 @@ class Rows:
     forward: int = 0
     backward: int = 0
     dims: Mapping[int, RowDims] = field(default_factory=dict)
-    drawing: set[int] = field(default_factory=set)
+    drawing: Set[int] = frozenset()
 
     @property
     def cuts(self) -> bool:
         """Whether any call may be cut."""
         return bool(self.dims) and bool(self.forward or self.backward)
 
-    def cut(self, layer: int, tensors: Sequence[Tensor]) -> Cut | None:
-        """How a call of `layer` with `tensors` is cut; None: not at all."""
+    def cut(self, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Cut | None:
+        """How a call of `layer` with `tensors` is cut; None: not at all. `draws`: it was seen to draw since."""
         dims = self.dims.get(layer)
         if dims is None or not (self.forward or self.backward) or len(dims.inputs) != len(tensors):
             return None
@@ -69,9 +69,12 @@ class Rows:
         rows = counter.shape[where]
         if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
             return None
-        forward = self.backward if layer in self.drawing else self.forward
-        cut = Cut(dims, rows, forward or rows, self.backward or rows)
+        draws = draws or layer in self.drawing
+        cut = Cut(dims, rows, (self.backward if draws else self.forward) or rows, self.backward or rows, draws)
         return cut if min(cut.forward, cut.backward) < rows else None
+
+
+WHOLE_CALLS = Rows()
 
 
 def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
@@ -96,12 +99,13 @@ class RowSlice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`."""
+    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`; whether it draws at random."""
 
     dims: RowDims
     rows: int
     forward: int
     backward: int
+    draws: bool = False
 
     def slices(self, size: int) -> Iterator[RowSlice]:
         """From the first row to the last; only the last slice may be smaller."""

@@ -192,6 +192,7 @@ class Executor:
                 leaves,
                 micro_batch.glue,
                 self._parts.random.snapshot,
+                work.rows,
             )
             if call is not None:
                 if not pack.needs_backward:  # it returned its input when it was measured
@@ -207,7 +208,7 @@ class Executor:
     def _fused(self, work: Work, task: Task) -> None:
         micro_batch = work.micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if work.in_slices:
+        if work.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(work, task)
         elif not micro_batch.forwarded:
@@ -219,7 +220,7 @@ class Executor:
         self._propagate_loss(micro_batch)
         if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if work.in_slices:
+        if work.rows.cuts:
             self._backward(work, task)
             return
         self._settle(micro_batch)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from harmony_ds.calls.slices import Rows
 from harmony_ds.offload.updater import GradientNorm
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.scheduler.plan import Pack, Policy, Task
@@ -31,7 +32,7 @@ class Work:
         unlayered: parameters that no layer owns, which are on the device from the first task to the end of the step.
         uncalled: trained parameters that no call uses: only the user's own backward passes reach them.
         held_deliveries: packs whose gradients wait on the host for something else than their update.
-        in_slices: whether layer calls are cut into slices of a micro-batch.
+        rows: how layer calls are cut into slices of a micro-batch.
     """
 
     packs: tuple[Pack, ...]
@@ -44,7 +45,7 @@ class Work:
     unlayered: tuple[str, ...]
     uncalled: tuple[str, ...]
     held_deliveries: int
-    in_slices: bool
+    rows: Rows
 
     def suspends(self, task: Task) -> bool:
         """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harmony_ds.calls.slices import WHOLE_CALLS
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
@@ -53,6 +54,7 @@ class Planner:
         self._graph = graph
         self._costs: CostTable | None = None
         self._sizes = WHOLE
+        self._rows = WHOLE_CALLS
         self._measured: list[tuple[Shapes, bytes]] = []
         self._works: dict[tuple[Group, Policy], Work] = {}
         self._outgrown = False  # a step took more than planned
@@ -96,17 +98,17 @@ class Planner:
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
-        wanted = self.wanted_sizes
-        if wanted is not None:
-            moved = self._adopt(iter([(wanted, self.measuring.table(sample, wanted))]))
-        else:
-            moved = self._adopt(self._by_size(sample))
+        moved = self._adopt(self._by_size(sample))
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs in slices of every size that promises to fit, the fastest first."""
-        profile = self.measuring.profile(sample)
+        """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
+        wanted = self.wanted_sizes
+        profile = self.measuring.profile(sample, wanted)
+        if wanted is not None:
+            yield wanted, profile.tables[0][1]
+            return
         graph = replace(self._graph, calls=profile.calls, unlayered=self.measuring.unlayered)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
@@ -127,7 +129,7 @@ class Planner:
                 failure = error
                 continue
             moved = positions_of(self._graph.calls, table.calls)
-            self._costs, self._graph, self._sizes = table, graph, sizes
+            self._costs, self._graph, self._sizes, self._rows = table, graph, sizes, self.measuring.rows(sizes)
             self._works.clear()
             return moved
         assert failure is not None
@@ -261,7 +263,7 @@ class Planner:
             unlayered=self._graph.unlayered,
             uncalled=tuple(name for name in trained if name not in called),
             held_deliveries=held_deliveries(plan),
-            in_slices=self._parts.layer_calls.rows.cuts,
+            rows=self._rows,
         )
 
     # ---- what became of it

@@ -156,6 +156,7 @@ def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
     inputs = [counting, *others]
     asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
     cut = asked.cut(3, [kind.tensor(rows) for kind in inputs])
+    assert cut == Rows(forward, backward, asked.dims).cut(3, [kind.tensor(rows) for kind in inputs], draws)
     sizes = ((backward if draws else forward) or rows, backward or rows)
     if min(sizes) >= rows:
         assert cut is None
