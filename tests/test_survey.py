@@ -17,6 +17,8 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.measuring.measure import Measurement
+from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
@@ -107,9 +109,9 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
-        measurement = Measurement(made.parts, made.layers)
+        measurement = Measurement(Setup(made.parts, made.layers))
         try:
-            return measurement.run(lambda: model(**inputs), loss_of, 0, ())
+            return measurement.measure(Sample(inputs, lambda: model(**inputs), lambda rows: lambda: None, loss_of, 0))
         finally:
             made.destroy()
 

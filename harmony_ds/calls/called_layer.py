@@ -26,6 +26,7 @@ class CalledLayer:
     Attributes:
         places: what its calls take and give beside arguments and results.
         changes_inputs, changes_buffers: whether a call was seen to.
+        draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
         replayed: it depends on buffers that it changes: a recomputation begins with what they were.
     """
 
@@ -39,6 +40,7 @@ class CalledLayer:
         self.changes_inputs = False
         self.changes_buffers = False
         self.replayed = False
+        self.draws = False
         self._names = layer.parameters
 
     def watch(self, places: Iterable[Place]) -> bool:

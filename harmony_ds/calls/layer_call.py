@@ -26,25 +26,24 @@ from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
 from harmony_ds.calls.places import Place
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
-from harmony_ds.calls.slices import Assembled, Cut, Rows
+from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
 class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        rows: how calls are cut into slices.
         outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
     """
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._stash = stash
-        self.rows = Rows()
         self.outputs_hooked = False
 
     @property
@@ -79,14 +78,14 @@ class LayerCalls:
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
             return outputs
 
-    def _unrecorded(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+    def _unrecorded(self, request: Request, copies: Mapping[str, Tensor], rows: Rows) -> Any:
         """As `attached`, for a call without gradients, in slices where it can be cut."""
-        if not self.rows.cuts:
+        if not rows.cuts:
             return self.attached(request, copies)
         without, layer = without_unknown(request), self._layers[request.layer]
         arguments, tensors = layer.take(without)
-        cut = self.rows.cut(request.layer, tensors)
-        if cut is None or not layer.may_be_cut(arguments):
+        cut = cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None
+        if cut is None:
             return self.attached(request, copies)
         call = RecordedCall(without, 0, arguments, [None] * len(tensors), cut)
         outcome = self._run_slices(call, tensors, copies, State)
@@ -95,15 +94,26 @@ class LayerCalls:
     # ---- cut: forward now, backward later
 
     def forward(
-        self, request: Request, number: int, copies: Mapping[str, Tensor], glue: Glue, state: Callable[[], State]
+        self,
+        request: Request,
+        number: int,
+        copies: Mapping[str, Tensor],
+        glue: Glue,
+        state: Callable[[], State],
+        rows: Rows = WHOLE_CALLS,
     ) -> tuple[Any, RecordedCall | None]:
         """Runs the call and cuts its outputs from its graph.
+
+        Args:
+            number: place among the calls of its micro-batch.
+            state: where the generators stand.
+            rows: how calls are cut into slices.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
-            return self._unrecorded(request, copies), None
+            return self._unrecorded(request, copies, rows), None
         glue.origin.model = id(self)
         layer = self._layers[request.layer]
         request = without_unknown(request)
@@ -113,7 +123,7 @@ class LayerCalls:
             number=number,
             arguments=arguments,
             sinks=self._sinks(request, tensors, glue),
-            cut=self.rows.cut(request.layer, tensors) if layer.may_be_cut(arguments) else None,
+            cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
             buffers=copied_buffers(layer.buffered) if layer.replayed else None,
         )
         given = tensors
@@ -209,7 +219,7 @@ class LayerCalls:
         self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
     ) -> Outcome:
         """The call over detached `tensors`, forward, slice by slice if it is cut."""
-        index, layer = call.request.layer, self._layers[call.request.layer]
+        layer = self._layers[call.request.layer]
         sinks: list[Sink | None] = [layer.dead_end if sink else None for sink in call.sinks]
         copies = layer.guarded(copies)
         call.states.append(state())
@@ -218,15 +228,15 @@ class LayerCalls:
         whole = Assembled(call.cut, tensors)
         first: Outcome | None = None
         for part in call.cut.slices(call.cut.forward):
-            if part.first and index in self.rows.drawing:
+            if part.first and call.cut.draws:
                 call.states.append(state())
             outcome = layer.run(call, call.cut.inputs_of(part, tensors), copies, sinks)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
         assert first is not None
-        if index not in self.rows.drawing and differ(call.states[0], state()):
-            self.rows.drawing.add(index)
+        if not call.cut.draws and differ(call.states[0], state()):
+            layer.draws = True
             raise InputChangedError(
                 f"layer {layer.name} draws random numbers, which was not seen when the model was measured."
             )

@@ -12,66 +12,31 @@ Where a tensor holds the rows, and whether a layer treats each row by itself, is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harmony_ds.calls.boundary import GradientSum, Sink
+from harmony_ds.profiler.rows import RowDims, Rows
 
 
-@dataclass(frozen=True, slots=True)
-class RowDims:
-    """Where the rows are in the tensors of one layer's calls.
-
-    Attributes:
-        inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.
-        counted_by: an input whose dimension is as long as there are rows (another's may be a multiple: tokens of all
-            rows in one dimension).
-    """
-
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-    counted_by: int
-
-
-@dataclass(slots=True)
-class Rows:
-    """How layer calls are cut.
-
-    Attributes:
-        forward, backward: the most rows of a slice in either pass; 0: as many as there are.
-        dims: by layer; a layer that is not among them is never cut.
-        drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
-            draws what the forward pass drew.
-    """
-
-    forward: int = 0
-    backward: int = 0
-    dims: Mapping[int, RowDims] = field(default_factory=dict)
-    drawing: set[int] = field(default_factory=set)
-
-    @property
-    def cuts(self) -> bool:
-        """Whether any call may be cut."""
-        return bool(self.dims) and bool(self.forward or self.backward)
-
-    def cut(self, layer: int, tensors: Sequence[Tensor]) -> Cut | None:
-        """How a call of `layer` with `tensors` is cut; None: not at all."""
-        dims = self.dims.get(layer)
-        if dims is None or not (self.forward or self.backward) or len(dims.inputs) != len(tensors):
-            return None
-        where = dims.inputs[dims.counted_by]
-        counter = tensors[dims.counted_by]
-        if where is None or where >= counter.dim():
-            return None
-        rows = counter.shape[where]
-        if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
-            return None
-        forward = self.backward if layer in self.drawing else self.forward
-        cut = Cut(dims, rows, forward or rows, self.backward or rows)
-        return cut if min(cut.forward, cut.backward) < rows else None
+def cut_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Cut | None:
+    """How a call of `layer` with `tensors` is cut; None: not at all. `draws`: it was seen to draw since."""
+    dims = asked.dims.get(layer)
+    if dims is None or not (asked.forward or asked.backward) or len(dims.inputs) != len(tensors):
+        return None
+    where = dims.inputs[dims.counted_by]
+    counter = tensors[dims.counted_by]
+    if where is None or where >= counter.dim():
+        return None
+    rows = counter.shape[where]
+    if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
+        return None
+    draws = draws or layer in asked.drawing
+    cut = Cut(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
+    return cut if min(cut.forward, cut.backward) < rows else None
 
 
 def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
@@ -96,12 +61,13 @@ class RowSlice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`."""
+    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`; whether it draws at random."""
 
     dims: RowDims
     rows: int
     forward: int
     backward: int
+    draws: bool = False
 
     def slices(self, size: int) -> Iterator[RowSlice]:
         """From the first row to the last; only the last slice may be smaller."""

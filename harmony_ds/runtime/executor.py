@@ -232,6 +232,7 @@ class Executor:
                 leaves,
                 micro_batch.glue,
                 self._parts.random.snapshot,
+                plan.rows,
             )
             if call is not None:
                 if not pack.needs_backward:  # it returned its input when it was measured
@@ -247,7 +248,7 @@ class Executor:
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if plan.in_slices:
+        if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
@@ -259,7 +260,7 @@ class Executor:
         micro_batch.propagate_loss()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if plan.in_slices:
+        if plan.rows.cuts:
             self._backward(task)
             return
         micro_batch.settle()

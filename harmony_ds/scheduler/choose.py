@@ -72,7 +72,6 @@ def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy:
         resident_bytes(packing, policy, request),
         peak_bytes,
         costs.calls,
-        in_slices=costs.in_slices,
     )
 
 

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from harmony_ds.config.harmony import PlanSwitches
+from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
 class TaskKind(Enum):
@@ -196,7 +197,7 @@ class Plan:
         peak_bytes: predicted device peak.
         calls: the call order, by the layers' indices: what packs' positions refer to.
         activation_bytes: what each task holds beside weights, in the order of `tasks`.
-        in_slices: whether layer calls are cut into pieces of a micro-batch's rows, so that the fused pack keeps no graph.
+        rows: how layer calls are cut into slices of a micro-batch's rows. Where they are, the fused pack keeps no graph.
     """
 
     packing: Packing
@@ -207,7 +208,7 @@ class Plan:
     peak_bytes: int
     calls: tuple[int, ...] = ()
     activation_bytes: tuple[int, ...] = ()
-    in_slices: bool = False
+    rows: Rows = WHOLE_CALLS
 
     @property
     def packs(self) -> tuple[Pack, ...]:
@@ -245,7 +246,9 @@ class Plan:
         return replace(self, tasks=self.tasks[part], activation_bytes=self.activation_bytes[part])
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(replace(self, tasks=())), "tasks": [str(task) for task in self.tasks]})
+        data = asdict(replace(self, tasks=(), rows=WHOLE_CALLS))
+        del data["rows"]  # whoever runs the plan has found them out
+        return json.dumps({**data, "tasks": [str(task) for task in self.tasks]})
 
     @staticmethod
     def from_json(text: str) -> Plan:

@@ -15,6 +15,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.rows import WHOLE_CALLS
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
@@ -53,6 +54,7 @@ class Planner:
         self._graph = graph
         self._costs: CostTable | None = None
         self._sizes = WHOLE
+        self._rows = WHOLE_CALLS
         self._measured: list[tuple[Shapes, bytes]] = []
         self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
         self._outgrown = False  # a step took more than planned
@@ -96,17 +98,17 @@ class Planner:
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
-        wanted = self.wanted_sizes
-        if wanted is not None:
-            moved = self._adopt(iter([(wanted, self.measuring.table(sample, wanted))]))
-        else:
-            moved = self._adopt(self._by_size(sample))
+        moved = self._adopt(self._by_size(sample))
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs in slices of every size that promises to fit, the fastest first."""
-        profile = self.measuring.profile(sample)
+        """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
+        wanted = self.wanted_sizes
+        profile = self.measuring.profile(sample, wanted)
+        if wanted is not None:
+            yield wanted, profile.tables[0][1]
+            return
         graph = self._graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
@@ -127,7 +129,7 @@ class Planner:
                 failure = error
                 continue
             moved = positions_of(self._graph.calls, table.calls)
-            self._costs, self._graph, self._sizes = table, graph, sizes
+            self._costs, self._graph, self._sizes, self._rows = table, graph, sizes, self.measuring.rows(sizes)
             self._plans.clear()
             return moved
         assert failure is not None
@@ -229,7 +231,7 @@ class Planner:
                 costs = replace(costs, costs=calls, held_bytes=0)
             held = walk_memory(plan.packs, tasks, costs).activation_bytes
             self._plans[key] = replace(
-                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held
+                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held, rows=self._rows
             )
         return self._plans[key]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from harmony_ds.calls.places import Places
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.places import Places
 from harmony_ds.calls.tensor_hooks import LeftTensors
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.errors import BatchError, UsageError

@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harmony_ds.calls.slices import Assembled, Cut, RowDims, Rows, RowSlice, row_dims
+from harmony_ds.calls.slices import Assembled, Cut, RowSlice, cut_of, row_dims
+from harmony_ds.profiler.rows import RowDims, Rows
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,12 @@ def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
 ) -> None:
     inputs = [counting, *others]
     asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
-    cut = asked.cut(3, [kind.tensor(rows) for kind in inputs])
+    cut = cut_of(asked, 3, [kind.tensor(rows) for kind in inputs])
+    assert cut == cut_of(Rows(forward, backward, asked.dims), 3, [kind.tensor(rows) for kind in inputs], draws)
     sizes = ((backward if draws else forward) or rows, backward or rows)
     if min(sizes) >= rows:
         assert cut is None
     else:
         assert cut is not None
         assert (cut.rows, cut.forward, cut.backward) == (rows, *sizes)
-    assert asked.cut(2, [kind.tensor(rows) for kind in inputs]) is None
+    assert cut_of(asked, 2, [kind.tensor(rows) for kind in inputs]) is None

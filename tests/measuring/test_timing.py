@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Stream
+from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
@@ -55,11 +57,14 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
-        timing = Timing(parts, assembly.layers)
+        timing = Timing(Setup(parts, assembly.layers))
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
         costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)
-        table = timing.run(costs, lambda: net(x), lambda out: out.sum() if trained else None, seed=1, unlayered=())
+        sample = Sample(
+            x, lambda: net(x), lambda rows: lambda: net(x[:rows]), lambda out: out.sum() if trained else None, seed=1
+        )
+        table = timing.time(costs, sample)
     return table, timing.swaps
 
 
