@@ -22,7 +22,7 @@ from harmony_ds.calls.arguments import (
     take_tensors,
 )
 from harmony_ds.calls.attributes import Place, Places, held, write_all
-from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.boundary import InterLayerGraph, Sink, Slot, cut, sinks_of
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.dead_end import DeadEnd
 from harmony_ds.calls.intercept import Request
@@ -76,12 +76,12 @@ class LayerCalls:
     def _watched(self, layer: int) -> Places:
         return self._attributes.get(layer, ())
 
-    def _sinks(self, request: Request, tensors: list[Tensor], glue: Glue) -> list[Sink | None]:
+    def _sinks(self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph) -> list[Sink | None]:
         """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
         sinks: list[Sink | None] = []
         for tensor in tensors:
             try:
-                sinks.append(glue.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
+                sinks.append(inter_layer.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
             except ModelError:
                 if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
                     raise
@@ -129,7 +129,7 @@ class LayerCalls:
         request: Request,
         number: int,
         copies: Mapping[str, Tensor],
-        glue: Glue,
+        inter_layer: InterLayerGraph,
         state: Callable[[], State],
         rows: Rows = WHOLE_CALLS,
     ) -> tuple[Any, RecordedCall | None]:
@@ -145,11 +145,11 @@ class LayerCalls:
         """
         if not request.grad:
             return self.unrecorded(request, copies, rows), None
-        glue.origin.model = id(self)
+        inter_layer.origin.model = id(self)
         request = without_unknown(request)
         arguments, tensors = self._take(request)
         cut = self._cut(rows, request.layer, arguments, tensors)
-        call = self._record(request, number, arguments, self._sinks(request, tensors, glue), cut)
+        call = self._record(request, number, arguments, self._sinks(request, tensors, inter_layer), cut)
         given = tensors
         if request.layer in self._changes_inputs:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -157,7 +157,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, name) for tensor in given]
         before = [t._version for t in tensors]
         outcome = self._run_pieces(call, [t.detach() for t in tensors], copies, state)
-        outputs = self._cut_outputs(call, outcome, tensors, self._lent[request.layer].of(copies), glue)
+        outputs = self._cut_outputs(call, outcome, tensors, self._lent[request.layer].of(copies), inter_layer)
         forget_collected(request)
         arguments.shape.forget_originals()
         if request.layer in self.replayed and call.buffers is None:
@@ -299,8 +299,8 @@ class LayerCalls:
         return first
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
-        # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
-        # is small and taken by every layer.
+        # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
+        # position ids, rotary tables) is small and taken by every layer.
         if sinks_of(tensor.grad_fn) is not None or tensor.requires_grad:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version)
@@ -374,7 +374,12 @@ class LayerCalls:
         return result
 
     def _cut_outputs(
-        self, call: RecordedCall, outcome: Outcome, sources: list[Tensor], lent: set[int | None], glue: Glue
+        self,
+        call: RecordedCall,
+        outcome: Outcome,
+        sources: list[Tensor],
+        lent: set[int | None],
+        inter_layer: InterLayerGraph,
     ) -> Any:
         """The outputs for the model: inputs that came back are the model's own, the rest is cut.
 
@@ -392,7 +397,7 @@ class LayerCalls:
             if id(leaf) in source_of:
                 leaves[place] = source_of[id(leaf)]
             elif leaf.requires_grad:
-                slot = Slot(call.number, leaf, glue.origin)
+                slot = Slot(call.number, leaf, inter_layer.origin)
                 slots.append(slot)
                 cut_places.append(place)
             if id(leaf) not in source_of:

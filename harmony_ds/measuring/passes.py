@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.boundary import Glue, Sink
+from harmony_ds.calls.boundary import InterLayerGraph, Sink
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.pieces import WHOLE_CALLS, Rows
 from harmony_ds.calls.recorded_call import RecordedCall
@@ -49,7 +49,7 @@ class Passes(Observer):
         self._rows = setup.rows
         self._streamer = Streamer(setup.parts, setup.layers, self)
         self._number = 0  # of the next call
-        self._glue = Glue()
+        self._inter_layer = InterLayerGraph()
 
     @contextmanager
     def _opened(self) -> Iterator[DeviceCopy]:
@@ -69,7 +69,7 @@ class Passes(Observer):
     def _forward(self, sample: Sample, rows: int | None = None) -> Any:
         """One forward pass over all rows of `sample`, or over so many, on a random stream of its own."""
         self._number = 0
-        self._glue = Glue()
+        self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
         forward = sample.forward if rows is None else sample.few(rows)
         with handled_by(self._streamer), torch.enable_grad():
@@ -86,7 +86,7 @@ class Passes(Observer):
         """Its outputs, and what it takes to propagate through it."""
         self._number += 1
         return self._parts.layer_calls.forward(
-            request, self._number - 1, copy.leaves, self._glue, self._parts.random.snapshot, self._rows
+            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._rows
         )
 
     @contextmanager

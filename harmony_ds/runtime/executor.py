@@ -2,7 +2,7 @@
 
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
 EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
+SWAP_OUT       host_gradients.swap_out        BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
 FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
 UPDATE         updater.update                 NORM       updater.norm
 UPDATE_ON_DEVICE                              device_store.update
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Glue
+from harmony_ds.calls.boundary import InterLayerGraph
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_optimizer import Hyper
@@ -190,7 +190,7 @@ class Executor:
                 lane.request,
                 number,
                 leaves,
-                micro_batch.glue,
+                micro_batch.inter_layer,
                 self._parts.random.snapshot,
                 work.rows,
             )
@@ -230,8 +230,8 @@ class Executor:
         loss = micro_batch.objective(micro_batch.outputs)
         micro_batch.outputs = None
         if loss is not None and loss.requires_grad:
-            glue = micro_batch.glue
-            loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
+            inter_layer = micro_batch.inter_layer
+            loss.backward(retain_graph=not inter_layer.is_trivial and inter_layer.touches(loss))
 
     def _run_to_end(self, micro_batch: MicroBatch) -> None:
         """What comes behind the last call."""
@@ -249,7 +249,7 @@ class Executor:
             self._run_to_end(micro_batch)
             self._propagate_loss(micro_batch)
         for call in micro_batch.take_calls(work.packs[task.pack]):
-            micro_batch.glue.settle(call.number)
+            micro_batch.inter_layer.settle(call.number)
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
@@ -260,8 +260,8 @@ class Executor:
     def _settle(self, micro_batch: MicroBatch) -> None:
         """Once every layer is behind: what is left leads to resident parameters and to the user's own leaves."""
         if not micro_batch.calls:
-            micro_batch.glue.settle(-1)
-            micro_batch.glue = Glue()
+            micro_batch.inter_layer.settle(-1)
+            micro_batch.inter_layer = InterLayerGraph()
 
     def _accumulate(self, pack: int) -> None:
         self._parts.residency.accumulate(self._copies[pack])

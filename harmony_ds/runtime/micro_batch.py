@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.calls.attributes import Place
-from harmony_ds.calls.boundary import Glue, cut
+from harmony_ds.calls.boundary import InterLayerGraph, cut
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.recorded_call import RecordedCall
@@ -61,7 +61,7 @@ class MicroBatch:
     forwarded: bool = False
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
-    glue: Glue = field(default_factory=Glue)
+    inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     parked: list[Any] = field(default_factory=list)
     """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
@@ -120,14 +120,14 @@ class MicroBatch:
         """
 
         def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or not self.glue.touches(tensor):
+            if not tensor.requires_grad or not self.inter_layer.touches(tensor):
                 return tensor
-            own = cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+            own = cut([tensor.detach()], [self.inter_layer.sink(tensor)])[0]
             if tensor.retains_grad:
                 tensor.register_hook(partial(_show_grad, weakref.ref(own)))
             return own
 
-        if self.glue.is_trivial:
+        if self.inter_layer.is_trivial:
             return
         self.outputs = map_tensors(own, self.outputs)
         for container in written:
@@ -144,7 +144,7 @@ class MicroBatch:
         self.outputs = None
         self.calls.clear()
         self.parked.clear()
-        self.glue = Glue()
+        self.inter_layer = InterLayerGraph()
         self.forwarded = False
         self._cursor = self._numbers = 0
 
