@@ -47,7 +47,7 @@ class Passes(Observer):
         self._layers = setup.layers
         self._unlayered = setup.unlayered
         self._rows = setup.rows
-        self._streamer = Streamer(setup.parts, setup.layers, self)
+        self._streamer: Streamer
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
 
@@ -56,11 +56,13 @@ class Passes(Observer):
         """The unlayered parameters on the device; random numbers are put back in the end."""
         self._parts.lending.touched.clear()
         self._parts.random.open()
+        self._streamer = Streamer(self._parts, self._layers, self)
         try:
             with self._streamer.on_device(self._unlayered) as copy:
                 yield copy
         finally:
             self._parts.random.close()
+            del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _lent(self, copy: DeviceCopy) -> AbstractContextManager[None]:
         """The model, without its host parameters; what happens to buffers is undone in the end."""
