@@ -1,7 +1,7 @@
 """Where the autograd graph is cut, and how gradients cross the cut.
 
-    layer call k            |  code between the layers   |          layer call k+1
-    ... -> output  ==cut==> Boundary -> glue -> input  ==cut==> Boundary -> recomputed layer -> ...
+    layer call k            |   inter-layer operations   |          layer call k+1
+    ... -> output  ==cut==> Boundary ->  ... -> input  ==cut==> Boundary -> recomputed layer -> ...
 
 A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
 hands each output's gradient to a `Sink` and stops. The same node stands on both sides of a layer call: in the
@@ -91,8 +91,8 @@ class Slot(GradientSum):
         super().add(gradient)
 
 
-class GlueSink(GradientSum):
-    """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
+class InterLayerSink(GradientSum):
+    """The gradient of what inter-layer operations gave a layer, until it is due: before backward of call `deadline`."""
 
     __slots__ = ("deadline", "nbytes")
 
@@ -252,16 +252,17 @@ def _node_of(tensor: Any) -> Node | None:
     return tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
 
 
-class Glue:
-    """Gradients on their way back through the code between one micro-batch's layers.
+class InterLayerGraph:
+    """Gradients on their way back through the inter-layer operations of one micro-batch.
 
-    A layer input that is not itself an output of an earlier layer was computed by glue. Its gradient must run through
-    the glue's graph to the Boundaries behind it: once, when everything that uses it has been propagated, and before
-    the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may share parts.
+    A layer input that is not itself an output of an earlier layer was computed by inter-layer operations. Its gradient
+    must run through their graph to the Boundaries behind it: once, when everything that uses it has been propagated,
+    and before the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may
+    share parts.
     """
 
     def __init__(self) -> None:
-        self._edges: dict[tuple[Node, int], tuple[GradientEdge, GlueSink]] = {}
+        self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerSink]] = {}
         self._newest: dict[Node, int] = {}
         self.origin = Origin()
 
@@ -281,11 +282,11 @@ class Glue:
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
             nbytes = tensor.numel() * tensor.element_size()
-            self._edges[key] = (edge, GlueSink(self._newest_call_behind(edge.node), nbytes))
+            self._edges[key] = (edge, InterLayerSink(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
 
     def settle(self, call: int) -> None:
-        """Runs gradients through all glue whose newest call is `call` or later (-1: all)."""
+        """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
         due = [
             (edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call
         ]
@@ -294,18 +295,18 @@ class Glue:
             torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
-        """Whether the graph of `tensor` shares a node with glue that feeds a layer, so that it must be kept."""
+        """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
         if tensor.grad_fn is None:
             return False
         return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
 
     def spans(
-        self, consumers: Mapping[GlueSink, tuple[int, int]], last: Tensor | None, end: int
+        self, consumers: Mapping[InterLayerSink, tuple[int, int]], last: Tensor | None, end: int
     ) -> set[tuple[int, int]]:
-        """Places that share a part of the glue: (earliest, latest) per node that more than one place uses.
+        """Places that share a part of the graph: (earliest, latest) per node that more than one place uses.
 
         Args:
-            consumers: per glue tensor, the first and the last place that takes it.
+            consumers: per tensor that comes of it, the first and the last place that takes it.
             last: what is propagated back from, at place `end`.
         """
         used: dict[Node, tuple[int, int]] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
-from harmony_ds.calls.boundary import Glue, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.boundary import InterLayerGraph, Sink, Slot, cut, sinks_of
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
@@ -98,7 +98,7 @@ class LayerCalls:
         request: Request,
         number: int,
         copies: Mapping[str, Tensor],
-        glue: Glue,
+        inter_layer: InterLayerGraph,
         state: Callable[[], State],
         rows: Rows = WHOLE_CALLS,
     ) -> tuple[Any, RecordedCall | None]:
@@ -114,7 +114,7 @@ class LayerCalls:
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows), None
-        glue.origin.model = id(self)
+        inter_layer.origin.model = id(self)
         layer = self._layers[request.layer]
         request = without_unknown(request)
         arguments, tensors = layer.take(request)
@@ -122,7 +122,7 @@ class LayerCalls:
             request=replace(request, args=(), kwargs={}),
             number=number,
             arguments=arguments,
-            sinks=self._sinks(request, tensors, glue),
+            sinks=self._sinks(request, tensors, inter_layer),
             cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
             buffers=copied_buffers(layer.buffered) if layer.replayed else None,
         )
@@ -132,7 +132,7 @@ class LayerCalls:
         call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]
         outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
-        leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), glue)
+        leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(request)
         arguments.shape.forget_originals()
@@ -142,12 +142,12 @@ class LayerCalls:
             return outputs, None
         return outputs, call
 
-    def _sinks(self, request: Request, tensors: list[Tensor], glue: Glue) -> list[Sink | None]:
+    def _sinks(self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph) -> list[Sink | None]:
         """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
         sinks: list[Sink | None] = []
         for tensor in tensors:
             try:
-                sinks.append(glue.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
+                sinks.append(inter_layer.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
             except ModelError:
                 if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
                     raise
@@ -245,8 +245,8 @@ class LayerCalls:
     # ---- what is kept of a call
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
-        # What a layer made is large and this micro-batch's alone; what glue made (masks, position ids, rotary tables)
-        # is small and taken by every layer.
+        # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
+        # position ids, rotary tables) is small and taken by every layer.
         if sinks_of(tensor.grad_fn) is not None or tensor.requires_grad:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version)
@@ -294,7 +294,7 @@ def _propagate(
 
 
 def _cut_outputs(
-    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int | None], glue: Glue
+    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int | None], inter_layer: InterLayerGraph
 ) -> list[Any]:
     """Output leaves for the model: inputs that came back are the model's own, the rest is cut.
 
@@ -314,7 +314,7 @@ def _cut_outputs(
         else:
             leaves[place] = apart(leaf.detach()) if memory(leaf) in own else leaf.detach()
             if leaf.requires_grad:
-                slot = Slot(call.number, leaf, glue.origin)
+                slot = Slot(call.number, leaf, inter_layer.origin)
                 slots.append(slot)
                 cut_places.append(place)
         call.slots.append(slot)

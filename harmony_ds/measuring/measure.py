@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.boundary import InterLayerSink, Slot
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
@@ -46,7 +46,7 @@ class Measurement(Passes):
         self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[InterLayerSink, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
@@ -83,9 +83,9 @@ class Measurement(Passes):
             raise ParameterOutsideLayerError(
                 f"{', '.join(sorted(touched))}: used outside the calls of the layers that own them."
             )
-        seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
+        seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
-            loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))
+            loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
         seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
         del outputs, loss
@@ -115,8 +115,8 @@ class Measurement(Passes):
         """Notes what the code since the last call took; lets go of that call's inputs."""
         seen, stretch = self._seen, self._stretch
         if seen.calls:
-            seen.calls[-1].glue = stretch.peak()
-            seen.calls[-1].glue_kept = max(0, stretch.left())
+            seen.calls[-1].inter_layer = stretch.peak()
+            seen.calls[-1].inter_layer_kept = max(0, stretch.left())
         else:
             seen.lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
@@ -172,7 +172,7 @@ class Measurement(Passes):
         call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
         call.needs_backward = True
         call.made = [slot for slot in recorded.slots if slot is not None]
-        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
+        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, InterLayerSink))]
 
     def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
@@ -214,7 +214,7 @@ class Measurement(Passes):
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
-        self._shapes |= {sink: (shape, dtype) for sink, shape, dtype in reached if isinstance(sink, GlueSink)}
+        self._shapes |= {sink: (shape, dtype) for sink, shape, dtype in reached if isinstance(sink, InterLayerSink)}
         if not self._parts.residency.accumulates_in_place:
             call.leaf = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
         gather()
@@ -231,7 +231,7 @@ class Measurement(Passes):
             for sink, shape, dtype in due:
                 sink.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
             self._stretch.begin()
-            self._glue.settle(number)
+            self._inter_layer.settle(number)
             place = self._seen.tail if number < 0 else calls[number]
             place.settle = self._stretch.peak()
             place.settled = self._take_gradients()
@@ -263,12 +263,12 @@ class Measurement(Passes):
                 given[name] = leaf.grad.nbytes
         return given
 
-    def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
+    def _consumers(self) -> dict[InterLayerSink, tuple[int, int]]:
         """For each tensor made between the calls: the first and the last call that takes it."""
-        places: dict[GlueSink, tuple[int, int]] = {}
+        places: dict[InterLayerSink, tuple[int, int]] = {}
         for position, call in enumerate(self._seen.calls):
             for sink in call.taken:
-                if isinstance(sink, GlueSink):
+                if isinstance(sink, InterLayerSink):
                     places[sink] = (places.get(sink, (position, position))[0], position)
         return places
 

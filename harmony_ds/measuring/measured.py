@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.boundary import InterLayerSink, Slot
 from harmony_ds.profiler.costs import CallCost, CostTable
 
-_Gradient = Slot | GlueSink
+_Gradient = Slot | InterLayerSink
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class SeenCall:
         gone: inputs that no earlier call took, and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
-        glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
+        inter_layer, inter_layer_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
         leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
@@ -37,8 +37,8 @@ class SeenCall:
     gone: int = 0
     forward: int = 0
     graph: int = 0
-    glue: int = 0
-    glue_kept: int = 0
+    inter_layer: int = 0
+    inter_layer_kept: int = 0
     backward: int = 0
     settle: int = 0
     leaf: int = 0
@@ -64,7 +64,7 @@ class Seen:
         lead: the most before the first call.
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
-        spans: places that share glue, see `Glue.spans`.
+        spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
     """
 
     calls: list[SeenCall] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Seen:
 
     def _cost(self, position: int) -> CallCost:
         call = self.calls[position]
-        forward = max(call.forward, call.graph + call.glue)
+        forward = max(call.forward, call.graph + call.inter_layer)
         if position == 0:
             forward = max(forward, self.lead - call.alive)
         later = self._later(position + 1)
@@ -113,7 +113,7 @@ class Seen:
             stash_base_bytes=call.stash_base,
             shared_bytes=waiting,
             forward_bytes=forward,
-            graph_bytes=call.graph + call.glue_kept,
+            graph_bytes=call.graph + call.inter_layer_kept,
             settle_bytes=settle,
             backward_bytes=backward if call.needs_backward or position == 0 else 0,
             leaf_bytes=call.leaf,
@@ -136,15 +136,15 @@ class Seen:
         """
         due = {id(g): g for g in gradients if _due(g) < position}
         total = self._nbytes(g for g in due.values() if isinstance(g, Slot))
-        ends: dict[int, list[GlueSink]] = {}
+        ends: dict[int, list[InterLayerSink]] = {}
         for gradient in due.values():
-            if isinstance(gradient, GlueSink):
+            if isinstance(gradient, InterLayerSink):
                 ends.setdefault(gradient.deadline, []).append(gradient)
         for deadline, sinks in ends.items():
             call = self.calls[deadline] if deadline >= 0 else self.tail
             at_tensors = self._nbytes(sinks)
             at_outputs = self._nbytes(slot for slot in call.settled if id(slot) not in due)
-            users = sum(any(_due(g) == deadline and isinstance(g, GlueSink) for g in c.taken) for c in self.calls)
+            users = sum(any(_due(g) == deadline and isinstance(g, InterLayerSink) for g in c.taken) for c in self.calls)
             total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
         return total
 

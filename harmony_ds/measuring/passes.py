@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.boundary import Glue, Sink
+from harmony_ds.calls.boundary import InterLayerGraph, Sink
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
@@ -47,20 +47,22 @@ class Passes(Observer):
         self._layers = setup.layers
         self._unlayered = setup.unlayered
         self._rows = setup.rows
-        self._streamer = Streamer(setup.parts, setup.layers, self)
+        self._streamer: Streamer
         self._number = 0  # of the next call
-        self._glue = Glue()
+        self._inter_layer = InterLayerGraph()
 
     @contextmanager
     def _opened(self) -> Iterator[DeviceCopy]:
         """The unlayered parameters on the device; random numbers are put back in the end."""
         self._parts.installation.touched.clear()
         self._parts.random.open()
+        self._streamer = Streamer(self._parts, self._layers, self)
         try:
             with self._streamer.on_device(self._unlayered) as copy:
                 yield copy
         finally:
             self._parts.random.close()
+            del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _lent(self, copy: DeviceCopy) -> AbstractContextManager[None]:
         """The model, without its host parameters; what happens to buffers is undone in the end."""
@@ -69,7 +71,7 @@ class Passes(Observer):
     def _forward(self, sample: Sample, rows: int | None = None) -> Any:
         """One forward pass over all rows of `sample`, or over so many, on a random stream of its own."""
         self._number = 0
-        self._glue = Glue()
+        self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
         forward = sample.forward if rows is None else sample.few(rows)
         with handled_by(self._streamer), torch.enable_grad():
@@ -86,7 +88,7 @@ class Passes(Observer):
         """Its outputs, and what it takes to propagate through it."""
         self._number += 1
         return self._parts.layer_calls.forward(
-            request, self._number - 1, copy.leaves, self._glue, self._parts.random.snapshot, self._rows
+            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._rows
         )
 
     @contextmanager

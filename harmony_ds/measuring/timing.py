@@ -39,7 +39,7 @@ class _Samples:
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
-    glue: list[float] = field(default_factory=list)
+    inter_layer: list[float] = field(default_factory=list)
 
 
 def typical(samples: list[float]) -> float:
@@ -83,7 +83,7 @@ class Timing(Passes):
 
     def arrived(self, request: Request) -> None:
         """What the code since the last call took."""
-        before = self._samples[self._structures[-1]].glue if self._structures else self._head
+        before = self._samples[self._structures[-1]].inter_layer if self._structures else self._head
         before.append(self._lap())
 
     def swapped_in(self, copy: DeviceCopy) -> None:
@@ -133,12 +133,12 @@ class Timing(Passes):
             timed.append(
                 replace(
                     cost,
-                    forward_ms=typical(samples.forward) + typical(samples.glue),
+                    forward_ms=typical(samples.forward) + typical(samples.inter_layer),
                     backward_ms=backward,
                     # The graph is built while running forward either way, and propagated through once; unless it is
                     # recomputed in slices.
                     fused_ms=(backward or typical(samples.forward))
-                    + typical(samples.glue)
+                    + typical(samples.inter_layer)
                     + (typical(samples.forward) if backward and self._rows.cuts else 0.0),
                 )
             )

@@ -2,7 +2,7 @@
 
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
 EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
+SWAP_OUT       host_gradients.swap_out        BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
 FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
 UPDATE         updater.update                 NORM       updater.norm
 UPDATE_ON_DEVICE                              device_store.update
@@ -230,7 +230,7 @@ class Executor:
                 lane.request,
                 number,
                 leaves,
-                micro_batch.glue,
+                micro_batch.inter_layer,
                 self._parts.random.snapshot,
                 plan.rows,
             )
@@ -282,7 +282,7 @@ class Executor:
             self._run_to_end(micro_batch)
             micro_batch.propagate_loss()
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
-            micro_batch.glue.settle(call.number)
+            micro_batch.inter_layer.settle(call.number)
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )

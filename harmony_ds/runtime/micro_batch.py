@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Glue, cut, outlet
+from harmony_ds.calls.boundary import InterLayerGraph, cut, outlet
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.places import Place
@@ -62,7 +62,7 @@ class MicroBatch:
     forwarded: bool = False
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
-    glue: Glue = field(default_factory=Glue)
+    inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     _suspended: list[Any] = field(default_factory=list)
     """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
@@ -155,13 +155,13 @@ class MicroBatch:
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
-            loss.backward(retain_graph=not self.glue.is_trivial and self.glue.touches(loss))
+            loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 
     def settle(self) -> None:
         """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""
         if not self.calls:
-            self.glue.settle(-1)
-            self.glue = Glue()
+            self.inter_layer.settle(-1)
+            self.inter_layer = InterLayerGraph()
 
     # ---- what becomes of it
 
@@ -174,14 +174,14 @@ class MicroBatch:
         """
 
         def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or not self.glue.touches(tensor):
+            if not tensor.requires_grad or not self.inter_layer.touches(tensor):
                 return tensor
-            own = cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+            own = cut([tensor.detach()], [self.inter_layer.sink(tensor)])[0]
             if tensor.retains_grad:
                 tensor.register_hook(partial(_show_grad, weakref.ref(own)))
             return own
 
-        if self.glue.is_trivial:
+        if self.inter_layer.is_trivial:
             return
         self.outputs = map_tensors(own, self.outputs)
         for container in written:
@@ -198,7 +198,7 @@ class MicroBatch:
         self.outputs = None
         self.calls.clear()
         self._suspended.clear()
-        self.glue = Glue()
+        self.inter_layer = InterLayerGraph()
         self.forwarded = False
         self._cursor = self._numbers = 0
 

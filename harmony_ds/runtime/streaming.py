@@ -77,10 +77,10 @@ class Streamer:
     @contextmanager
     def on_device(self, unlayered: tuple[str, ...], order: tuple[int, ...] = ()) -> Iterator[DeviceCopy]:
         """While open, `unlayered` are on the device, and layer calls may be handled. Nothing stays."""
-        self._open = True
         self._unlayered = frozenset(unlayered)
         self._next = dict(pairwise(order))
         copy = self._residency.swap_in(unlayered)
+        self._open = True
         try:
             copy.wait(self._device)
             self._observer.swapped_in(copy)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Glue, GlueSink, Slot, cut, sinks_of
+from harmony_ds.calls.boundary import InterLayerGraph, InterLayerSink, Slot, cut, sinks_of
 from harmony_ds.errors import ModelError
 
 
@@ -80,27 +80,27 @@ def test_an_untouched_output_leads_straight_to_its_slot() -> None:
     x = torch.ones(2)
     slots = slots_for(x)
     (y,) = cut([x.detach()], slots)
-    glue = Glue()
+    inter_layer = InterLayerGraph()
 
-    assert glue.sink(y) is slots[0]
-    assert glue.is_trivial
+    assert inter_layer.sink(y) is slots[0]
+    assert inter_layer.is_trivial
 
 
-def test_glue_passes_a_gradient_on_when_it_is_due() -> None:
+def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
     x = torch.ones(2)
     slots = slots_for(x)
     (y,) = cut([x.detach()], slots)
-    glue = Glue()
-    sink = glue.sink(y * 3)
-    assert isinstance(sink, GlueSink)
-    assert (glue.is_trivial, sink.deadline, sink.nbytes) == (False, 0, 8)
+    inter_layer = InterLayerGraph()
+    sink = inter_layer.sink(y * 3)
+    assert isinstance(sink, InterLayerSink)
+    assert (inter_layer.is_trivial, sink.deadline, sink.nbytes) == (False, 0, 8)
 
     sink.add(torch.ones(2))
-    glue.settle(1)
+    inter_layer.settle(1)
     assert slots[0].gradient is None
-    glue.settle(0)
+    inter_layer.settle(0)
     assert slots[0].take().tolist() == [3.0, 3.0]
-    glue.settle(0)
+    inter_layer.settle(0)
     assert slots[0].take() is None
 
 
@@ -108,25 +108,25 @@ def test_what_is_made_from_several_calls_is_due_before_the_newest() -> None:
     x = torch.ones(2)
     slots = slots_for(x, x, x)
     first, _, third = (cut([x.detach()], [slot])[0] for slot in slots)
-    glue = Glue()
+    inter_layer = InterLayerGraph()
 
-    assert glue.sink(first * third + first).deadline == 2
-    assert glue.sink(first + 1).deadline == 0
-    assert glue.sink(torch.ones(2, requires_grad=True) * 2).deadline == -1
+    assert inter_layer.sink(first * third + first).deadline == 2
+    assert inter_layer.sink(first + 1).deadline == 0
+    assert inter_layer.sink(torch.ones(2, requires_grad=True) * 2).deadline == -1
 
 
 def test_a_tensor_that_feeds_several_layers_has_one_sink() -> None:
     x = torch.ones(2)
     slots = slots_for(x)
     (y,) = cut([x.detach()], slots)
-    glue = Glue()
+    inter_layer = InterLayerGraph()
     made = y * 3
-    sink = glue.sink(made)
-    assert glue.sink(made) is sink
+    sink = inter_layer.sink(made)
+    assert inter_layer.sink(made) is sink
 
     sink.add(torch.ones(2))
     sink.add(torch.ones(2))
-    glue.settle(-1)
+    inter_layer.settle(-1)
     assert slots[0].take().tolist() == [6.0, 6.0]
 
 
@@ -134,40 +134,40 @@ def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
     x = torch.full((2,), 0.5)
     slots = slots_for(x)
     (y,) = cut([x.detach()], slots)
-    glue = Glue()
+    inter_layer = InterLayerGraph()
     common = y.exp()
-    left, right = glue.sink(common * 2), glue.sink(common * 3)
+    left, right = inter_layer.sink(common * 2), inter_layer.sink(common * 3)
     left.add(torch.ones(2))
-    glue.settle(0)
+    inter_layer.settle(0)
     right.add(torch.ones(2))
-    glue.settle(0)
+    inter_layer.settle(0)
 
     torch.testing.assert_close(slots[0].take(), 5 * x.exp())
 
 
-def test_gradients_reach_leaves_of_the_glue() -> None:
+def test_gradients_reach_leaves_of_the_inter_layer_graph() -> None:
     scale = torch.tensor(2.0, requires_grad=True)
     x = torch.full((3,), 4.0)
     slots = slots_for(x)
     (y,) = cut([x.detach()], slots)
-    glue = Glue()
-    glue.sink(y * scale).add(torch.ones(3))
-    glue.settle(-1)
+    inter_layer = InterLayerGraph()
+    inter_layer.sink(y * scale).add(torch.ones(3))
+    inter_layer.settle(-1)
 
     assert scale.grad.item() == 12.0
     assert slots[0].take().tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize(("made_from_glue", "touched"), [(True, True), (False, False)])
-def test_whether_a_loss_runs_through_glue(made_from_glue: bool, touched: bool) -> None:
+@pytest.mark.parametrize(("made_from_input", "touched"), [(True, True), (False, False)])
+def test_whether_a_loss_runs_through_the_inter_layer_graph(made_from_input: bool, touched: bool) -> None:
     x = torch.ones(2)
     (y,) = cut([x.detach()], slots_for(x))
-    glue = Glue()
+    inter_layer = InterLayerGraph()
     made = y * 3
-    glue.sink(made)
+    inter_layer.sink(made)
 
-    assert glue.touches((made if made_from_glue else y * 2).sum()) == touched
-    assert not glue.touches(torch.ones(1))
+    assert inter_layer.touches((made if made_from_input else y * 2).sum()) == touched
+    assert not inter_layer.touches(torch.ones(1))
 
 
 def test_a_gradient_that_comes_too_late_is_an_error() -> None:
@@ -182,19 +182,19 @@ def test_a_gradient_that_comes_too_late_is_an_error() -> None:
 def test_a_micro_batch_that_is_over_is_kept_by_no_cycle() -> None:
     gc.disable()
     try:
-        glue = Glue()
-        (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), glue.origin)])
+        inter_layer = InterLayerGraph()
+        (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), inter_layer.origin)])
         made = y.exp()
-        glue.sink(made)
-        seen = weakref.ref(glue)
-        del glue, y, made
+        inter_layer.sink(made)
+        seen = weakref.ref(inter_layer)
+        del inter_layer, y, made
         assert seen() is None
     finally:
         gc.enable()
 
 
 def test_a_tensor_with_the_graph_of_another_micro_batch_is_refused() -> None:
-    first, second, other = Glue(), Glue(), Glue()
+    first, second, other = InterLayerGraph(), InterLayerGraph(), InterLayerGraph()
     first.origin.model = second.origin.model = 1
     other.origin.model = 2
     (y,) = cut([torch.ones(2)], [Slot(0, torch.ones(2), first.origin)])

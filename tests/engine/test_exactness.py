@@ -81,7 +81,7 @@ def test_no_plan_changes_a_bit(name: str, clip: float | None) -> None:
 @pytest.mark.parametrize(
     ("name", "pack"), [("gemma4", 3), ("gemma4", 4), ("gemma4", 6), ("t5", 4), ("t5", 5), ("mixtral", 3)]
 )
-def test_glue_that_layers_of_several_packs_share_outlives_the_fused_one(name: str, pack: int) -> None:
+def test_an_inter_layer_graph_that_several_packs_share_outlives_the_fused_one(name: str, pack: int) -> None:
     """Gemma 4 computes what each layer adds to its input in one go, before the first layer."""
     one = family(name)
     assert_trains_like_plain(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.boundary import InterLayerSink, Slot
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.profiler.costs import CallCost, CostTable
 
@@ -54,7 +54,9 @@ def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
 
 
 def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
-    in_call, behind = costs_of(SeenCall(forward=100, graph=20, glue=30), SeenCall(forward=40, graph=20, glue=30))
+    in_call, behind = costs_of(
+        SeenCall(forward=100, graph=20, inter_layer=30), SeenCall(forward=40, graph=20, inter_layer=30)
+    )
     assert in_call.forward_bytes == 100
     assert behind.forward_bytes == 20 + 30
 
@@ -66,7 +68,7 @@ def test_before_the_first_call_the_code_in_front_counts() -> None:
 
 
 def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
-    (cost,) = costs_of(SeenCall(graph=20, glue_kept=3))
+    (cost,) = costs_of(SeenCall(graph=20, inter_layer_kept=3))
     assert cost.graph_bytes == 23
 
 
@@ -116,16 +118,16 @@ def test_bytes_of_gradients_are_rounded_up_as_the_device_does() -> None:
     assert [cost.shared_bytes for cost in costs] == [0, 16, 32]
 
 
-@pytest.mark.parametrize("glue_bytes", [5, 25])
-def test_of_glue_either_its_end_waits_or_what_it_hands_on(glue_bytes: int) -> None:
-    """The second call takes glue, which goes back, ahead of the first call, to its output: 10 bytes."""
-    output, glue = slot(0, 10), GlueSink(0, glue_bytes)
-    costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[glue]), SeenCall())
-    assert [cost.shared_bytes for cost in costs] == [0, max(10, glue_bytes), 0]
+@pytest.mark.parametrize("inter_layer_bytes", [5, 25])
+def test_an_inter_layer_gradient_waits_at_its_tensor_or_at_the_outputs_behind_it(inter_layer_bytes: int) -> None:
+    """The second call takes what inter-layer operations made of the first call's output: 10 bytes."""
+    output, inter_layer = slot(0, 10), InterLayerSink(0, inter_layer_bytes)
+    costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[inter_layer]), SeenCall())
+    assert [cost.shared_bytes for cost in costs] == [0, max(10, inter_layer_bytes), 0]
 
 
-def test_glue_of_several_calls_may_be_both_its_end_and_what_it_hands_on() -> None:
-    output, first, second = slot(0, 10), GlueSink(0, 5), GlueSink(0, 7)
+def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
+    output, first, second = slot(0, 10), InterLayerSink(0, 5), InterLayerSink(0, 7)
     calls = [
         SeenCall(needs_backward=True, made=[output], settled=[output]),
         SeenCall(needs_backward=True, taken=[first]),
@@ -154,6 +156,6 @@ def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> N
     assert [cost.backward_bytes for cost in costs] == [6, 6, 6]
 
 
-def test_a_fused_pack_that_begins_within_shared_glue_keeps_its_graphs() -> None:
+def test_a_fused_pack_that_begins_within_a_shared_inter_layer_graph_keeps_its_graphs() -> None:
     costs = costs_of(*(SeenCall() for _ in range(5)), spans={(1, 3)})
     assert [cost.keeps_graph for cost in costs] == [False, False, True, True, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -219,6 +221,22 @@ def test_probing_leaves_nothing_behind() -> None:
         assert device.allocated_bytes() == 0
         assert torch.equal(torch.get_rng_state(), before)
         assert model.layer.training
+
+
+def test_nothing_of_it_waits_for_the_garbage_collector() -> None:
+    """It would hold memory of the device until then."""
+    model = Net(RowByRow())
+    with assembled(model, ScriptedDevice()) as assembly:
+        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe.probe(sample_of(model, torch.ones(3, 4)), (2, 3))
+        gc.collect()
+        gc.disable()
+        try:
+            seen = weakref.ref(probe)
+            del probe
+            assert seen() is None
+        finally:
+            gc.enable()
 
 
 # ---- the same but for rounding

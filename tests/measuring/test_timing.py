@@ -35,10 +35,12 @@ class Layer(nn.Linear):
 class Net(nn.Module):
     """Layers with code before, between and behind them."""
 
-    def __init__(self, device: ScriptedDevice, layers: list[Layer], head: float, glue: float, tail: float) -> None:
+    def __init__(
+        self, device: ScriptedDevice, layers: list[Layer], head: float, inter_layer: float, tail: float
+    ) -> None:
         super().__init__()
         self.scripted, self.layers = device, nn.ModuleList(layers)
-        self.head, self.glue, self.tail = head, glue, tail
+        self.head, self.inter_layer, self.tail = head, inter_layer, tail
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ class Net(nn.Module):
         self.scripted.spend(self.head + cold)
         for layer in self.layers:
             x = layer(x)
-            self.scripted.spend((self.glue if layer is not self.layers[-1] else self.tail) + cold)
+            self.scripted.spend((self.inter_layer if layer is not self.layers[-1] else self.tail) + cold)
         return x
 
 
@@ -79,7 +81,7 @@ def test_cold_calls_do_not_count() -> None:
     """The first pass is cold; the second has every time as it was scripted, whichever code it was spent in."""
     device = ScriptedDevice()
     layers = [Layer(device, 2.0, 5.0) for _ in range(3)]
-    table, _ = timed(Net(device, layers, head=0.5, glue=0.25, tail=0.25))
+    table, _ = timed(Net(device, layers, head=0.5, inter_layer=0.25, tail=0.25))
 
     assert table.head_ms == 0.5
     assert table.tail_ms == 0.25

@@ -163,6 +163,15 @@ def test_nothing_stays_where_a_layer_fails(bench: Bench) -> None:
     assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
 
 
+def test_where_the_resident_set_does_not_come_nothing_is_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.parts.residency, "swap_in", _fail)
+        with pytest.raises(ZeroDivisionError):
+            bench.stream((0, 1, 2))
+    bench.stream((0, 1, 2))
+    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+
+
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
