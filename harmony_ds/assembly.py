@@ -268,7 +268,7 @@ def _host_side(
     if optimizer is None:
         return None, None
     limit = None if config.deferred_update else config.harmony.gradient_slabs
-    gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
+    gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, optimizer.trains)
     return gradients, Updater(store, optimizer, gradients, timeline.host_work)
 
 

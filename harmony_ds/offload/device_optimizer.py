@@ -186,18 +186,16 @@ class DeviceOptimizer:
         """
         key = (shape, self._host.group_of(name))
         if key not in self._known:
-            failure: Exception | None = None
-            for place in ("meta", "cpu"):  # an optimizer that looks at values needs some
+            try:
+                self._known[key] = self._footprint(name, shape, "meta")
+            except Exception:  # noqa: BLE001 - an optimizer that looks at values needs some
                 try:
-                    self._known[key] = self._footprint(name, shape, place)
-                    break
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-                    failure = error
-            else:
-                raise OptimizerError(
-                    f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
-                    f"{failure!r}"
-                )
+                    self._known[key] = self._footprint(name, shape, "cpu")
+                except Exception as failure:
+                    raise OptimizerError(
+                        f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
+                        f"{failure!r}"
+                    ) from failure
         return self._known[key]
 
     def _footprint(self, name: str, shape: torch.Size, place: str) -> Footprint:

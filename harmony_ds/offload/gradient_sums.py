@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
-
 
 class GradientSums(ABC):
     """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
@@ -48,6 +46,12 @@ class GradientSums(ABC):
             gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
         return gradients
 
+    def drop_unused(self, names: Iterable[str]) -> None:
+        """Drops the gradients of `names`, and their norms with them."""
+        self.forget_gradients(names)
+        for name in names:
+            self.norms.pop(name, None)
+
     @torch.no_grad()
     def copied(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies on the host of the gradients of `names` that wait here."""
@@ -58,58 +62,3 @@ class GradientSums(ABC):
             total = self.gradient(name)
             if total is not None and self._trains(name):
                 yield name, total
-
-
-class HostSums(GradientSums):
-    """Of those that were transferred to the host."""
-
-    def __init__(self, trains: Callable[[str], bool], gradients: HostGradients) -> None:
-        super().__init__(trains)
-        self._gradients = gradients
-        self._transfers: dict[str, list[GradientTransfer]] = {}  # that carry a gradient, by parameter
-
-    def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
-        """Takes a transfer over; returns the parameters that now have several."""
-        if not transfer.gradients:  # no micro-batch came through that pack
-            self._gradients.release(transfer)
-        several = tuple(name for name in transfer.gradients if name in self._transfers)
-        for name in transfer.gradients:
-            self._transfers.setdefault(name, []).append(transfer)
-        return several
-
-    def arrive(self, names: Iterable[str]) -> None:
-        """Waits for all that carries a gradient of `names`."""
-        for name in names:
-            for transfer in self._transfers.get(name, ()):
-                transfer.arrived.synchronize()
-
-    def gradient(self, name: str) -> Tensor | None:
-        """What transfers carry is added up in their order of arrival, in the first one."""
-        transfers = self._transfers.get(name)
-        if not transfers:
-            return None
-        self.arrive((name,))
-        total = transfers[0].gradients[name]
-        while len(transfers) > 1:
-            later = transfers.pop(1)
-            total.add_(later.gradients[name])
-            self._drop(name, later)
-        return total
-
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
-        if names is None:
-            self.norms.clear()
-        for name in tuple(self._transfers) if names is None else names:
-            for transfer in self._transfers.pop(name, []):
-                self._drop(name, transfer)
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Forgets the gradients of `names` and their norms: they are not used."""
-        self.forget_gradients(names)
-        for name in names:
-            self.norms.pop(name, None)
-
-    def _drop(self, name: str, transfer: GradientTransfer) -> None:
-        del transfer.gradients[name]
-        if not transfer.gradients:
-            self._gradients.release(transfer)

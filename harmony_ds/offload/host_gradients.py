@@ -1,4 +1,4 @@
-"""Gradients on the host: the buffers that packs' gradients are swapped out into, and the transfers that fill them.
+"""Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
 
 With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
 packs in turn. With updates deferred until the norm is known, every pack keeps one of its own.
@@ -7,13 +7,14 @@ packs in turn. With updates deferred until the norm is known, every pack keeps o
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.places import places_of
@@ -33,16 +34,20 @@ class GradientTransfer:
     buffer: HostBuffer | None
 
 
-class HostGradients:
-    """Swaps gradients out."""
+class HostGradients(GradientSums):
+    """Swaps gradients out, and adds up what transfers carry."""
 
-    def __init__(self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None) -> None:
+    def __init__(
+        self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None, trains: Callable[[str], bool]
+    ) -> None:
         """`limit` transfers at most are kept at a time (None: any number)."""
+        super().__init__(trains)
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
         self._limit = limit
         self._buffers = HostBuffers(device, exact=True)
+        self._transfers: dict[str, list[GradientTransfer]] = {}  # that carry a gradient, by parameter
         self._kept = 0
         self._released = threading.Condition()
 
@@ -79,14 +84,54 @@ class HostGradients:
         converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
-    def release(self, transfer: GradientTransfer) -> None:
-        """Nothing of `transfer` is needed any more; called from the update thread."""
-        if transfer.buffer is None:
-            return
-        self._buffers.give_back(transfer.buffer, transfer.arrived)
-        with self._released:
-            self._kept -= 1
-            self._released.notify_all()
+    def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
+        """Takes a transfer over; returns the parameters that now have several."""
+        if not transfer.gradients:  # no micro-batch came through that pack
+            self._release(transfer)
+        several = tuple(name for name in transfer.gradients if name in self._transfers)
+        for name in transfer.gradients:
+            self._transfers.setdefault(name, []).append(transfer)
+        return several
+
+    # ---- called by the update thread
+
+    def arrive(self, names: Iterable[str]) -> None:
+        """Waits for all that carries a gradient of `names`."""
+        for name in names:
+            for transfer in self._transfers.get(name, ()):
+                transfer.arrived.synchronize()
+
+    def gradient(self, name: str) -> Tensor | None:
+        """What transfers carry is added up in their order of arrival, in the first one."""
+        transfers = self._transfers.get(name)
+        if not transfers:
+            return None
+        self.arrive((name,))
+        total = transfers[0].gradients[name]
+        while len(transfers) > 1:
+            later = transfers.pop(1)
+            total.add_(later.gradients[name])
+            self._used(name, later)
+        return total
+
+    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+        if names is None:
+            self.norms.clear()
+        for name in tuple(self._transfers) if names is None else names:
+            for transfer in self._transfers.pop(name, []):
+                self._used(name, transfer)
+
+    def _used(self, name: str, transfer: GradientTransfer) -> None:
+        del transfer.gradients[name]
+        if not transfer.gradients:
+            self._release(transfer)
+
+    def _release(self, transfer: GradientTransfer) -> None:
+        if transfer.buffer is not None:
+            self._buffers.give_back(transfer.buffer, transfer.arrived)
+            with self._released:
+                self._kept -= 1
+                self._released.notify_all()
 
     def destroy(self) -> None:
         """Gives every buffer back, also those of transfers that nobody will use."""

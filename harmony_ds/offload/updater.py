@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from harmony_ds.offload.gradient_sums import HostSums
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
@@ -83,7 +82,7 @@ class Updater:
         self._optimizer = optimizer
         self._timed = timed
         self._order = {name: place for place, name in enumerate(store.parameters)}
-        self._sums = HostSums(optimizer.trains, gradients)
+        self._gradients = gradients
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
         self._counter = itertools.count()
         self._pending: Counter[int] = Counter()  # updates queued or running, by pack
@@ -104,35 +103,35 @@ class Updater:
         A parameter that several packs share is transferred by each, and where micro-batches pass the packs one by one, by
         each of those: they are added up as they come, so that only the first transfer is kept until the update.
         """
-        several = self._sums.add(transfer)
+        several = self._gradients.add(transfer)
         if several:
-            self._queue_work(several, lambda: [self._sums.gradient(name) for name in several])
+            self._queue_work(several, lambda: [self._gradients.gradient(name) for name in several])
 
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last transfer has been received."""
-        self._queue_work(names, lambda: self._sums.measure(names))
+        self._queue_work(names, lambda: self._gradients.measure(names))
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name` that waits for its update, in the accumulation dtype; the tensor itself."""
-        return self._answer(lambda: self._sums.gradient(name))
+        return self._answer(lambda: self._gradients.gradient(name))
 
     def take(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """The gradients of `names` that wait here, which are used elsewhere."""
 
         def taken() -> dict[str, Tensor]:
-            gradients = self._sums.copied(names)
-            self._sums.drop(names)
+            gradients = self._gradients.copied(names)
+            self._gradients.drop_unused(names)
             return gradients
 
         return self._answer(taken)
 
     def drop(self, names: tuple[str, ...]) -> None:
         """Forgets the gradients of `names`."""
-        self._answer(lambda: self._sums.drop(names))
+        self._answer(lambda: self._gradients.drop_unused(names))
 
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Queues the norms of gradients that are not transferred, because they are used where they are."""
-        self._queue(_FIRST, lambda: self._sums.norms.update(read()))
+        self._queue(_FIRST, lambda: self._gradients.norms.update(read()))
 
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queues the global norm of everything measured."""
@@ -151,12 +150,12 @@ class Updater:
 
         def update() -> None:
             coefficient = None if norm is None else norm.result().coefficient
-            self._sums.arrive(names)
+            self._gradients.arrive(names)
             with work:
-                gradients = self._sums.for_update(names, coefficient, measured=norm is not None)
+                gradients = self._gradients.for_update(names, coefficient, measured=norm is not None)
                 self._optimizer.step(gradients, hyper)
                 self._store.follow_masters(gradients)
-                self._sums.forget_gradients(names)
+                self._gradients.forget_gradients(names)
             with self._changed:
                 self._updating.subtract(names)
                 self._pending -= Counter([pack])
@@ -203,7 +202,7 @@ class Updater:
         if self._failure is not None:
             return
         self._wait_for(lambda: not self._pending, fails=False)  # what they still use is not this step's
-        self._queue(_FIRST, self._sums.forget_gradients)
+        self._queue(_FIRST, self._gradients.forget_gradients)
         self._wait_for(lambda: not self._pending and not self._jobs, fails=False)
 
     @property
@@ -236,7 +235,7 @@ class Updater:
         work = self._timed()
 
         def run() -> _Result:
-            self._sums.arrive(names)
+            self._gradients.arrive(names)
             with work:
                 return job()
 
@@ -280,6 +279,6 @@ class Updater:
         return True
 
     def _global_norm(self, clipping: Clipping) -> GradientNorm:
-        norms = [self._sums.norms[name] for name in sorted(self._sums.norms, key=self._order.__getitem__)]
-        self._sums.norms.clear()
+        norms = [self._gradients.norms[name] for name in sorted(self._gradients.norms, key=self._order.__getitem__)]
+        self._gradients.norms.clear()
         return GradientNorm.of(norms, clipping)

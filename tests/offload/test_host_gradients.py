@@ -14,11 +14,17 @@ from harmony_ds.offload.ledger import Kind, Ledger
 
 def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[HostGradients, Ledger]:
     ledger = Ledger()
-    return HostGradients(CpuDevice(), ledger, dtype, limit), ledger
+    return HostGradients(CpuDevice(), ledger, dtype, limit, lambda _: True), ledger
 
 
 def send(gradients: HostGradients, *numels: int, beyond: int | None = 0) -> GradientTransfer:
     return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, beyond)
+
+
+def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
+    """Everything that it carries has been used."""
+    gradients.add(transfer)
+    gradients.forget_gradients()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,7 +58,7 @@ def test_bytes_are_booked_with_their_padding() -> None:
 def test_a_released_buffer_is_used_again() -> None:
     gradients, _ = host()
     first = send(gradients, 100)
-    gradients.release(first)
+    release(gradients, first)
     second = send(gradients, 60)
 
     assert second.buffer is first.buffer
@@ -62,15 +68,15 @@ def test_a_released_buffer_is_used_again() -> None:
 def test_of_spare_buffers_the_smallest_that_fits_is_taken() -> None:
     gradients, _ = host()
     small, large = send(gradients, 16), send(gradients, 160)
-    gradients.release(large)
-    gradients.release(small)
+    release(gradients, large)
+    release(gradients, small)
 
     assert send(gradients, 10).buffer is small.buffer
 
 
 def test_where_buffers_are_few_a_small_one_makes_room_for_a_large_one() -> None:
     gradients, _ = host(limit=1)
-    gradients.release(send(gradients, 16))
+    release(gradients, send(gradients, 16))
     send(gradients, 160)
 
     assert gradients.host_bytes == 640
@@ -93,7 +99,7 @@ def test_at_the_limit_a_swap_out_waits_for_a_buffer() -> None:
     thread.start()
     thread.join(0.2)
     assert not third
-    gradients.release(first)
+    release(gradients, first)
     thread.join(30)
 
     assert third[0].buffer is first.buffer
@@ -115,7 +121,7 @@ def test_what_waits_for_another_pack_adds_to_the_limit() -> None:
 
 def test_destroying_gives_spare_buffers_back() -> None:
     gradients, _ = host()
-    gradients.release(send(gradients, 8))
+    release(gradients, send(gradients, 8))
     gradients.destroy()
 
     assert gradients.host_bytes == 0
