@@ -7,7 +7,6 @@ host memory for fp32 values and optimizer state once more; the universal layout 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from harmony_ds.checkpoint.deepspeed.flat import ZERO2, ZERO3, ZeroForm
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED
 from harmony_ds.checkpoint.folders import making, point_latest
+from harmony_ds.checkpoint.scripts import put_scripts
 from harmony_ds.checkpoint.snapshot import Layout, OptimizerState, ParameterGroup, Snapshot, Source, listed
 from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
@@ -49,7 +49,7 @@ def to_deepspeed(
             point_latest(save_dir, tag, "latest_universal")
         else:
             point_latest(save_dir, tag)
-            shutil.copyfile(_recovery_script(), save_dir / "zero_to_fp32.py")
+            put_scripts(save_dir, ours=False)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     return target
@@ -236,13 +236,6 @@ def _flat_state(
             sources[name] = optimizer.states.get(name, {}).get(key, nothing)
         found[key] = _flat(sources, alignment)
     return found
-
-
-def _recovery_script() -> str:
-    """That DeepSpeed puts beside its checkpoints."""
-    from deepspeed.utils import zero_to_fp32
-
-    return str(zero_to_fp32.__file__)
 
 
 # ---- universal
