@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,7 @@ class Assembly:
 
     def finish_updates(self) -> None:
         """Makes every weight, master and optimizer state on the host true."""
-        self.wait_for_updates()
-        self.parts.device_store.show()
-        self.parts.device_store.finish_reads()
+        self.looks.at_everything()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -157,10 +156,14 @@ def _parts(
 ) -> tuple[Parts, Looks, Ledger]:
     device, store = memory
     ledger, timeline = Ledger(), StepTimeline(device)
-    gradients, updater = _host_side(config, device, ledger, store, host_optimizer, timeline)
+    gradients: HostGradients | None = None
+    updater: Updater | None = None
+    if host_optimizer is not None:
+        limit = None if config.deferred_update else config.harmony.gradient_slabs
+        gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains)
+        updater = Updater(store, host_optimizer, gradients, timeline.host_work)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
-    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    looks = Looks(updater, device_store)
+    looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
     installation = Installation(model, decomposition.canonical, device, ledger)
@@ -168,7 +171,7 @@ def _parts(
     parts = Parts(
         device=device,
         residency=residency,
-        device_store=device_store,
+        device_store=looks.device_store,
         stash=stash,
         gradients=gradients,
         optimizer=host_optimizer,
@@ -212,29 +215,30 @@ def saved_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
+@dataclass(frozen=True, slots=True)
 class Looks:
     """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
 
-    def __init__(self, updater: Updater | None, device_store: DeviceStore) -> None:
-        self._updater = updater
-        self._device_store = device_store
+    updater: Updater | None
+    device_store: DeviceStore
 
     def at_weights(self, names: tuple[str, ...]) -> None:
         """The weights `names`, through a module."""
-        if self._updater is not None:
-            self._updater.wait_all()
-        self._device_store.show_weights(names)
-        self._device_store.finish_reads()
+        self._at(lambda: self.device_store.show_weights(names))
+
+    def at_everything(self) -> None:
+        """Weights, masters and the optimizer's state."""
+        self._at(self.device_store.show)
 
     def at_state(self, name: str | None) -> None:
         """The optimizer's state of `name` (None: of all), through the optimizer."""
-        if self._updater is not None:
-            self._updater.wait_all()
-        if name is None:
-            self._device_store.show()
-        else:
-            self._device_store.show_state(name)
-        self._device_store.finish_reads()
+        self._at(self.device_store.show if name is None else lambda: self.device_store.show_state(name))
+
+    def _at(self, show: Callable[[], None]) -> None:
+        if self.updater is not None:
+            self.updater.wait_all()
+        show()
+        self.device_store.finish_reads()
 
 
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:
@@ -257,21 +261,6 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
             )
         specs.append(spec)
     return replace(graph, parameters=tuple(specs))
-
-
-def _host_side(
-    config: Config,
-    device: Device,
-    ledger: Ledger,
-    store: HostStore,
-    optimizer: HostOptimizer | None,
-    timeline: StepTimeline,
-) -> tuple[HostGradients | None, Updater | None]:
-    if optimizer is None:
-        return None, None
-    limit = None if config.deferred_update else config.harmony.gradient_slabs
-    gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
-    return gradients, Updater(store, optimizer, gradients, timeline.host_work)
 
 
 def host_need(

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +165,13 @@ def read_tensors(path: Path) -> dict[str, Source]:
     """
     try:
         file: Any = safe_open(path, framework="pt")
-        names = list(file.keys())
+        forms = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    return {name: _source(file, name) for name in names}
-
-
-def _source(file: Any, name: str) -> Source:
-    form = file.get_slice(name)
-    return Source(tuple(form.get_shape()), _DTYPES[form.get_dtype()], lambda: file.get_tensor(name))
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    unknown = {form.get_dtype() for form in forms.values()} - _DTYPES.keys()
+    if unknown:
+        raise CheckpointError(f"{path} holds tensors of {', '.join(sorted(unknown))}, which torch does not have.")
+    return {
+        name: Source(tuple(form.get_shape()), _DTYPES[form.get_dtype()], partial(file.get_tensor, name))
+        for name, form in forms.items()
+    }

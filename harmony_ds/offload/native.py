@@ -41,7 +41,6 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     Raises:
         CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
-    _check_compiler(name)
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     with compiled.instead_of_torch():
@@ -59,7 +58,6 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     assert row is not None and row.native is not None
     native = row.native
     op = getattr(optimizer, native.op)
-    _check_compiler(native.cls)
     flags = {"extra_cflags": [f"-D{native.macro}", "-O1"], "extra_ldflags": [op.__file__]}
     name = f"harmony_gil_free_{native.update}"
     extension = _or_explain(native.cls, lambda: compiled.load(name, [str(_SOURCE)], **flags))
@@ -86,6 +84,7 @@ def _check_compiler(name: str) -> None:
 
 
 def _or_explain(name: str, make: Callable[[], Any]) -> Any:
+    _check_compiler(name)
     try:
         return make()
     except (RuntimeError, OSError, ImportError) as error:

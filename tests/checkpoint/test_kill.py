@@ -18,6 +18,7 @@ from harmony_ds.checkpoint import folders, tensor_files
 from tests.checkpoint.runs import Setup, assert_equal, engine_of, state_of, train
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 
 def environment_on(tmp_path: Path) -> dict[str, str]:
@@ -60,7 +61,7 @@ def saved(request: Any, tmp_path: Path) -> Any:
 
 
 def assert_only_the_first_is_there(folder: Path, before: dict[str, Any]) -> None:
-    assert sorted(child.name for child in folder.iterdir()) == ["first", "latest"]
+    assert sorted(child.name for child in folder.iterdir()) == ["first", "latest", *SCRIPTS]
     assert len(list((folder / "first").glob("data-*"))) == 1
     with engine_of(Setup(), fresh=False) as engine:
         assert engine.load_checkpoint(folder)[0] == str(folder / "first")
@@ -131,7 +132,7 @@ def test_leftovers_of_killed_saves_go_at_the_next_one_but_not_those_of_saves_und
             (alive / "data-alive").mkdir()
             engine.save_checkpoint(tmp_path, tag="b")
             assert alive.is_dir()
-        assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b", "elsewhere", "latest"]
+        assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b", "elsewhere", "latest", *SCRIPTS]
         assert len(list((tmp_path / "a").iterdir())) == 2
         engine.load_checkpoint(tmp_path, tag="a")
 
