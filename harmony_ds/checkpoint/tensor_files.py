@@ -56,9 +56,9 @@ class FileRecord:
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
     """A small file, durable when this returns."""
-    with _Sink(path) as sink:
-        sink.write(memoryview(content))
-    return sink.record
+    with _NewFile(path) as file:
+        file.write(memoryview(content))
+    return file.record
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
@@ -69,13 +69,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
     """
     # Large elements first, so that every tensor is aligned to its own; otherwise as given.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    with _Sink(path) as sink:
-        sink.write(memoryview(_header(path, ordered)))
+    with _NewFile(path) as file:
+        file.write(memoryview(_header(path, ordered)))
         for name, source in ordered:
             tensor = source.read()
             assert tuple(tensor.shape) == source.shape and tensor.dtype == source.dtype, name
-            sink.write(_bytes_of(tensor))
-    return sink.record
+            file.write(_bytes_of(tensor))
+    return file.record
 
 
 def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
@@ -96,7 +96,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-class _Sink:
+class _NewFile:
     """A new file that is written from front to end."""
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class _Sink:
         self._written = 0
         self._crc = 0
 
-    def __enter__(self) -> _Sink:
+    def __enter__(self) -> _NewFile:
         self._file = self._path.open("xb", buffering=0)
         return self
 

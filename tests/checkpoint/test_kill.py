@@ -72,16 +72,16 @@ def assert_only_the_first_is_there(folder: Path, before: dict[str, Any]) -> None
 def test_a_full_disk_leaves_the_last_checkpoint(saved: Any, room_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, folder, tag, before = saved
     room = [room_bytes]
-    write = tensor_files._Sink.write
+    write = tensor_files._NewFile.write
 
-    def full(sink: Any, content: memoryview) -> None:
-        write(sink, content[: room[0]])
+    def full(file: Any, content: memoryview) -> None:
+        write(file, content[: room[0]])
         room[0] -= len(content)
         if room[0] < 0:
             room[0] = 0
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tensor_files._Sink, "write", full)
+    monkeypatch.setattr(tensor_files._NewFile, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*saved before is untouched"):
         engine.save_checkpoint(folder, tag=tag)
     monkeypatch.undo()
