@@ -4,8 +4,8 @@
     ... -> output  ==cut==> Boundary ->  ... -> input  ==cut==> Boundary -> recomputed layer -> ...
 
 A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
-hands each output's gradient to a `Sink` and stops. The same node stands on both sides of a layer call: in the
-micro-batch's own graph its sinks collect the gradients of the layer's outputs; in front of a recomputed layer they pass
+hands each output's gradient to a `GradientTarget` and stops. The same node stands on both sides of a layer call: in the
+micro-batch's own graph its targets collect the gradients of the layer's outputs; in front of a recomputed layer they pass
 the gradients of its inputs on to where those came from.
 """
 
@@ -23,7 +23,7 @@ from harmony_ds.calls.places import patched
 from harmony_ds.errors import ModelError, UnsupportedError
 
 
-class Sink(Protocol):
+class GradientTarget(Protocol):
     """Takes gradients of one tensor."""
 
     def add(self, gradient: Tensor) -> None: ...
@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 class Origin:
-    """One micro-batch's forward pass of one model. (Graphs hold slots: what a slot refers to must not hold graphs.)"""
+    """One micro-batch's forward pass of one model. (Graphs hold its output gradients, which must not refer to graphs.)"""
 
     __slots__ = ("model",)
 
@@ -58,7 +58,7 @@ class GradientSum:
         return gradient
 
 
-class Slot(GradientSum):
+class OutputGradient(GradientSum):
     """The gradient of one output of a layer call.
 
     Attributes:
@@ -91,7 +91,7 @@ class Slot(GradientSum):
         super().add(gradient)
 
 
-class InterLayerSink(GradientSum):
+class InterLayerGradient(GradientSum):
     """The gradient of what inter-layer operations gave a layer, until it is due: before backward of call `deadline`."""
 
     __slots__ = ("deadline", "nbytes")
@@ -142,27 +142,29 @@ _FROM_ANOTHER = (
 
 class _BoundaryNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.harmony_sinks = sinks
+        ctx.harmony_targets = targets
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         _refuse_second_order()
-        for sink, gradient in zip(ctx.harmony_sinks, gradients, strict=True):
+        for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
-                sink.add(gradient)
+                target.add(gradient)
         return None, None, None
 
 
-def cut(tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
-    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `sinks`."""
+def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
+    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)  # type: ignore[no-untyped-call]
+        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, targets)  # type: ignore[no-untyped-call]
     return cut_tensors
 
 
@@ -204,9 +206,9 @@ def _copies_a_leaf(tensor: Tensor) -> bool:
     return len(behind) == 1 and behind[0][0] is not None and not behind[0][0].next_functions
 
 
-def sinks_of(node: Node | None) -> Sequence[Sink] | None:
-    """The sinks of `node` if it is a Boundary."""
-    return getattr(node, "harmony_sinks", None)
+def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
+    """The targets of `node` if it is a Boundary."""
+    return getattr(node, "harmony_targets", None)
 
 
 @contextmanager
@@ -236,7 +238,7 @@ def guarded_backward(inside_layer: Callable[[], bool]) -> Iterator[None]:
 def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
     seen = {None, *ends}
     while todo := todo - seen:
-        if any(sinks_of(node) is not None for node in todo):
+        if any(targets_of(node) is not None for node in todo):
             return True
         seen |= todo
         todo = {following for node in todo for following in _behind(node)}
@@ -262,7 +264,7 @@ class InterLayerGraph:
     """
 
     def __init__(self) -> None:
-        self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerSink]] = {}
+        self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
         self.origin = Origin()
 
@@ -271,27 +273,29 @@ class InterLayerGraph:
         """Whether every layer input was an output of an earlier layer, untouched."""
         return not self._edges
 
-    def sink(self, tensor: Tensor, hooked: bool = False) -> Sink:
+    def target(self, tensor: Tensor, hooked: bool = False) -> GradientTarget:
         """Where the gradient of the layer input `tensor` (which requires one) goes; `hooked`: it may still get hooks."""
-        sinks = sinks_of(tensor.grad_fn)
-        if sinks is not None:
-            self._check(sinks)
-        if sinks is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
-            return sinks[tensor.output_nr]
+        targets = targets_of(tensor.grad_fn)
+        if targets is not None:
+            self._check(targets)
+        if targets is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
+            return targets[tensor.output_nr]
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
             nbytes = tensor.numel() * tensor.element_size()
-            self._edges[key] = (edge, InterLayerSink(self._newest_call_behind(edge.node), nbytes))
+            self._edges[key] = (edge, InterLayerGradient(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
 
     def settle(self, call: int) -> None:
         """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
         due = [
-            (edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call
+            (edge, target)
+            for edge, target in self._edges.values()
+            if target.gradient is not None and target.deadline >= call
         ]
         if due:
-            gradients = [sink.take() for _, sink in due]
+            gradients = [target.take() for _, target in due]
             torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
@@ -301,7 +305,7 @@ class InterLayerGraph:
         return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
 
     def spans(
-        self, consumers: Mapping[InterLayerSink, tuple[int, int]], last: Tensor | None, end: int
+        self, consumers: Mapping[InterLayerGradient, tuple[int, int]], last: Tensor | None, end: int
     ) -> set[tuple[int, int]]:
         """Places that share a part of the graph: (earliest, latest) per node that more than one place uses.
 
@@ -310,7 +314,7 @@ class InterLayerGraph:
             last: what is propagated back from, at place `end`.
         """
         used: dict[Node, tuple[int, int]] = {}
-        roots = [(edge.node, *consumers[sink]) for edge, sink in self._edges.values() if sink in consumers]
+        roots = [(edge.node, *consumers[target]) for edge, target in self._edges.values() if target in consumers]
         if last is not None and last.grad_fn is not None:
             roots.append((last.grad_fn, end, end))
         for root, first, latest in roots:
@@ -319,9 +323,9 @@ class InterLayerGraph:
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
-    def _check(self, sinks: Sequence[Sink]) -> None:
+    def _check(self, targets: Sequence[GradientTarget]) -> None:
         # Gradients go from one micro-batch to another only between different models.
-        origins = {sink.origin for sink in sinks if isinstance(sink, Slot)} - {self.origin}
+        origins = {target.origin for target in targets if isinstance(target, OutputGradient)} - {self.origin}
         if any(origin is not None and origin.model == self.origin.model for origin in origins):
             raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
 
@@ -332,13 +336,13 @@ class InterLayerGraph:
             node = todo[-1]
             following = _behind(node)
             missing = [n for n in following if n not in self._newest]
-            if missing and sinks_of(node) is None:
+            if missing and targets_of(node) is None:
                 todo += missing
                 continue
             todo.pop()
-            sinks = sinks_of(node)
-            self._check(sinks or ())
-            own = [sink.call for sink in sinks or () if isinstance(sink, Slot)]
+            targets = targets_of(node)
+            self._check(targets or ())
+            own = [target.call for target in targets or () if isinstance(target, OutputGradient)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
 
@@ -349,14 +353,14 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
     todo = list(roots)
     while todo:
         node = todo.pop()
-        if node not in seen and sinks_of(node) is None:
+        if node not in seen and targets_of(node) is None:
             seen.add(node)
             todo += _behind(node)
     return seen
 
 
-def sinks_behind(tensors: Iterable[Tensor]) -> set[Sink]:
+def targets_behind(tensors: Iterable[Tensor]) -> set[GradientTarget]:
     """Where gradients of `tensors` would go."""
     roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     ends = roots.union(*map(_behind, _nodes_behind(roots)))
-    return {sink for end in ends for sink in sinks_of(end) or ()}
+    return {target for end in ends for target in targets_of(end) or ()}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_tensors
-from harmony_ds.calls.boundary import DeadEnd, Sink, cut
+from harmony_ds.calls.boundary import DeadEnd, GradientTarget, cut
 from harmony_ds.calls.buffers import changes_buffers_unseen, versions
 from harmony_ds.calls.caches import emptied
 from harmony_ds.calls.installed import LayerParameters
@@ -62,13 +62,17 @@ class CalledLayer:
         return self.dead_end.guarded({name: copies[name] for name in self._names if name in copies})
 
     def run(
-        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], sinks: list[Sink | None]
+        self,
+        call: RecordedCall,
+        tensors: list[Tensor],
+        copies: Mapping[str, Tensor],
+        targets: list[GradientTarget | None],
     ) -> Outcome:
-        """The call over `tensors`, whose gradients go to `sinks`."""
+        """The call over `tensors`, whose gradients go to `targets`."""
         request = call.request
-        ends = [place for place, sink in enumerate(sinks) if sink is not None]
+        ends = [place for place, target in enumerate(targets) if target is not None]
         inputs = list(tensors)
-        leading = cut([tensors[place] for place in ends], [sink for sink in sinks if sink is not None])
+        leading = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
         for place, tensor in zip(ends, leading, strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)

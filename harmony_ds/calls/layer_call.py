@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
-from harmony_ds.calls.boundary import InterLayerGraph, Sink, Slot, cut, sinks_of
+from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph, OutputGradient, cut, targets_of
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
@@ -122,7 +122,7 @@ class LayerCalls:
             request=replace(request, args=(), kwargs={}),
             number=number,
             arguments=arguments,
-            sinks=self._sinks(request, tensors, inter_layer),
+            targets=self._targets(request, tensors, inter_layer),
             cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
             buffers=copied_buffers(layer.buffered) if layer.replayed else None,
         )
@@ -137,22 +137,24 @@ class LayerCalls:
         forget_collected(request)
         arguments.shape.forget_originals()
         self._check_seen(layer, call, [t._version for t in tensors] != before)
-        if not any(call.slots):
+        if not any(call.output_gradients):
             self.forget(call)
             return outputs, None
         return outputs, call
 
-    def _sinks(self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph) -> list[Sink | None]:
+    def _targets(
+        self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph
+    ) -> list[GradientTarget | None]:
         """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
-        sinks: list[Sink | None] = []
+        targets: list[GradientTarget | None] = []
         for tensor in tensors:
             try:
-                sinks.append(inter_layer.sink(tensor, self.outputs_hooked) if tensor.requires_grad else None)
+                targets.append(inter_layer.target(tensor, self.outputs_hooked) if tensor.requires_grad else None)
             except ModelError:
                 if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
                     raise
-                sinks.append(self._layers[request.layer].dead_end)
-        return sinks
+                targets.append(self._layers[request.layer].dead_end)
+        return targets
 
     @staticmethod
     def _check_seen(layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
@@ -179,7 +181,9 @@ class LayerCalls:
         Args:
             gather: called between the slices of a call that is cut: adds up what has reached `copies`.
         """
-        gradients = [slot.take() if slot is not None else None for slot in call.slots]
+        gradients = [
+            output_gradient.take() if output_gradient is not None else None for output_gradient in call.output_gradients
+        ]
         if all(gradient is None for gradient in gradients):
             self.forget(call)
             return False
@@ -193,14 +197,14 @@ class LayerCalls:
         with buffers_apart(buffers) if buffers else nullcontext():
             if call.cut is None:
                 replay(call.states[0])
-                _propagate(layer, call, tensors, gradients, copies, call.sinks)
+                _propagate(layer, call, tensors, gradients, copies, call.targets)
             else:
-                slices = call.cut.propagated(tensors, call.sinks, gradients)
-                for number, (own, sinks, given) in enumerate(slices):
+                slices = call.cut.propagated(tensors, call.targets, gradients)
+                for number, (own, targets, given) in enumerate(slices):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    _propagate(layer, call, own, given, copies, sinks)
+                    _propagate(layer, call, own, given, copies, targets)
         self.forget(call)
         return True
 
@@ -210,8 +214,8 @@ class LayerCalls:
         """
         request, layer = without_unknown(request), self._layers[request.layer]
         arguments, tensors = layer.take(request)
-        sinks: list[Sink | None] = [layer.dead_end if t.requires_grad else None for t in tensors]
-        call = RecordedCall(request, 0, arguments, sinks, cut)
+        targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in tensors]
+        call = RecordedCall(request, 0, arguments, targets, cut)
         outcome = self._run_slices(call, [t.detach() for t in tensors], copies, State)
         return Trial(tensors, outcome.tensors, layer.may_be_cut(arguments))
 
@@ -220,17 +224,17 @@ class LayerCalls:
     ) -> Outcome:
         """The call over detached `tensors`, forward, slice by slice if it is cut."""
         layer = self._layers[call.request.layer]
-        sinks: list[Sink | None] = [layer.dead_end if sink else None for sink in call.sinks]
+        targets: list[GradientTarget | None] = [layer.dead_end if target else None for target in call.targets]
         copies = layer.guarded(copies)
         call.states.append(state())
         if call.cut is None:
-            return layer.run(call, tensors, copies, sinks)
+            return layer.run(call, tensors, copies, targets)
         whole = Assembled(call.cut, tensors)
         first: Outcome | None = None
         for part in call.cut.slices(call.cut.forward):
             if part.first and call.cut.draws:
                 call.states.append(state())
-            outcome = layer.run(call, call.cut.inputs_of(part, tensors), copies, sinks)
+            outcome = layer.run(call, call.cut.inputs_of(part, tensors), copies, targets)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or Outcome(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
@@ -247,7 +251,7 @@ class LayerCalls:
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
         # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
         # position ids, rotary tables) is small and taken by every layer.
-        if sinks_of(tensor.grad_fn) is not None or tensor.requires_grad:
+        if targets_of(tensor.grad_fn) is not None or tensor.requires_grad:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version)
 
@@ -274,10 +278,10 @@ def _propagate(
     tensors: list[Tensor],
     gradients: list[Tensor | None],
     copies: Mapping[str, Tensor],
-    sinks: list[Sink | None],
+    targets: list[GradientTarget | None],
 ) -> None:
     """Runs the call (or one piece of it) again, and propagates `gradients` of its outputs."""
-    outputs = layer.run(call, tensors, copies, sinks).tensors
+    outputs = layer.run(call, tensors, copies, targets).tensors
     call.check(outputs, layer.name)
     pairs = [
         (output, gradient)
@@ -304,21 +308,21 @@ def _cut_outputs(
     source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
     leaves = list(outcome.leaves)
     cut_places: list[int] = []
-    slots: list[Slot] = []
+    output_gradients: list[OutputGradient] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
-        slot = None
+        output_gradient = None
         if id(leaf) in source_of:
             leaves[place] = source_of[id(leaf)]
         else:
             leaves[place] = apart(leaf.detach()) if memory(leaf) in own else leaf.detach()
             if leaf.requires_grad:
-                slot = Slot(call.number, leaf, inter_layer.origin)
-                slots.append(slot)
+                output_gradient = OutputGradient(call.number, leaf, inter_layer.origin)
+                output_gradients.append(output_gradient)
                 cut_places.append(place)
-        call.slots.append(slot)
-    for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], slots), strict=True):
+        call.output_gradients.append(output_gradient)
+    for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], output_gradients), strict=True):
         leaves[place] = tensor
         if outcome.leaves[place].retains_grad:
             number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import GradientSum, Sink
+from harmony_ds.calls.boundary import GradientSum, GradientTarget
 from harmony_ds.profiler.rows import RowDims, Rows
 
 
@@ -75,23 +75,23 @@ class Cut:
             yield RowSlice(first, min(first + size, self.rows), self.rows)
 
     def propagated(
-        self, tensors: Sequence[Tensor], sinks: Sequence[Sink | None], gradients: Sequence[Tensor | None]
-    ) -> Iterator[tuple[list[Tensor], list[Sink | None], list[Tensor | None]]]:
-        """Inputs, their sinks, and gradients of outputs, slice by slice of a backward pass.
+        self, tensors: Sequence[Tensor], targets: Sequence[GradientTarget | None], gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]]:
+        """Inputs, their targets, and gradients of outputs, slice by slice of a backward pass.
 
-        What the sinks of slices have gathered is handed to `sinks` in the end.
+        What the targets of slices have gathered is handed to `targets` in the end.
         """
         split = [
-            SliceTarget(sink, tensor, dim) if sink is not None and dim is not None else sink
-            for sink, tensor, dim in zip(sinks, tensors, self.dims.inputs, strict=True)
+            SliceTarget(target, tensor, dim) if target is not None and dim is not None else target
+            for target, tensor, dim in zip(targets, tensors, self.dims.inputs, strict=True)
         ]
-        own = [sink for sink in split if isinstance(sink, SliceTarget)]
+        own = [target for target in split if isinstance(target, SliceTarget)]
         for part in self.slices(self.backward):
-            for sink in own:
-                sink.part = part
+            for target in own:
+                target.part = part
             yield self.inputs_of(part, tensors), split, self.gradients_of(part, gradients)
-        for sink in own:
-            sink.finish()
+        for target in own:
+            target.finish()
 
     def inputs_of(self, part: RowSlice, tensors: Iterable[Tensor]) -> list[Tensor]:
         """The rows of `part` of a call's inputs."""
@@ -135,11 +135,11 @@ class Assembled:
 
 
 class SliceTarget(GradientSum):
-    """Puts the gradient of an input together from those of its slices, for the sink of the whole."""
+    """Puts the gradient of an input together from those of its slices, for the target of the whole."""
 
     __slots__ = ("_dim", "_tensor", "_whole", "part")
 
-    def __init__(self, whole: Sink, tensor: Tensor, dim: int) -> None:
+    def __init__(self, whole: GradientTarget, tensor: Tensor, dim: int) -> None:
         super().__init__()
         self._whole = whole
         self._tensor = tensor

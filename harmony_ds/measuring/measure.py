@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import InterLayerSink, Slot
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
@@ -46,7 +46,7 @@ class Measurement(Passes):
         self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._shapes: dict[InterLayerSink, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[InterLayerGradient, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
@@ -171,8 +171,8 @@ class Measurement(Passes):
                 bases[key] = bases.get(key, storage.nbytes()) - entry.nbytes
         call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
         call.needs_backward = True
-        call.made = [slot for slot in recorded.slots if slot is not None]
-        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, InterLayerSink))]
+        call.made = [output_gradient for output_gradient in recorded.output_gradients if output_gradient is not None]
+        call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
 
     def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
@@ -214,7 +214,9 @@ class Measurement(Passes):
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
-        self._shapes |= {sink: (shape, dtype) for sink, shape, dtype in reached if isinstance(sink, InterLayerSink)}
+        self._shapes |= {
+            target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
+        }
         if not self._parts.residency.accumulates_in_place:
             call.leaf = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
         gather()
@@ -225,11 +227,11 @@ class Measurement(Passes):
         """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
         calls = self._seen.calls
         for number in (*reversed(range(len(calls))), -1):
-            due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
+            due = [(target, *shape) for target, shape in self._shapes.items() if target.deadline == number]
             if not due:
                 continue
-            for sink, shape, dtype in due:
-                sink.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
+            for target, shape, dtype in due:
+                target.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
             self._stretch.begin()
             self._inter_layer.settle(number)
             place = self._seen.tail if number < 0 else calls[number]
@@ -250,9 +252,14 @@ class Measurement(Passes):
             self._stashed = [s for s in self._stashed if not s.storage.expired()]
         return stashed
 
-    def _take_gradients(self) -> list[Slot]:
+    def _take_gradients(self) -> list[OutputGradient]:
         """The outputs whose gradients came into being since the last time; drops those."""
-        return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
+        return [
+            output_gradient
+            for call in self._seen.calls
+            for output_gradient in call.made
+            if output_gradient.take() is not None
+        ]
 
     def _given_to_unlayered(self) -> dict[str, int]:
         """Bytes of the unlayered parameters whose gradients have changed since the last time."""
@@ -263,13 +270,13 @@ class Measurement(Passes):
                 given[name] = leaf.grad.nbytes
         return given
 
-    def _consumers(self) -> dict[InterLayerSink, tuple[int, int]]:
+    def _consumers(self) -> dict[InterLayerGradient, tuple[int, int]]:
         """For each tensor made between the calls: the first and the last call that takes it."""
-        places: dict[InterLayerSink, tuple[int, int]] = {}
+        places: dict[InterLayerGradient, tuple[int, int]] = {}
         for position, call in enumerate(self._seen.calls):
-            for sink in call.taken:
-                if isinstance(sink, InterLayerSink):
-                    places[sink] = (places.get(sink, (position, position))[0], position)
+            for target in call.taken:
+                if isinstance(target, InterLayerGradient):
+                    places[target] = (places.get(target, (position, position))[0], position)
         return places
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harmony_ds.calls.boundary import InterLayerSink, Slot
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
 
-_Gradient = Slot | InterLayerSink
+_Gradient = OutputGradient | InterLayerGradient
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +49,9 @@ class SeenCall:
     gradients: int = 0
     unlayered: dict[str, int] = field(default_factory=dict)
     needs_backward: bool = False
-    made: list[Slot] = field(default_factory=list)
+    made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
-    settled: list[Slot] = field(default_factory=list)
+    settled: list[OutputGradient] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,16 +135,20 @@ class Seen:
         once, and waits at the outputs that the tensor was computed from. With several calls there may be both.
         """
         due = {id(g): g for g in gradients if _due(g) < position}
-        total = self._nbytes(g for g in due.values() if isinstance(g, Slot))
-        ends: dict[int, list[InterLayerSink]] = {}
+        total = self._nbytes(g for g in due.values() if isinstance(g, OutputGradient))
+        ends: dict[int, list[InterLayerGradient]] = {}
         for gradient in due.values():
-            if isinstance(gradient, InterLayerSink):
+            if isinstance(gradient, InterLayerGradient):
                 ends.setdefault(gradient.deadline, []).append(gradient)
-        for deadline, sinks in ends.items():
+        for deadline, targets in ends.items():
             call = self.calls[deadline] if deadline >= 0 else self.tail
-            at_tensors = self._nbytes(sinks)
-            at_outputs = self._nbytes(slot for slot in call.settled if id(slot) not in due)
-            users = sum(any(_due(g) == deadline and isinstance(g, InterLayerSink) for g in c.taken) for c in self.calls)
+            at_tensors = self._nbytes(targets)
+            at_outputs = self._nbytes(
+                output_gradient for output_gradient in call.settled if id(output_gradient) not in due
+            )
+            users = sum(
+                any(_due(g) == deadline and isinstance(g, InterLayerGradient) for g in c.taken) for c in self.calls
+            )
             total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
         return total
 
@@ -168,4 +172,4 @@ class Seen:
 
 def _due(gradient: _Gradient) -> int:
     """The call before whose propagation it is needed; one made by code behind that call is run through the code then."""
-    return gradient.call if isinstance(gradient, Slot) else gradient.deadline
+    return gradient.call if isinstance(gradient, OutputGradient) else gradient.deadline

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.boundary import InterLayerGraph, Sink
+from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
@@ -21,7 +21,7 @@ from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Observer, Streamer
 
-Reached = list[tuple[Sink, torch.Size, torch.dtype]]
+Reached = list[tuple[GradientTarget, torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,16 @@ class Passes(Observer):
     def _made_up_gradients(self, call: RecordedCall) -> Iterator[Reached]:
         """While open, `call` can be propagated through. The list names those whose gradient came of that, in the end."""
         reached: Reached = []
-        for slot in call.slots:
-            if slot is not None:
-                slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._parts.device.torch_device)
+        for output_gradient in call.output_gradients:
+            if output_gradient is not None:
+                output_gradient.gradient = torch.ones(
+                    output_gradient.shape, dtype=output_gradient.dtype, device=self._parts.device.torch_device
+                )
         try:
             yield reached
         finally:
             self._parts.random.switch(self)
-            for sink in call.sinks:
-                gradient = sink.take() if sink is not None else None
-                if sink is not None and gradient is not None:
-                    reached.append((sink, gradient.shape, gradient.dtype))
+            for target in call.targets:
+                gradient = target.take() if target is not None else None
+                if target is not None and gradient is not None:
+                    reached.append((target, gradient.shape, gradient.dtype))

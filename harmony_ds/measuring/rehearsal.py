@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import DeadEnd, Sink, Slot, guarded_backward, sinks_behind
+from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, guarded_backward, targets_behind
 from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
@@ -194,7 +194,7 @@ class Rehearsal(Passes):
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
         """Whether gradients of a call's outputs go to that call alone."""
         name = self._layers[layer].name
-        others = {self._layer_of(sink) for sink in sinks_behind(outputs)} - {name}
+        others = {self._layer_of(target) for target in targets_behind(outputs)} - {name}
         if others:
             raise RecomputeError(
                 f"layer {name} computes with a tensor of {', '.join(sorted(others))} that it was not given: it comes "
@@ -202,10 +202,10 @@ class Rehearsal(Passes):
                 "gradient would be lost. Pass it as an argument."
             )
 
-    def _layer_of(self, sink: Sink) -> str:
-        if isinstance(sink, Slot):
-            return self._layers[self._calls[sink.call]].name
-        return sink.layer if isinstance(sink, DeadEnd) else "the code between the layers"
+    def _layer_of(self, target: GradientTarget) -> str:
+        if isinstance(target, OutputGradient):
+            return self._layers[self._calls[target.call]].name
+        return target.layer if isinstance(target, DeadEnd) else "the code between the layers"
 
     def _check_written(self, who: str, copy: DeviceCopy) -> None:
         written = self._parts.residency.written(copy)

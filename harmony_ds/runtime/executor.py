@@ -168,7 +168,7 @@ class Executor:
                 self._parts.updater.wait_all()
             self._copies = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
         self._plan = plan
-        self._held_deliveries = plan.held_deliveries
+        self._held_deliveries = plan.held_transfers
         self._suspended = suspended(plan.packs, plan.tasks)
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
 
@@ -321,9 +321,9 @@ class Executor:
         assert parts.gradients is not None and parts.updater is not None
         gradients = parts.residency.gradients(self._copies[task.pack])
         held = self._held_deliveries if self._clipping is None else None
-        delivery = parts.gradients.swap_out(gradients, held)
-        self._leaving[task.pack] = (gradients, delivery.arrived)
-        parts.updater.receive(delivery)
+        transfer = parts.gradients.swap_out(gradients, held)
+        self._leaving[task.pack] = (gradients, transfer.arrived)
+        parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come
             self.gathered.receive_own(pack.owned)

@@ -176,7 +176,7 @@ class MicroBatch:
         def own(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or not self.inter_layer.touches(tensor):
                 return tensor
-            own = cut([tensor.detach()], [self.inter_layer.sink(tensor)])[0]
+            own = cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
             if tensor.retains_grad:
                 tensor.register_hook(partial(_show_grad, weakref.ref(own)))
             return own

@@ -215,26 +215,26 @@ class Plan:
         return self.packing.packs
 
     @property
-    def held_deliveries(self) -> int:
+    def held_transfers(self) -> int:
         """Packs whose gradients must wait on the host: for other micro-batches' or other packs' of a parameter that both
         have, or for the end of the backward pass.
         """
         packing = self.packing
         if self.policy.gradients_wait:
             return len(packing.backward)
-        delivered: set[str] = set()
+        transferred: set[str] = set()
         held = 0
         packs = [packing.packs[index] for index in reversed(packing.backward)]
         for pack in (pack for pack in packs if pack.needs_backward):
-            first = set(pack.parameters) - delivered
+            first = set(pack.parameters) - transferred
             held += bool(first - set(pack.owned))
-            delivered |= first
+            transferred |= first
         return held
 
     def owners_of(self, pack: Pack) -> list[Pack]:
         """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
-        borrowed = set(pack.parameters) - set(pack.owned)
-        return [pack, *(other for other in self.packs if other is not pack and borrowed & set(other.owned))]
+        shared = set(pack.parameters) - set(pack.owned)
+        return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
 
     def until(self, kind: TaskKind) -> Plan:
         """The tasks before the first one of that kind."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import sinks_of
+from harmony_ds.calls.boundary import targets_of
 from harmony_ds.errors import UnsupportedError
 
 _LAZY = frozenset(
@@ -210,7 +210,7 @@ def _is_own(node: Any) -> bool:
         variable = getattr(node, "variable", None)
         if variable is not None and not hasattr(variable, "_hp_mapping"):
             return False
-        if sinks_of(node) is not None:
+        if targets_of(node) is not None:
             return False
         todo += [following for following, _ in node.next_functions if following is not None]
     return True

@@ -118,7 +118,7 @@ def _part(cut: Cut, part: RowSlice, tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Sum:
-    """A sink."""
+    """A target."""
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
@@ -139,12 +139,12 @@ def test_gradients_of_slices_are_the_gradient_of_the_whole(inputs: list[Kind], r
     cut = Cut(RowDims(dims, dims, 0), rows, size, size)
     tensors = [kind.tensor(rows) for kind in inputs]
     gradients = [torch.ones_like(t) for t in tensors]
-    sinks = [Sum() for _ in inputs]
-    for parts, own, given_here in cut.propagated(tensors, sinks, gradients):
-        for sink, part, gradient in zip(own, parts, given_here, strict=True):
-            if gradient is not None and sink is not None:
-                sink.add(2 * part * gradient)
-    for one, tensor in zip(sinks, tensors, strict=True):
+    targets = [Sum() for _ in inputs]
+    for parts, own, given_here in cut.propagated(tensors, targets, gradients):
+        for target, part, gradient in zip(own, parts, given_here, strict=True):
+            if gradient is not None and target is not None:
+                target.add(2 * part * gradient)
+    for one, tensor in zip(targets, tensors, strict=True):
         assert one.gradient is not None
         assert torch.equal(one.gradient, 2 * tensor)
         assert one.adds == 1
