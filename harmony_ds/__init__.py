@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
+        ArgumentError,
         BatchError,
         CallChangedError,
         CheckpointError,
@@ -65,6 +66,7 @@ _HOMES = {
 _ROOMS = ("utils", "zero")
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CallChangedError",
     "CheckpointError",

@@ -1,4 +1,4 @@
-"""What the table of keys is made of: a row, and what a row says beside its value."""
+"""What the table of keys is made of."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class Key:
         open: a block whose inside is not listed here.
         switch: for an open block that is refused: the key in it that turns it on, and what leaving it out means.
         older: a name of older versions, which DeepSpeed 0.19.8 does not read or refuses.
+        refuses: values that it takes in DeepSpeed and not here, for a reason.
         getter: the method of DeepSpeed's engine that returns the value.
         shown: the default in the documentation, where it is no value ("": the value).
     """
@@ -94,6 +95,8 @@ class Key:
     open: bool = False
     switch: tuple[str, object] = ("enabled", True)
     older: bool = False
+    refuses: tuple[object, ...] = ()
+    reason: str = ""
     getter: str = ""
     shown: str = ""
     option: Option | None = None
