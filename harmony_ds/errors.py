@@ -31,7 +31,6 @@ Errors of the user's own code (a layer, a loss, an optimizer, Ctrl-C) are never 
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +49,8 @@ class ConfigError(HarmonyError, ValueError):
     def __new__(cls, *args: object) -> ConfigError:
         """`cls`, or in a process that has DeepSpeed, a class that is DeepSpeed's too."""
         theirs = getattr(sys.modules.get("deepspeed"), "DeepSpeedConfigError", None)
-        return super().__new__(cls if theirs is None or issubclass(cls, theirs) else _both(cls, theirs), *args)
+        kind: type[ConfigError] = cls if theirs is None or issubclass(cls, theirs) else _both(cls, theirs)
+        return super().__new__(kind, *args)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[object, ...]]:
         return getattr(type(self), "_ours", type(self)), self.args
@@ -140,6 +140,5 @@ class EngineFailedError(HarmonyError):
     """An earlier error left some layers updated and others not; the engine must be rebuilt from a checkpoint."""
 
 
-@cache
 def _both(cls: Any, theirs: type[Exception]) -> Any:
     return type(cls.__name__, (cls, theirs), {"__module__": cls.__module__, "_ours": cls})

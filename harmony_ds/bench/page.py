@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.results import Results
-from harmony_ds.bench.summary import Summary, summarize, tolerance
+from harmony_ds.bench.summary import Summary, setting, summarize, tolerance, verdict
 from harmony_ds.bench.table import cells, headers
 
 _STYLE = """
@@ -32,7 +32,7 @@ def write_page(results: Results, path: Path, title: str = "Training engines, hea
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<h1>{escape(title)}</h1>",
-        *_introduction(results),
+        *_introduction(results, summaries),
         _table(results, summaries),
         *_figures(results, summaries),
         *_small_print(results, summaries),
@@ -41,17 +41,9 @@ def write_page(results: Results, path: Path, title: str = "Training engines, hea
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _introduction(results: Results) -> Iterable[str]:
-    task, machine = next(iter(results.rows.values())).task, results.environment
-    where = machine.get("gpu") or f"{machine['cpu']}, the CPU as the device, {task['threads']} thread(s) per process"
-    cap = "no cap on device memory"
-    if task["memory_gib"] is not None:
-        whom = (
-            "for every engine" if task["device"] == "cuda" else "kept by harmony_ds alone; on a CPU nothing enforces it"
-        )
-        cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
-    name = Path(task["model"]).name
-    yield f"<p><b>{escape(name)}</b>: {results.parameters:,} parameters. {escape(str(where))}; {cap}.</p>"
+def _introduction(results: Results, summaries: list[Summary]) -> Iterable[str]:
+    yield f"<p>{escape(setting(results))}</p>"
+    yield from (f"<p><b>{escape(line)}</b></p>" for line in verdict(summaries, results.unit))
     if not results.finished:
         yield "<p><b>The comparison was interrupted</b>; <code>--resume</code> goes on with it.</p>"
 

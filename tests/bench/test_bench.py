@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
@@ -20,9 +19,9 @@ from harmony_ds.bench.results import Contestant, Results, Row
 from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
 from harmony_ds.bench.workload import Workload, model_flops
-from harmony_ds.cli.app import app
 from harmony_ds.errors import BatchError, ConfigError
 from harmony_ds.profiler.hardware import known_hardware
+from tests.cli.shell import run as shell
 
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -241,13 +240,13 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
                "--engines", "harmony,torch,fsdp2-offload", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
                "--output", str(output)]  # fmt: skip
-    done = CliRunner().invoke(app, [*command, "--apart", "--limit-s", "1"])
+    done = shell(*command, "--apart", "--limit-s", "1")
     assert done.exit_code == 0, done.output
     assert "fsdp2-offload is left out: it needs a CUDA device" in done.output
     begun = Results.load(output)
     assert not begun.finished
     first = {label: dict(row.rounds) for label, row in begun.rows.items()}
-    done = CliRunner().invoke(app, [*command, "--resume", "--json"])
+    done = shell(*command, "--resume", "--json")
     assert done.exit_code == 0, done.output
     finished = Results.load(output)
     assert finished.finished
@@ -278,9 +277,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     ],
 )
 def test_wrong_options_are_one_sentence(model: str, options: list[str], message: str) -> None:
-    done = CliRunner().invoke(
-        app, ["bench", model, *(["--device", "cpu"] if "--device" not in options else []), *options]
-    )
+    done = shell("bench", model, *(["--device", "cpu"] if "--device" not in options else []), *options)
     assert done.exit_code == 1
     assert message in done.output and "Traceback" not in done.output
 
