@@ -30,8 +30,9 @@ def profile_key(
 ) -> dict[str, str]:
     """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
     structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
+    digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
     return {
-        "model": hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16],
+        "model": f"{len(structure)} layers of {sum(one.numel for one in graph.parameters):,} parameters, {digest}",
         "shapes": repr(shapes),
         "dtypes": dtypes,
         "torch": torch.__version__,
