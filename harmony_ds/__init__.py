@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from harmony_ds.scheduler.trace import ExecutedStep
     from harmony_ds.weights import load_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ExecutedStep": "scheduler.trace",

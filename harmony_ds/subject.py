@@ -108,7 +108,7 @@ def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subjec
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError('Hugging Face models need transformers: pip install "harmony_ds[hf]".') from error
+        raise ConfigError("Hugging Face models need transformers: pip install transformers") from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json.")

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterable
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def _failure(found: dict[str, Any]) -> str:
 def _figures(results: Results, summaries: list[Summary]) -> Iterable[str]:
     timed = [summary for summary in summaries if summary.drained_ms is not None]
     if not timed:
+        return
+    if find_spec("matplotlib") is None:
+        yield "<p class=note>Figures need matplotlib: pip install matplotlib, then --resume.</p>"
         return
     if len(timed) > 1 and {summary.engine for summary in timed} == {"harmony"}:
         yield _figure(lambda axes: _draw_waterfall(axes, timed), "What each mechanism is worth: step time without it.")

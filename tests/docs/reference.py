@@ -41,7 +41,7 @@ def check(folder: Path) -> None:
     there = anchors[(folder / "harmony_ds.html").resolve()]
     wanted = {
         *harmony_ds.__all__,
-        *(f"HarmonyEngine.{name}" for name in dir(harmony_ds.HarmonyEngine) if name[0] != "_"),
+        *(f"HarmonyEngine.{name}" for name in vars(harmony_ds.HarmonyEngine) if name[0] != "_"),
     }
     missing = wanted - there - {"__version__", "utils", "zero"}
     assert not missing, f"not in the reference: {sorted(missing)}"

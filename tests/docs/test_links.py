@@ -13,11 +13,11 @@ from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
 PAGES = [*DOCUMENTS, *EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 INDEX = ROOT / "docs" / "index.md"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def links(page: Path) -> Iterator[str]:
-    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
     yield from (link for link in _LINK.findall(text) if not re.match(r"https?:|mailto:", link))
 
 
