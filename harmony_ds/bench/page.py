@@ -105,8 +105,8 @@ def _figures(results: Results, summaries: list[Summary]) -> Iterable[str]:
         return
     if len(timed) > 1 and {summary.engine for summary in timed} == {"harmony"}:
         yield _figure(lambda axes: _draw_waterfall(axes, timed), "What each mechanism is worth: step time without it.")
-    several = len({summary.items for summary in timed}) > 1
-    yield _figure(lambda axes: _draw_throughput(axes, timed, results.unit, several), "Throughput.")
+    throughput = _draw_curve if len({summary.items for summary in timed}) > 1 else _draw_throughput
+    yield _figure(lambda axes: throughput(axes, timed, results.unit), "Throughput.")
     yield _figure(lambda axes: _draw_memory(axes, timed), "Peaks of device and host memory, GiB.")
     if any(summary.host_to_device for summary in timed):
         yield _figure(lambda axes: _draw_swaps(axes, results, timed), "Bytes between host and device in one step.")
@@ -130,21 +130,7 @@ def _colour(summary: Summary) -> str:
     return _OURS if summary.engine == "harmony" else _OTHERS
 
 
-def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) -> None:
-    if several:
-        lines: dict[str, list[Summary]] = {}
-        for summary in timed:
-            lines.setdefault(summary.label.partition(" | ")[0], []).append(summary)
-        for label, points in lines.items():
-            style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
-            axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
-        axes.set_xscale("log", base=2)
-        sizes = sorted({summary.items for summary in timed})
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.minorticks_off()
-        axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
-        axes.legend(fontsize=8)
-        return
+def _draw_throughput(axes: Any, timed: list[Summary], unit: str) -> None:
     names = [summary.label for summary in timed]
     axes.barh(names, [summary.items_per_s for summary in timed], color=[_colour(summary) for summary in timed])
     for index, summary in enumerate(timed):
@@ -153,6 +139,22 @@ def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) 
         axes.plot(ends, [index, index], color="#333", linewidth=1.5)
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} per second (line: slowest to fastest round)")
+
+
+def _draw_curve(axes: Any, timed: list[Summary], unit: str) -> None:
+    """A line for each engine over the sizes of a step."""
+    lines: dict[str, list[Summary]] = {}
+    for summary in timed:
+        lines.setdefault(summary.label.partition(" | ")[0], []).append(summary)
+    for label, points in lines.items():
+        style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
+        axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
+    sizes = sorted({summary.items for summary in timed})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
+    axes.legend(fontsize=8)
 
 
 def _draw_waterfall(axes: Any, timed: list[Summary]) -> None:
