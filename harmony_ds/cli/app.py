@@ -45,6 +45,9 @@ def run(argv: Sequence[str]) -> int:
         SystemExit: the command line is wrong (2), or asks for help (0).
     """
     parser, commands = _parsers()
+    if not argv:
+        parser.print_help()
+        return 0
     given, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
