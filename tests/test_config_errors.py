@@ -290,13 +290,13 @@ def test_what_is_no_config() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (adamw(learning_rate=0.1), 'unknown key "learning_rate" in optimizer.params. Did you mean "lr"'),
-        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.1}}}, '"momentun" .* Did you mean "momentum"'),
+        (adamw(learning_rate=0.1), '"optimizer.params" does not take "learning_rate". Did you mean "lr"'),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.1}}}, '"momentun". Did you mean "momentum"'),
         ({"optimizer": {"type": "AdmW"}}, "AdmW is not a supported DeepSpeed Optimizer, did you mean AdamW"),
         ({**adamw(), "scheduler": {"type": "WarmupLr"}}, "scheduler WarmupLr. Did you mean WarmupLR"),
         (
             {**adamw(), "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 2}}},
-            '"warmup_steps" in scheduler.params. Did you mean "warmup_num_steps"',
+            '"scheduler.params" does not take "warmup_steps". Did you mean "warmup_num_steps"',
         ),
     ],
     ids=str,

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harmony_ds.cli.options import _DEFAULT
+from harmony_ds.cli.options import DEFAULT
 from harmony_ds.config import load_config
 from harmony_ds.config.paths import with_values
 from harmony_ds.forecast import Situation, forecast
@@ -43,7 +43,7 @@ def main() -> None:
 def point(accumulation: int, grouping: bool) -> dict[str, Any]:
     """One step as it would be planned."""
     values = {"gradient_accumulation_steps": accumulation, "harmony.grouping": grouping}
-    config = load_config(with_values(_DEFAULT, values))
+    config = load_config(with_values(DEFAULT, values))
     hardware = hardware_of(MACHINE)
     spec = str(Path(__file__).parent / "models" / f"{MODEL}.json")
     subject = load_subject(spec, BatchShape(1, SEQUENCE), "meta")

@@ -116,13 +116,18 @@ def _verdict(timed: list[Summary], unit: str) -> str:
     by_time = sorted(timed, key=lambda one: one.drained_ms.median if one.drained_ms else 0.0)
     best, *others = by_time
     assert best.drained_ms is not None
-    fastest = f"{best.items:,} {unit} a step: {best.label} is fastest, {best.drained_ms.median:,.1f} ms"
+    fastest = f"{best.items:,} {unit} a step: {_name(best)} is fastest, {best.drained_ms.median:,.1f} ms"
     ratios = [
-        f"{one.ratio.median:.2f} of {one.label}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}{_even(one.ratio)})"
+        f"{one.ratio.median:.2f} of {_name(one)}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}{_even(one.ratio)})"
         for one in (best, *others)
         if one.ratio is not None and one.engine != "harmony"
     ]
     return f"{fastest}." + (f" harmony takes {', '.join(ratios)}." if ratios else "")
+
+
+def _name(summary: Summary) -> str:
+    """Without the size of a step, which a label has where there are several."""
+    return summary.label.partition(" | ")[0]
 
 
 def _even(ratio: Spread) -> str:

@@ -7,7 +7,7 @@ from harmony_ds.bench.summary import Summary, setting, verdict
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.text import columns, wrapped
 
-_TIMES = ("engine", "micro-batch", "{unit}/step", "step ms", "low..high", "{unit}/s", "MFU", "harmony/it")
+_TIMES = ("engine", "micro-batches", "{unit}/step", "step ms", "low..high", "{unit}/s", "MFU", "harmony/it")
 _PLACES = ("device peak", "host peak", "to device", "to host", "loss diff.")
 _ON_TERMINAL = ((0, 1, 3, 4, 5, 7), (0, 8, 9, 10, 11, 12))
 _DIFFERENT = {True: "", False: " !", None: " (not exact by design)"}

@@ -75,17 +75,17 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         about = " ".join((command.__doc__ or "").split())
         short = about.partition(". ")[0].replace("%", "%%")
         commands[name] = places.add_parser(name, help=short, description=about, allow_abbrev=False)
-        for parameter in _parameters(command):
+        for parameter in parameters_of(command):
             _add(commands[name], parameter, option_of(name, parameter.name))
     return parser, commands
 
 
-def _parameters(taker: Callable[..., Any], owner: str = "") -> Iterator[Parameter]:
+def parameters_of(taker: Callable[..., Any], owner: str = "") -> Iterator[Parameter]:
     """Of a command; those of a dataclass in the place of it."""
     hints = get_type_hints(taker)
     for name, one in inspect.signature(taker).parameters.items():
         if isinstance(hints[name], type) and is_dataclass(hints[name]):
-            yield from _parameters(hints[name], name)
+            yield from parameters_of(hints[name], name)
         else:
             yield Parameter(name, hints[name], one.default, owner)
 
@@ -117,7 +117,7 @@ def _add(parser: argparse.ArgumentParser, parameter: Parameter, option: Option) 
 def _call(command: Callable[..., int | None], given: dict[str, Any]) -> int | None:
     arguments: dict[str, Any] = {}
     hints = get_type_hints(command)
-    for parameter in _parameters(command):
+    for parameter in parameters_of(command):
         place = arguments.setdefault(parameter.owner, {}) if parameter.owner else arguments
         place[parameter.name] = given[parameter.name]
     return command(**{name: hints[name](**v) if is_dataclass(hints[name]) else v for name, v in arguments.items()})

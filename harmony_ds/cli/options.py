@@ -13,7 +13,7 @@ from harmony_ds.config.keys import KEYS
 from harmony_ds.errors import ConfigError
 from harmony_ds.subject import BatchShape
 
-_DEFAULT = {
+DEFAULT = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {}},
     "train_micro_batch_size_per_gpu": 1,
@@ -133,7 +133,7 @@ class Wanted:
             raise ConfigError(f"there is no ds_config {self.ds_config}.")
         given = {key.path: getattr(self, name, None) for name, key in _OF_KEYS.items()}
         instead = {path: value for path, value in given.items() if isinstance(value, (int, float))}
-        return load_config(_DEFAULT if self.ds_config is None else self.ds_config, instead=instead)
+        return load_config(DEFAULT if self.ds_config is None else self.ds_config, instead=instead)
 
     def shape(self, config: Config) -> BatchShape:
         return BatchShape(config.micro_batch, self.sequence)

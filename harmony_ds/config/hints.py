@@ -50,7 +50,7 @@ def check_params(path: str, taker: Callable[..., Any], params: Mapping[str, Any]
     names = {one.name for one in takes if one.kind is not one.VAR_KEYWORD}
     for name in params:
         if name not in names and len(names) == len(takes):
-            raise ConfigError(f'unknown key "{name}" in {path}. {did_you_mean(name, names)}')
+            raise ConfigError(f'"{path}" does not take "{name}". {did_you_mean(name, names)}')
 
 
 def refuse_text_numbers(path: str, params: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
 from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
+from harmony_ds.bench.table import report
 from harmony_ds.bench.workload import Workload, model_flops
 from harmony_ds.errors import BatchError, ConfigError
 from harmony_ds.profiler.hardware import known_hardware
@@ -194,6 +195,30 @@ def test_out_of_memory_is_a_result(task: Workload, tmp_path: Path) -> None:
     assert summarize(results)[1].status == "out of memory: OutOfMemoryError: CUDA out of memory."
     write_page(results, tmp_path / "page.html")
     assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
+
+
+def test_the_report_says_who_won_by_what_and_fits_a_terminal(task: Workload) -> None:
+    results = results_of(
+        task,
+        harmony=row(task, "harmony", [100.0, 90.0, 80.0], [2.0, 1.0]),
+        torch=row(task, "torch", [95.0, 90.0, 85.0], [2.0, 1.0]),
+        **{
+            "deepspeed-zero3-offload, uncapped | 128 tokens": row(
+                task, "deepspeed-zero3-offload", [200.0] * 3, [2.0, 1.0]
+            )
+        },
+    )
+    results.rows["torch-checkpoint"] = Row("torch-checkpoint", task.as_json(), error="E: " + "x " * 90)
+    results.items_per_step["torch-checkpoint"] = 128
+    text = report(results, summarize(results))
+    plain = " ".join(text.split())
+
+    assert max(map(len, text.splitlines())) <= 80
+    assert "4 micro-batches of 2 rows, 128 tokens a step; computed in fp32, gradients summed in fp32" in plain
+    assert "device memory capped at 0.001 GiB, kept by harmony alone" in plain
+    assert "128 tokens a step: harmony is fastest, 90.0 ms." in plain
+    assert "1.00 of torch's time (0.94 to 1.05: no clear winner)" in plain
+    assert "0.45 of deepspeed-zero3-offload, uncapped's time (0.40 to 0.50)" in plain
 
 
 def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Workload, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harmony_ds
-from harmony_ds.cli.app import COMMANDS, _parameters
+from harmony_ds.cli.app import COMMANDS, parameters_of
 from harmony_ds.cli.options import OPTIONS
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.subject import BatchShape, load_subject
@@ -87,7 +87,7 @@ def test_a_mistyped_option_is_answered_with_the_one_that_was_meant(tiny: str) ->
 
 
 def test_options_are_in_their_table_and_the_table_holds_no_other() -> None:
-    used = {(name, one.name) for name, command in COMMANDS.items() for one in _parameters(command)}
+    used = {(name, one.name) for name, command in COMMANDS.items() for one in parameters_of(command)}
 
     assert set(OPTIONS) <= {row for name, one in used for row in (one, f"{name}.{one}")}
 
