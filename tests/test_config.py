@@ -135,6 +135,7 @@ def test_the_harmony_block_is_read() -> None:
         "micro_batch": (8, 4),
         "plan": None,
         "profile": None,
+        "unknown_keys": "error",
     }
     assert settings.budget_bytes == 2**29
     assert HarmonySettings().budget_bytes is None

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 
 from suite import MODELS, add_point_options, point, results_folder
 
-from harmony_ds.cli.app import app
+from harmony_ds.cli.app import run
 
 CAPS, TOKENS, MICRO_BATCHES = (8, 16, 24), (8192, 32768, 131072), (1, 4, 8)
 
@@ -40,7 +41,7 @@ def main() -> None:
         command += ["--sweep" if args.sweep else "--no-sweep"]
     if args.resume:
         command += ["--resume"]
-    app([str(part) for part in command], prog_name="harmony-ds")
+    sys.exit(run([str(part) for part in command]))
 
 
 def _grid() -> list[str]:

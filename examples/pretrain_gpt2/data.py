@@ -118,7 +118,7 @@ def _find_wikipedia_dump() -> Path:
     if spec is None or spec.origin is None:
         raise DataError(
             "the default text comes with the gensim package, which is not installed: "
-            'pip install "harmony_ds[examples]", or give a text of your own (--text FILE)'
+            'pip install ".[examples]", or give a text of your own (--text FILE)'
         )
     folder = Path(spec.origin).parent / "test" / "test_data"
     dumps = sorted(folder.glob("enwiki-latest-pages-articles1*shortened.bz2"))

@@ -1,4 +1,4 @@
-"""What the table of keys is made of: a row, and what a row says beside its value."""
+"""What the table of keys is made of."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class Key:
         switch: for an open block that is refused: the key in it that turns it on, and what leaving it out means.
         older: a name of older versions, which DeepSpeed 0.19.8 does not read or refuses.
         getters: the methods of DeepSpeed's engine that answer from the value.
+        refuses: values that it takes in DeepSpeed and not here, for a reason.
         shown: the default in the documentation, where it is no value ("": the value).
     """
 
@@ -115,6 +116,8 @@ class Key:
     open: bool = False
     switch: tuple[str, object] = ("enabled", True)
     older: bool = False
+    refuses: tuple[object, ...] = ()
+    reason: str = ""
     getters: tuple[Getter, ...] = ()
     shown: str = ""
     option: Option | None = None

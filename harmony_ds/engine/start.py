@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harmony_ds.arguments import the_model
 from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
@@ -67,8 +68,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
     refuse_several_processes()
-    if model is None:
-        raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+    model = the_model(model)
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains in one process: leave mpu and mesh_param out.")
     return model

@@ -38,9 +38,10 @@ class ProfileFile:
         """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
         graph = self._graph
         structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
+        digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
         device = self._device.torch_device
         return {
-            "model": hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16],
+            "model": f"{len(structure)} layers of {sum(one.numel for one in graph.parameters):,} parameters, {digest}",
             "shapes": repr(shapes),
             "dtypes": self._dtypes,
             "torch": torch.__version__,

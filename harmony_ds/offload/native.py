@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from harmony_ds.config.hints import check_params
 from harmony_ds.config.optimizers import OPTIMIZERS, OptimizerRow, of_class
 from harmony_ds.errors import CompilerMissingError
 from harmony_ds.offload import compiled
@@ -43,6 +44,8 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     """
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
+    check_params("optimizer.params", cls, options)
+    _check_compiler(name)
     with compiled.instead_of_torch():
         optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer

@@ -1,12 +1,8 @@
-"""Writes the table of keys into docs/config.md, between marks:
-
-python -m harmony_ds.config.document docs/config.md
-"""
+"""The tables in docs/config.md are made from the table of keys: `python -m tests.docs.config_tables` writes them anew."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +11,8 @@ from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import NOT_RUN
 
-_BEGIN, _END = "<!-- {part}: made by python -m harmony_ds.config.document -->", "<!-- end of what is made -->"
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+_BEGIN, _END = "<!-- {part}: made by python -m tests.docs.config_tables -->", "<!-- end of what is made -->"
 _TITLES = {
     Effect.SAME: "Honoured, same meaning",
     Effect.DIFFERENT: "Honoured differently",
@@ -65,8 +62,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
