@@ -14,7 +14,7 @@ import harmony_ds
 from tests import simdevice
 from tests.simdevice.device import SimDevice
 
-HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
+HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 6, 16
 
 
 def build() -> nn.Module:
