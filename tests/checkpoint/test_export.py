@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from harmony_ds.checkpoint import Layout, convert, export_weights, read_any
 from harmony_ds.cli.app import app
 from tests.checkpoint.runs import Setup, engine_of, tag_folder, train
+from tests.cover import spread
 
 BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
 SETUPS = {
@@ -23,8 +24,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+@pytest.mark.parametrize(("name", "shard"), spread(list(SETUPS), ["40KB", "5GB"]))
 def test_stock_from_pretrained_reads_what_save_pretrained_writes(name: str, shard: str, tmp_path: Path) -> None:
     setup = SETUPS[name]
     with engine_of(setup) as engine:
