@@ -26,6 +26,7 @@ from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
+from tests.cover import spread
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
 
@@ -66,8 +67,7 @@ def estimated(one: Family, dropout: float, config: Config) -> Survey:
     return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE, Kernels.CPU)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "dropout"), spread(EXACT, [0.0, 0.1]))
 def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout: float) -> None:
     config = config_of()
     known = measure(family(name).build(dropout), family(name).batch(0), config).costs

@@ -12,7 +12,7 @@ import torch
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
-from harmony_ds.bench.child import copied_bytes
+from harmony_ds.bench.child import Server, copied_bytes
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
@@ -315,7 +315,24 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_
     assert "out of memory" in summarize(results)[0].status
 
 
-def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload) -> None:
+class Here:
+    """An engine in this process: importing torch in one of its own takes longer than the steps."""
+
+    def __init__(self, engine: str, task: Workload, core: int | None) -> None:
+        self._serve = lambda: Server(engine, task)
+
+    def start(self) -> None:
+        self.ask = self._serve().obey
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harmony_ds.bench.run.Child", Here)
     best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Rounds(), silent)
     assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
     assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")

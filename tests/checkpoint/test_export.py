@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from harmony_ds.checkpoint import Layout, convert, export_weights, read_any
 from tests.checkpoint.runs import Setup, engine_of, tag_folder, train
 from tests.cli import shell
+from tests.cover import spread
 
 BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
 SETUPS = {
@@ -22,8 +23,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+@pytest.mark.parametrize(("name", "shard"), spread(list(SETUPS), ["40KB", "5GB"]))
 def test_stock_from_pretrained_reads_what_save_pretrained_writes(name: str, shard: str, tmp_path: Path) -> None:
     setup = SETUPS[name]
     with engine_of(setup) as engine:

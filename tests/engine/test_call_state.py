@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harmony_ds import BatchError, CallChangedError, UnsupportedError
+from tests.cover import spread
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
 from tests.inside import planner_of, queue_of
@@ -459,9 +460,9 @@ def reset_statistics(model: Any, call: Call, loss: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "middle", [look_at_the_last, evaluate, read_statistics, save, call_and_forget, reset_statistics]
+    ("middle", "at"),
+    spread([look_at_the_last, evaluate, read_statistics, save, call_and_forget, reset_statistics], [1, 2, 4]),
 )
-@pytest.mark.parametrize("at", [1, 2, 4])
 def test_statistics_are_those_of_the_order_of_the_calls(middle: Callable[..., Any], at: int) -> None:
     noted: list[Any] = []
 

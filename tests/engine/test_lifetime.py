@@ -21,6 +21,7 @@ from torch import nn
 import harmony_ds
 from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice
+from tests.cover import spread
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -294,8 +295,7 @@ def test_a_copy_of_an_engine_is_refused(way: str) -> None:
         COPIES[way](engine)
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("way", "clip"), spread(list(COPIES), [None, 0.5]))
 def test_a_copy_of_a_model_in_training_is_plain_and_true(way: str, clip: float | None) -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], adamw, clip)
     model = LLAMA.build(0.0)

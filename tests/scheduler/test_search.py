@@ -22,6 +22,7 @@ from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
+from tests.cover import pairs
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly
 
 
@@ -73,9 +74,9 @@ def largest_pack(plan: Plan) -> int:
 SWEEP = range(4_000, 60_000, 4_500)
 
 
-@pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("stash", ["auto", "device", "host"])
-@pytest.mark.parametrize("residency", ["off", "auto"])
+@pytest.mark.parametrize(
+    ("machine", "stash", "residency"), pairs([GPU, CPU], ["auto", "device", "host"], ["off", "auto"])
+)
 def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str, residency: str) -> None:
     times: list[int] = []
     for budget in SWEEP:
@@ -98,7 +99,7 @@ def test_a_stash_setting_is_obeyed() -> None:
     assert plan.policy.stash_on_host == len(plan.packing.forward)
 
 
-@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5), budget=st.integers(3_000, 30_000))
+@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4), budget=st.integers(3_000, 30_000))
 @settings(max_examples=25, deadline=None)
 def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: list[int], budget: int) -> None:
     graph = _with_state(graph_of(sizes))
@@ -195,9 +196,10 @@ def test_the_plan_says_what_it_was_made_for() -> None:
 SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
 
 
-@pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("off", [*((switch,) for switch in SWITCHES), SWITCHES], ids=" ".join)
-@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(
+    ("off", "machine", "deferred"),
+    pairs([*((switch,) for switch in SWITCHES), SWITCHES], [GPU, CPU], [True, False]),
+)
 def test_bounds_and_peaks_hold_with_mechanisms_switched_off(
     off: tuple[str, ...], machine: Machine, deferred: bool
 ) -> None:
