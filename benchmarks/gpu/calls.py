@@ -9,7 +9,7 @@ its own with its own time limit. Writes under $OUT, after every step: `callN.jso
 `callN.txt` (the summary that is printed in the end) and `callN.tar.gz` (all results and logs). A step that has succeeded
 is not run again: `callN.tar.gz` of an earlier try is looked for in $OUT and in the kit's folder `before/`.
 
-Without a GPU the same steps run on the CPU device, small. Needs nothing but the standard library until the wheels are there.
+Without a GPU the same steps run on the CPU device, small. Until the wheels are there it needs the standard library alone.
 """
 
 from __future__ import annotations
