@@ -3,6 +3,7 @@
 # make test   formatting, lint, types, import contracts and all tests that need no GPU
 # make docs   the tables in docs/, and the reference of all public names in outputs/api
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
+# make gpu-kit    all that a machine with a GPU and no network needs, in one folder
 # make bench-overhead   what a layer call costs, and of what
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo docs test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-training test-rest test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -70,6 +71,9 @@ test-rest:
 
 test-gpu:
 	$(PYTHON_GPU) -m pytest -m gpu
+
+gpu-kit: venv
+	$(BIN)/python benchmarks/gpu/kit.py
 
 bench-overhead: export OMP_NUM_THREADS = 1
 bench-overhead: venv
