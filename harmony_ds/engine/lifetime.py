@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 from harmony_ds.assembly import Assembly
@@ -36,7 +35,12 @@ def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _WhileAlive:
+    def __init__(self, owner: Owner) -> None:
+        asked = (name for name in vars(Owner) if not name.startswith("_"))
+        vars(self).update({name: while_alive(getattr(owner, name)) for name in asked})
+
+
 def asked_while_alive(owner: Owner) -> Owner:
     """Asks `owner` while that lives: a model's parameters must not keep their engine alive."""
-    asked = (name for name in vars(Owner) if not name.startswith("_"))
-    return cast(Owner, SimpleNamespace(**{name: while_alive(getattr(owner, name)) for name in asked}))
+    return cast(Owner, _WhileAlive(owner))
