@@ -83,6 +83,7 @@ class OptimizerSteps:
         self._scaler.update(outcome.overflow)
         counts.global_steps += 1
         counts.global_samples += self._samples()
+        self._open.gradients.step_passed()
         self._open.renew()
         self._tell_optimizer()
         self._reports.boundary()

@@ -21,8 +21,10 @@ class StepGradients:
         self._optimizer = assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
         self._own = assembly.parts.own
+        self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
         self._scaler = scaler
         self._shown: set[str] = set()  # whoever saw them may have changed them
+        self._stepped: set[str] = set()  # by the last step
         self.used = UsedGradients()
         """Those that `optimizer.step()` by hand has used."""
 
@@ -53,6 +55,10 @@ class StepGradients:
             self._gathered.drop(self._store.parameters)
         self._own.take(self._store.parameters)
 
+    def step_passed(self) -> None:
+        """An optimizer step is over."""
+        self._stepped = set().union(*(sums.take_came() for sums in self._sums))
+
     def take_others(self) -> list[tuple[nn.Parameter, Tensor]]:
         """What has gathered for parameters that the optimizer does not have, and takes it from there."""
         assert self._optimizer is not None
@@ -65,10 +71,10 @@ class StepGradients:
         return taken
 
     def note_used(self, others: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """A step by hand has used those of the optimizer's parameters; `others` stay, for another one to step."""
+        """The last step, by hand, has used those of the optimizer's parameters; `others` stay, for another one to step."""
         assert self._optimizer is not None
         with ungated():
-            self.used.add(name for name in self._optimizer.trained if self._store.parameters[name].requires_grad)
+            self.used.add(name for name in self._optimizer.trained if name in self._stepped)
         for parameter, gradient in others:
             parameter.grad = gradient
 

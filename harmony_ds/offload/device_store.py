@@ -269,6 +269,7 @@ class DeviceStore(GradientSums):
         """Updates `names` from their gradients, which go; see `for_update`."""
         assert self._optimizer is not None
         gradients = self.for_update(names, coefficient, measured)
+        self._came.update(gradients)
         held = {name: self._held[name] for name in gradients}
         for parameter in held.values():
             for twin in parameter.twins:

@@ -16,6 +16,7 @@ class GradientSums(ABC):
         """`trains`: whether the optimizer has a parameter."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
+        self._came: set[str] = set()
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:
@@ -24,6 +25,15 @@ class GradientSums(ABC):
     @abstractmethod
     def forget_gradients(self, names: Iterable[str] | None = None) -> None:
         """Drops the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
+
+    def take_came(self) -> set[str]:
+        """The parameters that a gradient has come for since this was asked last, and was not dropped."""
+        came, self._came = self._came, set()
+        return came
+
+    def never_came(self, names: Iterable[str]) -> None:
+        """Those for `names` are dropped."""
+        self._came.difference_update(names)
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:

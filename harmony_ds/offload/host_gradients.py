@@ -89,6 +89,7 @@ class HostGradients(GradientSums):
         if not transfer.gradients:  # no micro-batch came through that pack
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
+        self._came.update(transfer.gradients)
         for name in transfer.gradients:
             self._transfers.setdefault(name, []).append(transfer)
         return several

@@ -70,7 +70,8 @@ class GatheredGradients:
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets those of `names`."""
-        assert self._parts.updater is not None
+        assert self._parts.updater is not None and self._parts.gradients is not None
+        self._parts.gradients.never_came(names)
         self._parts.updater.drop(tuple(names))
         self._parts.device_store.forget_gradients(names)
         for copy in self._unlayered():

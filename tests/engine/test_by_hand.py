@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -139,6 +140,40 @@ def test_zero_grad_drops_what_has_gathered(how: str, harmony: Any) -> None:
                 engine.step()
             optimizer.step()
             optimizer.zero_grad()
+    assert_same(model, plain, bitwise=True)
+
+
+class Branches(nn.Module):
+    """One of two layers, by a number; an AdamW of it decays weights that have a gradient, if only of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        out: Tensor = self.head(self.branches[branch](x))
+        return out
+
+
+@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
+@pytest.mark.parametrize("branches", [(0, 0, 0), (0, 1, 0), (0, 0, 1, 0)], ids=str)
+def test_gradients_zeroed_in_place_go_on_and_those_that_never_were_do_not(branches: Any, harmony: Any) -> None:
+    def train(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> None:
+        for step, branch in enumerate(branches):
+            optimizer.zero_grad(set_to_none=False)
+            call(torch.full((2, 8), 1.0 + step), branch).square().mean().backward()
+            if step == 1:
+                model.branches[branch].bias.grad = None  # never came
+            optimizer.step()
+
+    torch.manual_seed(0)
+    plain = Branches()
+    model = copy.deepcopy(plain)
+    train(plain, plain, adamw(plain.parameters()))
+    optimizer = adamw(model.parameters())
+    with engine_for(model, lambda _: optimizer, config_of(1, None, harmony)) as engine:
+        train(model, engine, optimizer)
     assert_same(model, plain, bitwise=True)
 
 
