@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from harmony_ds.config import Config
     from harmony_ds.offload.updater import GradientNorm
+    from harmony_ds.parallel import Alone
     from harmony_ds.stepping.group import GroupParts, StepGroup
     from harmony_ds.stepping.runner import Runner
 
@@ -29,6 +30,7 @@ class Checkpoints(Surface):
 
     _settings: Config
     _runner: Runner
+    _world: Alone
     _group: StepGroup
     _group_parts: GroupParts
     _group_began: int
@@ -65,10 +67,14 @@ class Checkpoints(Surface):
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        snapshot = self._captured(client_state, exclude_frozen_parameters)
-        checkpoint.write(
-            snapshot, Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag), save_latest
-        )
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+
+        def write() -> None:
+            snapshot = self._captured(client_state, exclude_frozen_parameters)
+            checkpoint.write(snapshot, Path(save_dir), tag, save_latest)
+
+        with self._world.together():
+            self._world.first(f"save the checkpoint {tag}", write)
         return True
 
     def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -89,23 +95,33 @@ class Checkpoints(Surface):
         Raises:
             CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
         """
-        folder = checkpoint.find(Path(load_dir), tag)
-        if folder is None:
-            return None, None
-        snapshot = checkpoint.read_any(folder)
         wanted = checkpoint.LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
+        with self._world.together():
+            return self._load(load_dir, tag, wanted)
+
+    def _load(
+        self, load_dir: str | Path, tag: str | None, wanted: checkpoint.LoadOptions
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        folder = checkpoint.find(Path(load_dir), tag)
+        self._world.agree(f"load the checkpoint {None if folder is None else folder.name}")
+        if folder is None:
+            return None, None
+        snapshot = checkpoint.read_any(folder)
         self._runner.check_usable()
         self.finish_updates()
+        self._world.agree("load")  # nobody uses weights any more
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
+            self._world.agree("loaded")
         except CheckpointError:
             raise
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        self._go_on_from(snapshot.progress, load_module_only)
+        self._links.forget()
+        self._go_on_from(snapshot.progress, wanted.module_only)
         return str(folder), snapshot.client_state
 
     def save_16bit_model(
@@ -116,7 +132,13 @@ class Checkpoints(Surface):
         Raises:
             CheckpointError: it cannot be written.
         """
-        checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), Path(save_dir) / save_filename)
+        target = Path(save_dir) / save_filename
+
+        def write() -> None:
+            checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), target)
+
+        with self._world.together():
+            self._world.first(f"save the weights as {save_filename}", write)
         return True
 
     save_fp16_model = save_16bit_model

@@ -56,6 +56,9 @@ class HarmonyEngine(Checkpoints):
         self._settings = config
         self._assembly = assembly
         self._runner = assembly.runner
+        self._world = world = assembly.world
+        self.local_rank, self.global_rank = world.local_rank, world.rank
+        self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self.optimizer = assembly.optimizer
         self.lr_scheduler = build_scheduler(config.scheduler, lr_scheduler, self.optimizer)
         self.global_steps = 0
@@ -73,7 +76,7 @@ class HarmonyEngine(Checkpoints):
         self._scaler = LossScaler(config.loss_scale)
         self._gradients = StepGradients(assembly, self._scaler)
         self._by_hand = None if assembly.host_optimizer is None else self._take_optimizer(assembly.host_optimizer)
-        self._reports = StepReports(config)
+        self._reports = StepReports(config, world.speaks)
         self._links = ParameterLinks(model, assembly.store, assembly.host_optimizer, EngineOwner(self))
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
         self._let_go = weakref.finalize(self, let_go, self._links, self._by_hand, assembly)
@@ -95,7 +98,7 @@ class HarmonyEngine(Checkpoints):
             assembly.ledger,
             assembly.runner,
             OutputKinds(),
-            torch.initial_seed() if seed is None else seed,
+            world.first("seed", torch.initial_seed) if seed is None else seed,
             while_alive(self._warn_about_looking),
             self._scaler.check_scaled,
             while_alive(self._propagate),
@@ -121,8 +124,9 @@ class HarmonyEngine(Checkpoints):
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._group.call_now(self.module, args, kwargs)
-        self._settle()
-        return self._group.add(args, kwargs)
+        with self._world.together():
+            self._settle()
+            return self._group.add(args, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Propagates back from `loss`, or notes that the group has to when it runs.
@@ -155,7 +159,8 @@ class HarmonyEngine(Checkpoints):
         self._applied = False
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             try:
-                self._optimizer_step(lr_kwargs or {})
+                with self._world.together():
+                    self._optimizer_step(lr_kwargs or {})
             except BaseException:
                 self.micro_steps = self._group_began  # the loop may hand the group over again
                 raise
@@ -184,9 +189,10 @@ class HarmonyEngine(Checkpoints):
                 f"{len(self._group)} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        batches = self._take(data_iter)
-        losses = self._step_over(len(batches), lambda: [self._group.queue(batch, loss_fn) for batch in batches])
-        loss = torch.stack(losses).mean()
+        with self._world.together():
+            batches = self._take(data_iter)
+            losses = self._step_over(len(batches), lambda: [self._group.queue(batch, loss_fn) for batch in batches])
+            loss = self._world.mean(torch.stack(losses).mean())
         self._reports.train_loss(self, loss)
         return loss
 
@@ -229,7 +235,8 @@ class HarmonyEngine(Checkpoints):
                 "takes at least one, and none may be queued."
             )
         given = [Arguments((batch,), {}) for batch in batches]
-        return self._step_over(1, lambda: [self._group.queue(one, call=loss_fn, aside=aside) for one in given])
+        with self._world.together():
+            return self._step_over(1, lambda: [self._group.queue(one, call=loss_fn, aside=aside) for one in given])
 
     def _ask_for_gradients(self, queued: Sequence[QueuedMicroBatch], divisor: int) -> None:
         for micro_batch in queued:
@@ -244,15 +251,16 @@ class HarmonyEngine(Checkpoints):
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         self._runner.check_alive()
-        batches = self._take(data_iter)
         training = self.module.training
-        self.module.eval()
-        self._assembly.wait_for_updates()
-        try:
-            losses = self._group.evaluate(batches, loss_fn)
-        finally:
-            self.module.train(training)
-        return torch.stack(losses).mean()
+        with self._world.together():
+            batches = self._take(data_iter)
+            self.module.eval()
+            self._assembly.wait_for_updates()
+            try:
+                losses = self._group.evaluate(batches, loss_fn)
+            finally:
+                self.module.train(training)
+            return self._world.mean(torch.stack(losses).mean())
 
     def _take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
         batches = self._training_batches() if data_iter is None else data_iter
@@ -272,6 +280,7 @@ class HarmonyEngine(Checkpoints):
             held = self._links.held()
             if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
                 self._assembly.looks.at_weights(tuple(held))
+                self._links.watch(held)
         outcome = self._runner.executor.outcome if ran else Outcome()
         self._boundary_passed(outcome, lr_kwargs)
 
@@ -281,6 +290,10 @@ class HarmonyEngine(Checkpoints):
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
         self._settle()
+        if self._assembly.parts.own.are_there():
+            self._world.refuse(
+                "gradients that are put on parameters by hand, or by a backward pass of the program's own"
+            )
         if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
@@ -357,6 +370,7 @@ class HarmonyEngine(Checkpoints):
             return False
         if not self._group.wanted:
             return self._group.propagated
+        self._world.refuse("looking at gradients, or dropping them, before the step that they are for")
         try:
             with self._busy():
                 self._gradients.hide()

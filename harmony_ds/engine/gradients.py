@@ -41,6 +41,18 @@ class EngineOwner(Owner):
         if engine is not None:
             engine._run_queued(why)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes have one copy of weights, masters and state."""
+        engine = self._engine()
+        return engine is not None and engine._world.size > 1
+
+    def refuse_shared(self, what: str) -> None:
+        """Raises UnsupportedError for `what` if so."""
+        engine = self._engine()
+        if engine is not None:
+            engine._world.refuse(what)
+
     def has_queued(self) -> bool:
         """Whether micro-batches are queued that have not run to their end."""
         engine = self._engine()

@@ -107,19 +107,21 @@ class Throughput:
 class StepReports:
     """Told of every boundary, says what was asked for."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, speaks: bool = True) -> None:
+        """`speaks`: whether this process is the one that says what is said once for all."""
         values = config.values
-        self._every = config.steps_per_print
-        self._breakdown = bool(values["wall_clock_breakdown"])
-        self._memory = bool(values["memory_breakdown"])
+        self._every = config.steps_per_print if speaks else None
+        self._breakdown = speaks and bool(values["wall_clock_breakdown"])
+        self._memory = speaks and bool(values["memory_breakdown"])
         self.times = TaskTimes()
         self.throughput = Throughput(bool(values["timers.throughput.enabled"]))
-        self.monitor = make_monitor(config)
+        self.monitor = make_monitor(config) if speaks else NoMonitor()
         if values["log_level"] is not None:
             logging.getLogger("harmony_ds").setLevel(values["log_level"].upper())
-        if self._every or self._breakdown or self._memory or values["dump_state"]:
+        dumps = speaks and values["dump_state"]
+        if self._every or self._breakdown or self._memory or dumps:
             _let_progress_be_seen()
-        if values["dump_state"]:
+        if dumps:
             for path, value in sorted(values.items()):
                 _logger.info("  %s = %r", path, value)
 

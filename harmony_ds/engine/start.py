@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
@@ -17,10 +20,11 @@ from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
-from harmony_ds.distributed import init_distributed, refuse_several_processes
+from harmony_ds.distributed import init_distributed, launched_size
 from harmony_ds.engine.core import HarmonyEngine
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
+from harmony_ds.parallel import Alone, join_world
 
 _logger = logging.getLogger(__name__)
 
@@ -66,27 +70,54 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         ModelError: the model cannot be decomposed.
         UnsupportedError: `mpu`, `mesh_param` or a launcher (WORLD_SIZE) asks for several processes.
     """
-    refuse_several_processes()
     if model is None:
         raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if mpu is not None or mesh_param is not None:
-        raise UnsupportedError("harmony_ds trains in one process: leave mpu and mesh_param out.")
-    settings = load_config(_the_one_config(args, config if config is not None else config_params))
+        raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
+    if dist_init_required or launched_size() > 1:
+        init_distributed()
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    settings = load_config(_the_one_config(args, config if config is not None else config_params), size)
     if settings.without_meaning:
         _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
-    if dist_init_required:
-        init_distributed()
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
     _check_schedule(optimizer, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, optimizer, parameters)
-    engine = _engine_of(assemble(model, settings, optimizer, parameters, device), model, settings, lr_scheduler)
+    settings, world = _join(settings, model, device)
+    with world.together():
+        assembly = assemble(model, settings, optimizer, parameters, device, world)
+        engine = _engine_of(assembly, model, settings, lr_scheduler)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     if training_data is not None:
         engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, Alone]:
+    """The processes that train `model`, and the settings of this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return settings, Alone()
+    harmony = settings.harmony
+    on_cuda = torch.cuda.is_available() and harmony.device != "cpu" if device is None else device.pins_host
+    if on_cuda and device is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        if harmony.device not in ("auto", "cuda"):
+            raise ContradictionError(
+                f'harmony.device is "{harmony.device}" for all {dist.get_world_size()} processes: leave it to the '
+                'launcher, which gives each a device of its own ("auto").'
+            )
+        torch.cuda.set_device(local_rank)
+        settings = replace(settings, harmony=replace(harmony, device=f"cuda:{local_rank}"))
+    parameters = dict(model.named_parameters())
+    digest = {
+        "The ds_config": settings.values,
+        "The model": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()},
+        "The version of torch": str(torch.__version__),
+    }
+    return settings, join_world(tuple(parameters), digest, on_cuda)
 
 
 def _engine_of(assembly: Assembly, model: nn.Module, settings: Config, lr_scheduler: Any) -> HarmonyEngine:

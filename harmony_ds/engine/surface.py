@@ -36,7 +36,7 @@ class Surface(Settings, nn.Module):
     global_steps: int
     _own_batches: Iterator[Any] | None
 
-    # One process.
+    # Several processes: see HarmonyEngine.__init__.
     local_rank = global_rank = 0
     world_size = dp_world_size = mp_world_size = seq_dp_world_size = sequence_parallel_size = 1
     has_moe_layers = pipeline_parallelism = is_compiled = False
@@ -123,12 +123,12 @@ class Surface(Settings, nn.Module):
             ConfigError: `train_batch_size` is no multiple of the micro-batch size.
         """
         micro_batch = self._settings.micro_batch
-        if train_batch_size <= 0 or train_batch_size % micro_batch:
+        if train_batch_size <= 0 or train_batch_size % (micro_batch * self.world_size):
             raise ConfigError(
                 "Train batch size must be divisible by micro-batch data parallelism: "
-                f"{train_batch_size} is no multiple of {micro_batch} * 1"
+                f"{train_batch_size} is no multiple of {micro_batch} * {self.world_size}"
             )
-        self._resize(micro_batch, train_batch_size // micro_batch)
+        self._resize(micro_batch, train_batch_size // (micro_batch * self.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the size of micro-batches, and of batches with it."""
@@ -141,7 +141,7 @@ class Surface(Settings, nn.Module):
             self._settings,
             micro_batch=micro_batch,
             gradient_accumulation_steps=steps,
-            train_batch_size=micro_batch * steps,
+            train_batch_size=micro_batch * steps * self.world_size,
         )
 
     # ---- data
@@ -164,22 +164,27 @@ class Surface(Settings, nn.Module):
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) and not hasattr(dataset, "__iter__"):
             raise ValueError("Training data must be a torch Dataset")
         if data_sampler is None and route in ("eval", "predict"):
-            data_sampler = torch.utils.data.SequentialSampler(dataset)
+            data_sampler = self._in_order(dataset)
         from deepspeed.runtime.dataloader import DeepSpeedDataLoader  # its order of samples depends on its own seed
 
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=self._settings.micro_batch if batch_size is None else batch_size,
             pin_memory=False,  # inputs are copied once, and a step is long
-            local_rank=0,
+            local_rank=self.local_rank,
             tput_timer=None,
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers or 0,  # or they would be forked beside the update's thread
             data_sampler=data_sampler,
-            data_parallel_world_size=1,
-            data_parallel_rank=0,
+            data_parallel_world_size=self.world_size,
+            data_parallel_rank=self.global_rank,
             dataloader_drop_last=self._settings.values["dataloader_drop_last"],
         )
+
+    def _in_order(self, dataset: Any) -> torch.utils.data.Sampler[int]:
+        if self.world_size == 1:
+            return torch.utils.data.SequentialSampler(dataset)
+        return torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=False)
 
     def set_dataloader(self, loader: Any) -> None:
         """What `train_batch()` without an iterator takes its micro-batches from, over and over."""

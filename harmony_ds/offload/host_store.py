@@ -22,10 +22,12 @@ from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
 from harmony_ds.device.base import Device
 from harmony_ds.offload.process_memory import MappedFiles, return_freed
+from harmony_ds.parallel import Alone
 
 ungated = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
 
+_ALONE = Alone()
 _WORTH_RETURNING = 2**20
 """Bytes; to ask the allocator takes it milliseconds."""
 
@@ -52,9 +54,20 @@ class SlabPart:
 class HostStore:
     """Owns the slabs and the masters of a model's parameters."""
 
-    def __init__(self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device) -> None:
-        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice."""
+    def __init__(
+        self,
+        model: nn.Module,
+        decomposition: Decomposition,
+        dtype: torch.dtype,
+        device: Device,
+        world: Alone = _ALONE,
+    ) -> None:
+        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
+
+        Where several processes share the slabs, their values are those of the first.
+        """
         self.dtype = dtype
+        self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
@@ -81,17 +94,18 @@ class HostStore:
             places[name] = SlabPlace(len(self._slabs), end, parameter.numel(), padded, parameter.shape)
             end += padded
         # Slabs that torch allocates are aligned already; so is every place in them.
-        slab = self._device.host_empty(end, self.dtype)
+        slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         self._slabs.append(slab)
         for name, place in places.items():
             parameter = self.parameters[name]
             view = slab[place.start : place.start + place.numel].view(place.shape)
             with torch.no_grad():
-                view.copy_(parameter)
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
-                slab[place.start + place.numel : place.start + place.padded].zero_()
+                if self._world.speaks:
+                    view.copy_(parameter)
+                    slab[place.start + place.numel : place.start + place.padded].zero_()
             before = parameter.data
             parameter.data = view
             mapped.release(before)
@@ -103,8 +117,10 @@ class HostStore:
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == torch.float32:
             return parameter
-        master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        return nn.Parameter(master.copy_(parameter.detach()), requires_grad=True)
+        master = self._world.empty(parameter, torch.float32)
+        if self._world.speaks:
+            master.copy_(parameter.detach())
+        return nn.Parameter(master, requires_grad=True)
 
     def weight(self, name: str) -> Tensor:
         """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
@@ -113,11 +129,12 @@ class HostStore:
 
     @torch.no_grad()
     def follow_masters(self, names: Iterable[str]) -> None:
-        """Makes the weights `names` what their masters are, in the compute dtype."""
+        """Makes this process's pieces of the weights `names` what their masters are, in the compute dtype."""
         for name in names:
             copy = self.upload_copy(name)
             if copy is not None:
-                copy.copy_(self.masters[name].detach())
+                piece = self._world.piece(copy.numel())
+                copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
     def take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What backward passes of the user's own have left on the host parameters `names`; takes it from there."""

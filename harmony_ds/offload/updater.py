@@ -8,6 +8,7 @@ Whoever needs a pack's weights calls `wait`. An error on the thread surfaces as 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import threading
@@ -23,7 +24,9 @@ from torch import Tensor
 from harmony_ds.offload.host_gradients import Delivery, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.parallel import Alone
 
+_ALONE = Alone()
 _FIRST = -1  # the priority of what is not an update
 _LAST = 2**31
 
@@ -52,6 +55,25 @@ class GradientNorm:
     overflow: bool
 
 
+_NO_NORM = GradientNorm(0.0, None, False)
+
+
+def _norm_of(total: Tensor, coefficient: Tensor | None = None) -> GradientNorm:
+    return GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total)))
+
+
+class NormOfAll(Future[GradientNorm]):
+    """One that is promised while other processes' parts of it are still to come: whoever asks waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest: Callable[[], GradientNorm] | None = None
+
+    def result(self, timeout: float | None = None) -> GradientNorm:
+        found = super().result(timeout)
+        return found if self.rest is None else self.rest()
+
+
 class Updater:
     """Owns the thread. Every method returns at once, but `wait`, `wait_all` and the result of `norm`."""
 
@@ -61,6 +83,7 @@ class Updater:
         optimizer: HostOptimizer,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        world: Alone = _ALONE,
     ) -> None:
         """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
         self._store = store
@@ -80,6 +103,8 @@ class Updater:
         self._changed = threading.Condition(self._lock)
         self._stopping = False
         self._timed = timed
+        self._world = world
+        self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
         self._thread.start()
 
@@ -133,13 +158,15 @@ class Updater:
         """Queues the global norm of everything measured."""
         result: Future[GradientNorm] = Future()
         work = self._timed()
-        self._put(_FIRST, lambda: self._timed_norm(clipping, result, work), result)
+        number = self._world.number_norm()
+        self._put(_FIRST, lambda: self._timed_norm(clipping, result, work, number), result)
         return result
 
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queues, behind all updates, the global norm of what they used."""
-        result: Future[GradientNorm] = Future()
-        self._put(_LAST, lambda: self._finish_norm(Clipping(), result), result)
+        result = NormOfAll()
+        number = self._world.number_norm()
+        self._put(_LAST, lambda: self._promise_norm(result, number), result)
         return result
 
     def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
@@ -147,6 +174,8 @@ class Updater:
         with self._changed:
             self._pending[pack] = self._pending.get(pack, 0) + 1
             self._updating.update(names)
+            self._last_names[pack] = names
+        self._world.issue(names)
         work = self._timed()
         self._put(pack, lambda: self._update(pack, names, hyper, norm, work))
 
@@ -176,6 +205,7 @@ class Updater:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._pending.get(pack))
             self._raise()
+        self._world.wait_updated(self._last_names.get(pack, ()))
 
     def wait_all(self) -> None:
         """Blocks until nothing is pending; raises as `wait` does."""
@@ -184,6 +214,7 @@ class Updater:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or (not self._pending and not self._jobs))
             self._raise()
+        self._world.wait_updated()
 
     def discard(self) -> None:
         """Drops the gradients of a step that will not be applied. The updates of earlier steps go on."""
@@ -239,6 +270,7 @@ class Updater:
             try:
                 job[2]()
             except BaseException as failure:  # noqa: BLE001 - surfaces in the caller's thread
+                self._world.give_up(f"its background update failed: {failure!r}")
                 with self._changed:
                     self._failure = failure
                     self._jobs.clear()
@@ -299,20 +331,32 @@ class Updater:
             for name in names:
                 total = self._sum(name)
                 if total is not None and self._optimizer.trains(name):
-                    self._norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+                    self._norms[name] = self._world.measured(total)
 
     def _timed_norm(
-        self, clipping: Clipping, result: Future[GradientNorm], work: AbstractContextManager[object]
+        self, clipping: Clipping, result: Future[GradientNorm], work: AbstractContextManager[object], number: int
     ) -> None:
         with work:
-            self._finish_norm(clipping, result)
+            self._finish_norm(clipping, result, number)
 
-    def _finish_norm(self, clipping: Clipping, result: Future[GradientNorm]) -> None:
-        # As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters.
+    def _total(self, number: int) -> Callable[[], Tensor]:
+        """The norm of all that has been measured, in all processes."""
+        norms = [self._norms[name] for name in sorted(self._norms, key=self._order.__getitem__)]
+        self._norms.clear()
+        return self._world.post_norm(number, norms)
+
+    def _promise_norm(self, result: NormOfAll, number: int) -> None:
         try:
-            norms = [self._norms[name] for name in sorted(self._norms, key=self._order.__getitem__)]
-            self._norms.clear()
-            total = torch.linalg.vector_norm(torch.stack(norms), 2) if norms else torch.zeros(())
+            total = self._total(number)
+            result.rest = functools.cache(lambda: _norm_of(total()))
+            result.set_result(_NO_NORM)
+        except BaseException as failure:
+            result.set_exception(failure)
+            raise
+
+    def _finish_norm(self, clipping: Clipping, result: Future[GradientNorm], number: int) -> None:
+        try:
+            total = self._total(number)()
             if clipping.loss_scale != 1.0:
                 total = total / clipping.loss_scale
             coefficient: Tensor | None = None
@@ -320,7 +364,7 @@ class Updater:
                 coefficient = torch.clamp(clipping.max_norm / (total + 1e-6), max=1.0)
             if clipping.loss_scale != 1.0:
                 coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
-            result.set_result(GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total))))
+            result.set_result(_norm_of(total, coefficient))
         except BaseException as failure:
             result.set_exception(failure)
             raise
@@ -337,6 +381,7 @@ class Updater:
         self._arrive(names)
         with work:
             self._apply(names, hyper, coefficient, measured=norm is not None)
+        self._world.updated(names)
         with self._changed:
             self._updating.subtract(names)
             self._pending[pack] -= 1
@@ -350,7 +395,7 @@ class Updater:
             if total is not None and self._optimizer.trains(name):
                 gradient = total.to(self._store.masters[name].dtype)
                 if not measured:  # nothing to clip: measured for whoever asks
-                    self._norms[name] = torch.linalg.vector_norm(gradient, 2)
+                    self._norms[name] = self._world.measured(gradient)
                 gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient)
         self._optimizer.step(gradients, hyper)
         self._store.follow_masters(gradients)

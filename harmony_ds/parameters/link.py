@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.piece_optimizer import checksum
 
 
 class Owner:
@@ -41,6 +42,14 @@ class Owner:
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes have one copy of weights, masters and state."""
+        return False
+
+    def refuse_shared(self, what: str) -> None:
+        """Raises UnsupportedError for `what` if so."""
+
 
 class ParameterLink:
     """One parameter, its master and its state. Copies and pickles of it are empty."""
@@ -63,6 +72,8 @@ class ParameterLink:
         self._owner = owner or Owner()
         self._aliases: list[weakref.ref[Tensor]] = []
         self._handed_out: Tensor | None = None  # its values when somebody got at its memory while micro-batches wait
+        self._seen: int | None = None  # where memory is shared: a checksum of what somebody may have written into
+        self._lent_out = False  # where memory is shared: somebody has its address
         self._touched = False  # somebody may have written into the parameter, and not into its master
 
     @property
@@ -82,6 +93,7 @@ class ParameterLink:
     def before(self, writes: bool, aliases: bool = False) -> None:
         """The parameter's values are about to be read, changed (`writes`) or handed out (`aliases`)."""
         if writes:
+            self._owner.refuse_shared(f"changing {self.name} by hand, which every process would do again")
             self._owner.run_queued(f"{self.name} is about to be changed")
         self._owner.look(self.name)
         self._touched = True
@@ -113,12 +125,35 @@ class ParameterLink:
         """`result` came of the parameter: whoever keeps it may share its memory."""
         if result is not self._parameter and self.weight is not None and _same_memory(result, self.weight):
             self._aliases = [*self._alive(), weakref.ref(result)]
+            self.watch()
+
+    def note_address(self) -> None:
+        """Somebody may write into the parameter's memory from now on, for as long as he likes."""
+        self._lent_out = self._owner.is_shared
+        self.watch()
+
+    def watch(self) -> None:
+        """Where memory is shared: what is written into the parameter from now on is noticed."""
+        if self._owner.is_shared and self._seen is None and self.weight is not None:
+            self._seen = checksum(self.weight)
+
+    def check_unwritten(self) -> None:
+        """Raises UnsupportedError if several processes have the parameter, and it was written into."""
+        seen, self._seen = self._seen, None
+        if seen is not None and self.weight is not None and seen != checksum(self.weight):
+            self._owner.refuse_shared(
+                f"changing {self.name} through .data, .detach() or the like, which every process has done again"
+            )
+
+    def forget(self) -> None:
+        """What is there now is what shall be there."""
+        self._seen, self._touched = None, False
 
     @property
     def is_held(self) -> bool:
         """Whether somebody keeps a tensor that shares the parameter's memory."""
         self._aliases = self._alive()
-        return bool(self._aliases)
+        return bool(self._aliases) or self._lent_out
 
     def _alive(self) -> list[weakref.ref[Tensor]]:
         return [alias for alias in self._aliases if alias() is not None]
@@ -193,7 +228,7 @@ class ParameterLink:
     @property
     def is_to_be_settled(self) -> bool:
         """Whether somebody may have written into the parameter."""
-        return self._touched or self._handed_out is not None
+        return self._touched or self._handed_out is not None or self._seen is not None
 
     def settle(self) -> None:
         """What was written into the parameter by hand reaches its master.
@@ -209,9 +244,10 @@ class ParameterLink:
                     "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
                     "them run first, or change it behind engine.step()."
                 )
+        self.check_unwritten()
         if self._touched:
             self._touched = False
-            if self._master is not None and self._master is not self._parameter:
+            if not self._owner.is_shared and self._master is not None and self._master is not self._parameter:
                 self.finish()  # the master, too, may be newer on the device
                 self.take_over()
 
@@ -231,6 +267,7 @@ class ParameterLink:
 
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the master (and the weight with it), or the optimizer state of that name."""
+        self._owner.refuse_shared(f"replacing the master or the optimizer state of {self.name}")
         self.finish()
         if self._master is None:
             return
@@ -264,7 +301,8 @@ class ParameterLink:
 
     def take_over(self) -> None:
         """Makes the master follow the parameter, where that was changed by hand."""
-        if self._master is None or self.weight is None or self._parameter is self._master:
+        self.check_unwritten()
+        if self._owner.is_shared or self._master is None or self.weight is None or self._parameter is self._master:
             return
         with torch.no_grad():
             changed = self.weight != self._master.to(self.weight.dtype)

@@ -297,7 +297,10 @@ class Executor:
     def _send(self, work: Work, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
         """`owned`: parameters of which this is the last that will come."""
         assert self._parts.gradients is not None and self._parts.updater is not None
-        gradients = self._parts.residency.gradients(copy)
+        gradients = self._parts.world.reduce(
+            f"pack {pack}", self._parts.device, copy.leaves, self._parts.residency.gradients(copy)
+        )
+        self.outcome.others_update |= self._clipping is None and self._parts.world.size > 1
         delivery = self._parts.gradients.swap_out(gradients, work.held_deliveries if self._clipping is None else None)
         self._leaving[pack] = (gradients, delivery.arrived)
         self._parts.updater.receive(delivery)
@@ -330,6 +333,8 @@ class Executor:
                 self.gathered.receive_own(pack.owned, measure=True)
         self.gathered.receive_own(work.uncalled, measure=True)
         updater.add_norms(store.take_norms())
+        self._parts.world.agree("norm")
+        self.outcome.others_update = self._parts.world.size > 1
         self.outcome.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
             self.outcome.overflow = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class Planner:
         """Plans with the first of `tables` with which anything fits."""
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
-            table = measured if self._costs is None else self._costs.worst(measured)
+            table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             graph = replace(self._graph, calls=table.calls, unlayered=self.measuring.unlayered)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
@@ -133,7 +134,16 @@ class Planner:
         assert failure is not None
         raise failure
 
+    def _agreed(self, table: CostTable) -> CostTable:
+        """What covers the micro-batches of all processes, and what they found out about the model."""
+        found = self._parts.world.all("costs", (table, self.measuring.unlayered))
+        self.measuring.unlayered = tuple(dict.fromkeys(name for _, names in found for name in names))
+        return reduce(CostTable.worst, (one for one, _ in found))
+
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
+        return self._parts.world.first("plan", lambda: self._chosen(graph, costs, group_size, sizes))
+
+    def _chosen(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
         machine = self.measuring.machine
         assert machine is not None
         request = self.request(graph, group_size, sizes)
@@ -161,7 +171,10 @@ class Planner:
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
-        return self._parts.device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
+        device = self._parts.device
+        return (
+            device.reserve_bytes(self._group_size) + self._parts.world.reduce_bytes(device) + (self._before_bytes or 0)
+        )
 
     def _unlayered(self, graph: LayerGraph) -> UnlayeredParameters:
         element = self._element

@@ -19,6 +19,7 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.parallel import Alone
 from harmony_ds.runtime.at_once import step_whole, update_own
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -50,6 +51,11 @@ class Runner:
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
         self._destroyed = False
+
+    @property
+    def world(self) -> Alone:
+        """The processes that train this model."""
+        return self._parts.world
 
     # ---- how forward passes may run
 
@@ -145,6 +151,7 @@ class Runner:
     def fail(self, why: str) -> None:
         """From now on nothing runs: some layers were changed and others not."""
         self._failed = why
+        self.world.give_up(f"it cannot go on: {why}")
 
     def destroy(self) -> None:
         """From now on nothing runs: the model is a plain one again."""
@@ -333,8 +340,9 @@ class Runner:
         self._after_norm = None
         if self.failed is not None:
             return
-        if self.executor.outcome.updates_issued:
-            self.fail(f"a step failed after {self.executor.outcome.updates_issued} packs had been updated: {error!r}")
+        outcome = self.executor.outcome
+        if outcome.updates_issued or outcome.others_update:
+            self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
         elif self._parts.updater is not None:
             self._parts.updater.discard()
 

@@ -1,0 +1,5 @@
+"""What the processes of the tests have imported before they begin."""
+
+import harmony_ds.engine.start  # noqa: F401
+import tests.families
+import tests.oracle  # noqa: F401
