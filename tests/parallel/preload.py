@@ -1,5 +1,8 @@
 """What the processes of the tests have imported before they begin."""
 
-import harmony_ds.engine.start  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp
+
+import harmony_ds.engine.start
 import tests.families
 import tests.oracle  # noqa: F401

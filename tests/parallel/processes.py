@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -56,6 +58,10 @@ def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s
             ready = wait(list(pipes), timeout=max(0.0, began + limit_s - time.monotonic()))
             if not ready:
                 for child in children:
+                    if child.pid is not None and child.is_alive():
+                        os.kill(child.pid, signal.SIGUSR1)  # says where it is
+                time.sleep(2)
+                for child in children:
                     child.kill()
                 raise TimeoutError(f"ranks {sorted(pipes.values())} are still running after {limit_s} s")
             for pipe in ready:
@@ -75,6 +81,7 @@ def _child(
 ) -> None:
     import torch
 
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.distributed.init_process_group(
