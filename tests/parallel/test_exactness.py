@@ -34,10 +34,10 @@ CLOSE = (
 def test_training_is_that_of_plain_pytorch(size: int) -> None:
     several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *CLOSE[:1])
     found = run(size, trainings, several, limit_s=300)
-    told = {}
+    told: dict[str, list[str]] = {}
     for index, training in enumerate(several):
         relative = 0.0 if training in BITWISE else 2e-6
         of_ranks = [results[index] for results in found]
-        told[training] = differences(of_ranks, train_plainly(training, size), relative)
+        told[str(training)] = differences(of_ranks, train_plainly(training, size), relative)
         assert all(not differences([one], [of_ranks[0]]) for one in of_ranks[1:] if training.loop == "train_batch")
     assert not {training: what for training, what in told.items() if what}
