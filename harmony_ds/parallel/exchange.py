@@ -64,7 +64,7 @@ class Exchange:
         """What is sent at a time, at most."""
         if device.budget_bytes is None:
             return _BUCKET_BYTES
-        return max(4096, min(_BUCKET_BYTES, device.budget_bytes // 32))
+        return max(4096, min(_BUCKET_BYTES, device.budget_bytes // 64))
 
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
@@ -77,9 +77,14 @@ class Exchange:
         """
         pieces: dict[str, list[Tensor]] = {name: [] for name in shapes}
         limit = max(1, self.bucket_bytes(device) // dtype.itemsize)
-        for bucket in _buckets(shapes, limit):
-            for part, total in zip(bucket, self._exchange(device, bucket, gradients, dtype), strict=True):
-                pieces[part.name].append(total)
+        taken = BUFFERS * self.bucket_bytes(device)
+        device.charge(taken, "the gradients that processes exchange")
+        try:
+            for bucket in _buckets(shapes, limit):
+                for part, total in zip(bucket, self._exchange(device, bucket, gradients, dtype), strict=True):
+                    pieces[part.name].append(total)
+        finally:
+            device.discharge(taken)
         return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in pieces.items()}
 
     def _exchange(
