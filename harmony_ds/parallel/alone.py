@@ -59,6 +59,10 @@ class Alone:
         """Whether any process says yes."""
         return flag
 
+    def most(self, kind: str, number: int) -> int:
+        """The largest number that any process says."""
+        return number
+
     def all(self, kind: str, value: T) -> list[T]:
         """The value of every process, by rank."""
         return [value]

@@ -91,6 +91,9 @@ class World(Alone):
     def any(self, kind: str, flag: bool) -> bool:
         return any(said == b"1" for said in self.agree(kind, b"1" if flag else b"0"))
 
+    def most(self, kind: str, number: int) -> int:
+        return max(int(said) for said in self.agree(kind, str(number).encode()))
+
     def all(self, kind: str, value: T) -> list[T]:
         self.agree(kind)
         found: list[Any] = [None] * self.size

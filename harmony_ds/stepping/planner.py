@@ -280,15 +280,18 @@ class Planner:
     # ---- what became of it
 
     def check_peak(self, peak_bytes: int) -> None:
-        """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
+        """A step that took more than planned is said aloud, and what it took is planned for from the next one on.
+
+        What any process took is planned for in all: they run one plan.
+        """
         assert self.plan is not None and self._costs is not None
-        excess = peak_bytes - self.plan.peak_bytes
+        excess = self._parts.world.most("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
         _logger.warning(
             "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
             "with what it was measured with. From now on plans hold a margin for it.",
-            f"{peak_bytes:,}",
+            f"{self.plan.peak_bytes + excess:,}",
             f"{excess:,}",
         )
         self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)

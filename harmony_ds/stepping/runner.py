@@ -235,8 +235,8 @@ class Runner:
                 self.executor.run(work, hyper, clipping)
                 self.executor.finish_step(work)
             # Workspaces are made when a thread first needs one, in some step.
-            if as_planned:
-                self.planner.check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
+            set_aside = device.reserve_bytes(len(micro_batches)) + self.world.reduce_bytes(device)
+            self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
