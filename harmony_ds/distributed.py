@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from harmony_ds.errors import UnsupportedError
+
 
 def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     dist_backend: str | None = None,
@@ -27,15 +29,29 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """Joins the processes that a launcher, or the caller, speaks of; else this one is a world of its own.
 
     The signature is that of `deepspeed.init_distributed`. Nothing happens to what is initialized already.
+
+    Raises:
+        UnsupportedError: several processes are spoken of, and `torch.distributed` does not know of them.
     """
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     asked = max(world_size, launched_size())
     if not dist.is_initialized() and asked > 1:
         ranks = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
-        dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)  # type: ignore[arg-type]
+        try:
+            dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UnsupportedError(
+                f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with a "
+                "launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
+            ) from error
     elif not dist.is_initialized():
         # A store in memory: no port, no address, nobody else who could join.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if asked > 1 and dist.get_world_size() == 1:
+        raise UnsupportedError(
+            f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
+            "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
+        )
     from deepspeed.comm import comm
 
     if comm.cdb is None or not comm.cdb.is_initialized():

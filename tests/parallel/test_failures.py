@@ -273,7 +273,7 @@ def refusals() -> dict[str, tuple[str, str]]:
         "residency": said(lambda: engine(residency=1)),
         "micro_batch": said(lambda: engine(micro_batch="auto")),
         "Mine": said(lambda: engine(lambda p: Mine(p, lr=0.1))),
-        "Adafactor": said(lambda: engine(lambda p: torch.optim.Adafactor(p))),
+        "Adafactor": said(lambda: engine(torch.optim.Adafactor)),
         "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
     }
 
