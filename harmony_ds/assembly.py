@@ -124,6 +124,8 @@ def assemble(
     settings = config.harmony
     if settings.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
+    if config.values["gradient_allreduce_op"] == "sum":
+        world.refuse('gradient_allreduce_op "sum"')
     saved = saved_plan(settings.plan)
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)

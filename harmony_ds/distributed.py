@@ -41,8 +41,8 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)  # type: ignore[arg-type]
         except ValueError as error:
             raise UnsupportedError(
-                f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with a "
-                "launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
+                f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with "
+                "a launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
             ) from error
     elif not dist.is_initialized():
         # A store in memory: no port, no address, nobody else who could join.

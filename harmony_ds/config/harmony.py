@@ -140,6 +140,12 @@ class HarmonySettings(PlanSwitches):
     seed: int | None = _key(
         optional(forms.WHOLE), None, "of the micro-batches' random numbers", shown="`torch.initial_seed()`"
     )
+    reproducible: bool = _key(
+        forms.SWITCH,
+        True,
+        "several processes add gradients up in the order of their ranks; else as their library likes "
+        "([parallel.md](parallel.md))",
+    )
     plan: str | None = _key(
         optional(forms.FILE), None, "a file with a saved plan to run in the place of a search", shown="none"
     )

@@ -71,9 +71,12 @@ class Checkpoints(Surface):
 
         def write() -> None:
             snapshot = self._captured(client_state, exclude_frozen_parameters)
+            if snapshot.random is not None:
+                snapshot = replace(snapshot, random={**snapshot.random, "others": others})
             checkpoint.write(snapshot, Path(save_dir), tag, save_latest)
 
         with self._world.together():
+            others = self._world.all("save random states", checkpoint.capture_random(self._assembly.device))[1:]
             self._world.first(f"save the checkpoint {tag}", write)
         return True
 
@@ -109,6 +112,7 @@ class Checkpoints(Surface):
         if folder is None:
             return None, None
         snapshot = checkpoint.read_any(folder)
+        snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, self._world.rank, self._world.size))
         self._runner.check_usable()
         self.finish_updates()
         self._world.agree("load")  # nobody uses weights any more

@@ -92,7 +92,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     engine.training_data, engine.collate_fn = training_data, collate_fn
     if training_data is not None:
-        engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data))
+        engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data), world.size)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -117,7 +117,7 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
         "The model": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()},
         "The version of torch": str(torch.__version__),
     }
-    return settings, join_world(tuple(parameters), digest, on_cuda)
+    return settings, join_world(tuple(parameters), digest, on_cuda, harmony.reproducible)
 
 
 def _engine_of(assembly: Assembly, model: nn.Module, settings: Config, lr_scheduler: Any) -> HarmonyEngine:

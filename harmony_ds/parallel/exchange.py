@@ -56,8 +56,10 @@ def piece_of(numel: int, rank: int, size: int) -> slice:
 class Exchange:
     """Reduces and scatters among the processes of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, in_order: bool = True) -> None:
+        """`in_order`: gradients are added up in the order of the ranks; else as the group's library likes."""
         self._group = group
+        self._in_order = in_order
         self._rank, self._size = rank, size
 
     def bucket_bytes(self, device: Device) -> int:
@@ -102,13 +104,23 @@ class Exchange:
                 if part.name in flat:
                     sent[offset : offset + _length(elements)].copy_(flat[part.name][elements])
                 offset += _length(elements)
-        received = torch.empty(size * sum(lengths), dtype=dtype, device=device.torch_device)
-        dist.all_to_all_single(received, sent, [sum(lengths)] * size, to_each, group=self._group)
-        parts = received.view(size, -1) if sum(lengths) else received.view(size, 0)
-        total = parts[0].clone()
-        for other in range(1, size):
-            total.add_(parts[other])
+        total = self._added(sent, to_each) if self._in_order else self._reduced(sent, to_each)
         return list(total.div_(size).split(lengths))
+
+    def _added(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        mine = to_each[self._rank]
+        received = sent.new_empty(self._size * mine)
+        dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self._group)
+        parts = received.view(self._size, mine)
+        total = parts[0].clone()
+        for other in parts[1:]:
+            total.add_(other)
+        return total
+
+    def _reduced(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        total = sent.new_empty(to_each[self._rank])
+        dist.reduce_scatter(total, list(sent.split(to_each)), group=self._group)
+        return total
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over the processes, added in the order of the ranks."""

@@ -37,12 +37,14 @@ class _Card:
     digest: Mapping[str, Any]
 
 
-def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool) -> Alone:
+def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool, reproducible: bool = True) -> Alone:
     """The processes that train with this one; itself alone where `torch.distributed` knows of no others.
 
     Args:
         parameters: the names of the model's.
         digest: what must be the same in all processes, by what it is called.
+        on_cuda: gradients are on CUDA devices.
+        reproducible: they are added up in the order of the ranks.
 
     Raises:
         UnsupportedError: the processes are on several servers, or cannot share memory.
@@ -67,7 +69,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     if rank == 0:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
     dist.barrier(group=objects)
-    exchange = Exchange(dist.new_group(backend="nccl") if on_cuda else objects, rank, size)
+    exchange = Exchange(dist.new_group(backend="nccl") if on_cuda else objects, rank, size, reproducible)
     memory = SharedMemory(file, board_bytes(size, len(parameters)))
     world = World(board, memory, objects, exchange, int(os.environ.get("LOCAL_RANK", rank)))
     world.name_parameters(parameters)

@@ -131,17 +131,68 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(tmp_path: Pa
         assert not there
 
 
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return {**{k: v[0] for k, v in batch("mlp", index).items()}, "number": torch.tensor(index)}
+
+
+class Seen(torch.nn.Module):
+    """Notes the samples that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build("mlp")
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.net(x, y)
+
+
+def with_own_loader(folder: str, accumulation: int, load: bool) -> tuple[list[int], float, Any]:
+    """The samples of three steps, and a number drawn behind them."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "harmony": {"device": "cpu", "pack_layers": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, _, loader, _ = harmony_ds.initialize(model=Seen(), config=config, training_data=Numbers())
+    torch.manual_seed(77 + engine.global_rank)
+    if load:
+        engine.load_checkpoint(folder)
+    seen: list[int] = []
+    batches = iter(loader)
+    for step in range(3):
+        if step == 1 and not load:
+            torch.rand(3)
+            engine.save_checkpoint(folder)
+            seen.clear()
+        group = [next(batches) for _ in range(accumulation)]
+        seen += [n for one in group for n in one["number"].tolist()]
+        engine.train_batch(group)
+    drawn = torch.rand(()).item()
+    engine.destroy()
+    return seen, drawn, None
+
+
+def test_data_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    saved = run(2, with_own_loader, str(tmp_path), 2, False)
+    again = run(2, with_own_loader, str(tmp_path), 2, True)
+    for (seen, drawn, _), (seen_again, drawn_again, _) in zip(saved, again, strict=True):
+        assert seen_again[: len(seen)] == seen
+        assert drawn == drawn_again
+    assert saved[0][1] != saved[1][1]
+    # One process, and four, are dealt the samples that two would have been.
+    for size, steps in ((1, 4), (4, 1)):
+        dealt = run(size, with_own_loader, str(tmp_path), steps, True)
+        first = {n for seen, _, _ in dealt for n in seen[: 2 * steps]}
+        assert first == {n for seen, _, _ in saved for n in seen[:4]}
+
+
 def loads_data() -> tuple[list[list[int]], list[int], Any]:
-    class Numbers(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 16
-
-        def __getitem__(self, index: int) -> Any:
-            return {**{k: v[0] for k, v in batch("mlp", index).items()}, "number": torch.tensor(index)}
-
-    model = build("mlp")
-    forward = model.forward
-    model.forward = lambda x, y, number: forward(x, y)
+    model = Seen()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -161,6 +212,6 @@ def loads_data() -> tuple[list[list[int]], list[int], Any]:
 
 def test_data_is_dealt_as_deepspeeds_loaders_do() -> None:
     found = run(2, loads_data)
-    assert sorted(n for seen, _, _ in found for one in seen for n in one) == list(range(16))
-    assert found[0][1] == list(range(0, 16, 2)) and found[1][1] == list(range(1, 16, 2))
+    assert sorted(n for seen, _, _ in found for one in seen for n in one) == list(range(48))
+    assert found[0][1] == list(range(0, 48, 2)) and found[1][1] == list(range(1, 48, 2))
     assert [told for _, _, told in found] == [(8, 2, rank, rank, 2, 4) for rank in range(2)]

@@ -22,6 +22,7 @@ BITWISE = (
     Training(model="llama", bf16=True, clip=0.05, steps=2),
 )
 CLOSE = (
+    Training(harmony={"reproducible": False}, clip=0.05),
     # DeepSpeed's op takes powers of the betas otherwise for the first parameter that it steps than for the others.
     Training(optimizer="DeepSpeedCPUAdam"),
     Training(optimizer="DeepSpeedCPUAdam", bf16=True, clip=0.05),
@@ -32,7 +33,7 @@ CLOSE = (
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_training_is_that_of_plain_pytorch(size: int) -> None:
-    several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *CLOSE[:1])
+    several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *CLOSE[:2])
     found = run(size, trainings, several, limit_s=300)
     told: dict[str, list[str]] = {}
     for index, training in enumerate(several):

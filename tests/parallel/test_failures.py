@@ -18,6 +18,7 @@ from tests.parallel.processes import run, run_to_end
 from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
 
 MLP = Training()
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def batches(count: int = 2) -> list[dict[str, Any]]:
@@ -269,11 +270,25 @@ def refusals() -> dict[str, tuple[str, str]]:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
+    def trainer() -> None:
+        from transformers import TrainingArguments
+
+        from harmony_ds.integrations.transformers import HarmonyTrainer
+
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # what a launcher sets, and transformers asks for
+        HarmonyTrainer(model=build("mlp"), args=TrainingArguments(use_cpu=True, report_to=[]))
+
     return {
         "residency": said(lambda: engine(residency=1)),
         "micro_batch": said(lambda: engine(micro_batch="auto")),
         "Mine": said(lambda: engine(lambda p: Mine(p, lr=0.1))),
         "Adafactor": said(lambda: engine(torch.optim.Adafactor)),
+        "gradient_allreduce_op": said(
+            lambda: harmony_ds.initialize(
+                model=build("mlp"), config={**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
+            )
+        ),
+        "HarmonyTrainer": said(trainer),
         "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
     }
 
