@@ -1,7 +1,9 @@
 # make venv   an environment with everything that constraints.txt pins
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
 # make test   formatting, lint, types, import contracts and all tests that need no GPU
+# make docs   the tables in docs/, and the reference of all public names in outputs/api
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
+# make gpu-kit    all that a machine with a GPU and no network needs, in one folder
 # make bench-overhead   what a layer call costs, and of what
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-training test-rest test-gpu bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-training test-rest test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -32,6 +34,12 @@ demo: export OMP_WAIT_POLICY = PASSIVE
 demo: export GOMP_SPINCOUNT = 0
 demo: venv
 	$(BIN)/python examples/pretrain_gpt2/train.py
+
+docs: venv
+	$(BIN)/python -m tests.docs.config_tables
+	$(BIN)/python -m tests.docs.test_architecture
+	$(BIN)/python -m tests.docs.reference outputs/api
+	$(BIN)/python -m pytest -q tests/docs/test_links.py
 
 # What tests compile, once for each machine: it takes minutes, and is no test's time.
 $(COMPILED): $(STAMP)
@@ -63,6 +71,9 @@ test-rest:
 
 test-gpu:
 	$(PYTHON_GPU) -m pytest -m gpu
+
+gpu-kit: venv
+	$(BIN)/python benchmarks/gpu/kit.py
 
 bench-overhead: export OMP_NUM_THREADS = 1
 bench-overhead: venv

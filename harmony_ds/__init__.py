@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.errors import (
+        ArgumentError,
         BatchError,
         CallChangedError,
         CheckpointError,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from harmony_ds.scheduler.trace import ExecutedStep
     from harmony_ds.weights import load_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ExecutedStep": "scheduler.trace",
@@ -65,6 +66,7 @@ _HOMES = {
 _ROOMS = ("utils", "zero")
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CallChangedError",
     "CheckpointError",

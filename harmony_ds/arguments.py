@@ -1,8 +1,14 @@
-"""DeepSpeed's command-line arguments."""
+"""What `initialize` is given: its types, and DeepSpeed's command-line arguments."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from typing import TYPE_CHECKING
+
+from harmony_ds.errors import ArgumentError, ContradictionError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -13,3 +19,25 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--deepscale", default=False, action="store_true", help="deprecated form of --deepspeed")
     group.add_argument("--deepscale_config", default=None, type=str, help="deprecated form of --deepspeed_config")
     return parser
+
+
+def the_model(model: object) -> nn.Module:
+    """`model`, if it is one.
+
+    Raises:
+        ContradictionError: there is none.
+        ArgumentError: it is a class, a name or something else.
+    """
+    from torch import nn
+
+    if model is None:
+        raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, type):
+        raise ArgumentError(f"model is the class {model.__name__}, not a module of it: model={model.__name__}(...).")
+    if isinstance(model, str):
+        raise ArgumentError(
+            f'model is the name "{model}": load it first, as AutoModelForCausalLM.from_pretrained("{model}").'
+        )
+    raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}.")

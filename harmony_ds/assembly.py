@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending, belongs_to_engine
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
@@ -37,6 +38,7 @@ from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.parallel import Alone, World
 from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.stepping.runner import Runner
@@ -71,9 +73,7 @@ class Assembly:
 
     def finish_updates(self) -> None:
         """Makes every weight, master and optimizer state on the host true."""
-        self.wait_for_updates()
-        self.parts.device_store.show()
-        self.parts.device_store.finish_reads()
+        self.looks.at_everything()
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -99,7 +99,7 @@ class Assembly:
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
         self.interception.remove()
-        self.parts.lending.remove()
+        self.parts.installation.remove()
         self.parts.calls.remove()
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
@@ -122,10 +122,7 @@ def assemble(
     if belongs_to_engine(model):
         raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
     settings = config.harmony
-    if settings.micro_batch == "auto":
-        world.refuse('harmony.micro_batch "auto"')
-    if config.values["gradient_allreduce_op"] == "sum":
-        world.refuse('gradient_allreduce_op "sum"')
+    _check_parallel(config, world)
     saved = saved_plan(settings.plan)
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
@@ -144,7 +141,7 @@ def assemble(
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
     # From here on, the residency is what may be done in this run.
-    residency_wanted = _residency(config, device, device_optimizer, world)
+    residency_wanted = "off" if world.size > 1 else _residency(config, device, device_optimizer)
     config = replace(config, harmony=replace(settings, residency=residency_wanted))
     graph = layer_graph(decomposition, store.parameters)
     if residency_wanted != "off" or (saved is not None and saved.policy.resident):
@@ -170,42 +167,14 @@ def assemble(
     )
 
 
-def _parts(
-    model: nn.Module,
-    config: Config,
-    decomposition: Decomposition,
-    memory: tuple[Device, HostStore, Alone],
-    host_optimizer: HostOptimizer | None,
-    device_optimizer: DeviceOptimizer | None,
-) -> tuple[Parts, Looks, Ledger]:
-    device, store, world = memory
-    ledger, timeline = Ledger(), StepTimeline(device)
-    gradients, updater = _host_side(config, (device, store, world), ledger, host_optimizer, timeline)
-    residency = Residency(device, store, ledger, config.accumulation_dtype)
-    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    looks = Looks(updater, device_store)
-    if host_optimizer is not None:
-        host_optimizer.watch(looks.at_state)
-    lending = Lending(model, decomposition.canonical, device, ledger)
-    stash = Stash(device, ledger)
-    parts = Parts(
-        device=device,
-        residency=residency,
-        device_store=device_store,
-        stash=stash,
-        gradients=gradients,
-        optimizer=host_optimizer,
-        updater=updater,
-        lending=lending,
-        calls=CallStates(model),
-        layer_calls=LayerCalls(decomposition.layers, lending, stash),
-        random=RandomStreams(device),
-        timeline=timeline,
-        own=OwnGradients(store, updater),
-        world=world,
-        follow_masters=store.follow_masters,
-    )
-    return parts, looks, ledger
+def _check_parallel(config: Config, world: Alone) -> None:
+    """Raises UnsupportedError for what several processes cannot do."""
+    if config.harmony.micro_batch == "auto":
+        world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.residency not in ("auto", "off", 0):
+        world.refuse("harmony.residency: packs that stay on the device and are updated there")
+    if config.values["gradient_allreduce_op"] == "sum":
+        world.refuse('gradient_allreduce_op "sum"')
 
 
 def _share_buffers(model: nn.Module, world: Alone) -> None:
@@ -224,13 +193,52 @@ def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: A
     return HostOptimizer(optimizer, store.masters)
 
 
-def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+def _parts(
+    model: nn.Module,
+    config: Config,
+    decomposition: Decomposition,
+    memory: tuple[Device, HostStore, Alone],
+    host_optimizer: HostOptimizer | None,
+    device_optimizer: DeviceOptimizer | None,
+) -> tuple[Parts, Looks, Ledger]:
+    device, store, world = memory
+    ledger, timeline = Ledger(), StepTimeline(device)
+    gradients: HostGradients | None = None
+    updater: Updater | None = None
+    if host_optimizer is not None:
+        limit = None if config.deferred_update else config.harmony.gradient_slabs
+        gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains)
+        updater = Updater(store, host_optimizer, gradients, timeline.host_work, world)
+    residency = Residency(device, store, ledger, config.accumulation_dtype)
+    looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
+    if host_optimizer is not None:
+        host_optimizer.watch(looks.at_state)
+    installation = Installation(model, decomposition.canonical, device, ledger)
+    stash = Stash(device, ledger)
+    parts = Parts(
+        device=device,
+        residency=residency,
+        device_store=looks.device_store,
+        stash=stash,
+        gradients=gradients,
+        optimizer=host_optimizer,
+        updater=updater,
+        installation=installation,
+        calls=CallStates(model),
+        layer_calls=LayerCalls(decomposition.layers, installation, stash),
+        random=RandomStreams(device),
+        timeline=timeline,
+        progress=Progress(),
+        own=OwnGradients(store, updater),
+        world=world,
+        follow_masters=store.follow_masters,
+    )
+    return parts, looks, ledger
+
+
+def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:
     """What the search may do with spare device memory: "auto", "off", or so many packs."""
     settings = config.harmony
-    if settings.residency not in ("auto", "off", 0):
-        world.refuse("harmony.residency: packs that stay on the device and are updated there")
-    if world.size > 1:
-        return "off"
     if settings.residency != "auto":
         return settings.residency
     # Packs that were given are run as they are; a device without a budget has no memory that could be spare.
@@ -255,29 +263,30 @@ def saved_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
+@dataclass(frozen=True, slots=True)
 class Looks:
     """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
 
-    def __init__(self, updater: Updater | None, device_store: DeviceStore) -> None:
-        self._updater = updater
-        self._device_store = device_store
+    updater: Updater | None
+    device_store: DeviceStore
 
     def at_weights(self, names: tuple[str, ...]) -> None:
         """The weights `names`, through a module."""
-        if self._updater is not None:
-            self._updater.wait_all()
-        self._device_store.show_weights(names)
-        self._device_store.finish_reads()
+        self._at(lambda: self.device_store.show_weights(names))
+
+    def at_everything(self) -> None:
+        """Weights, masters and the optimizer's state."""
+        self._at(self.device_store.show)
 
     def at_state(self, name: str | None) -> None:
         """The optimizer's state of `name` (None: of all), through the optimizer."""
-        if self._updater is not None:
-            self._updater.wait_all()
-        if name is None:
-            self._device_store.show()
-        else:
-            self._device_store.show_state(name)
-        self._device_store.finish_reads()
+        self._at(self.device_store.show if name is None else lambda: self.device_store.show_state(name))
+
+    def _at(self, show: Callable[[], None]) -> None:
+        if self.updater is not None:
+            self.updater.wait_all()
+        show()
+        self.device_store.finish_reads()
 
 
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:
@@ -300,21 +309,6 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
             )
         specs.append(spec)
     return replace(graph, parameters=tuple(specs))
-
-
-def _host_side(
-    config: Config,
-    memory: tuple[Device, HostStore, Alone],
-    ledger: Ledger,
-    optimizer: HostOptimizer | None,
-    timeline: StepTimeline,
-) -> tuple[HostGradients | None, Updater | None]:
-    device, store, world = memory
-    if optimizer is None:
-        return None, None
-    limit = None if config.deferred_update else config.harmony.gradient_slabs
-    gradients = HostGradients(device, ledger, config.accumulation_dtype, limit)
-    return gradients, Updater(store, optimizer, gradients, timeline.host_work, world)
 
 
 def host_need(

@@ -3,6 +3,7 @@
     HarmonyError
     ├── ConfigError (ValueError)            a ds_config that cannot be meant
     │   └── ContradictionError (AssertionError)  settings or arguments that contradict each other, or are missing
+    ├── ArgumentError (TypeError)           an argument of initialize that is of another type
     ├── BatchError (ValueError)             a micro-batch that cannot be trained on
     │   ├── NotScalarError (AssertionError)  backward from what is no scalar loss
     │   └── UnscaledLossError (RuntimeError)  backward of the user's own from a loss that fp16 needs scaled
@@ -31,6 +32,9 @@ Errors of the user's own code (a layer, a loss, an optimizer, Ctrl-C) are never 
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 
 
@@ -39,11 +43,27 @@ class HarmonyError(Exception):
 
 
 class ConfigError(HarmonyError, ValueError):
-    """The ds_config has a key or value that cannot be meant."""
+    """The ds_config has a key or value that cannot be meant.
+
+    Where deepspeed is loaded, what is raised is a `deepspeed.DeepSpeedConfigError` too.
+    """
+
+    def __new__(cls, *args: object) -> ConfigError:
+        """`cls`, or in a process that has DeepSpeed, a class that is DeepSpeed's too."""
+        theirs = getattr(sys.modules.get("deepspeed"), "DeepSpeedConfigError", None)
+        kind: type[ConfigError] = cls if theirs is None or issubclass(cls, theirs) else _both(cls, theirs)
+        return super().__new__(kind, *args)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[object, ...]]:
+        return getattr(type(self), "_ours", type(self)), self.args
 
 
 class ContradictionError(ConfigError, AssertionError):
     """Settings or arguments contradict each other, or something that is needed was left out."""
+
+
+class ArgumentError(HarmonyError, TypeError):
+    """An argument of `initialize` is of another type than it takes."""
 
 
 class BatchError(HarmonyError, ValueError):
@@ -141,3 +161,7 @@ class PeerFailedError(HarmonyError):
 
 class ProcessesDifferError(HarmonyError):
     """The processes of one training do different things, or were given different models, settings or data."""
+
+
+def _both(cls: Any, theirs: type[Exception]) -> Any:
+    return type(cls.__name__, (cls, theirs), {"__module__": cls.__module__, "_ours": cls})

@@ -118,14 +118,14 @@ def forecast(situation: Situation) -> Forecast:
     """
     survey = situation.survey
     choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, survey.request)[0]
-    weight, gradient = survey.element.weight, survey.element.gradient
+    weight = survey.element.weight
     return Forecast(
         choice=choice,
         items_per_step=situation.items * choice.plan.micro_batches,
         device_budget_bytes=survey.request.budget_bytes,
         host_bytes=host_bytes(situation, choice),
         host_budget_bytes=situation.host_budget_bytes,
-        lower_bound_bytes=lower_bound_bytes(choice.plan, survey.graph, weight, gradient),
+        lower_bound_bytes=lower_bound_bytes(choice.plan),
         zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, choice.plan.micro_batches),
     )
 
@@ -140,7 +140,7 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
-        "gradients": slabs + plan.unlayered.gradient_bytes,
+        "gradients": slabs + sum(pack.gradient_bytes for pack in plan.packing.always),
         "stash": choice.prediction.swaps.stash_out,
     }
 

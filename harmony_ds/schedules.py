@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from harmony_ds.config import Section
+from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.errors import ConfigError, ContradictionError
 
 
@@ -24,9 +25,13 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
         raise ConfigError('the ds_config has a "scheduler" but no optimizer: name one or pass one.')
     from deepspeed.runtime import lr_schedules
 
-    cls = getattr(lr_schedules, section.type, None) or getattr(torch.optim.lr_scheduler, section.type, None)
+    theirs = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    known = {name: one for name, one in vars(torch.optim.lr_scheduler).items() if isinstance(one, type)} | theirs
+    cls = known.get(section.type)
     if cls is None:
-        raise ContradictionError(f"DeepSpeed does not recognize LR scheduler {section.type}")
+        near = nearest(section.type, known) or ", ".join(theirs)
+        raise ContradictionError(f"DeepSpeed does not recognize LR scheduler {section.type}. Did you mean {near}?")
+    check_params("scheduler.params", cls, section.params)
     try:
         return cls(optimizer, **section.params)
     except TypeError as error:

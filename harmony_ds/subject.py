@@ -63,11 +63,21 @@ def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
     elif ":" in spec:
         subject = _function(spec, shape, torch.device(device))
     else:
-        raise ConfigError(
-            f'there is no model "{spec}": name a Hugging Face config.json (or its directory), or module:function.'
-        )
+        raise ConfigError(_missing(spec))
     subject.model.train()
     return subject
+
+
+def _missing(spec: str) -> str:
+    text = f'there is no model "{spec}": name a Hugging Face config.json (or its directory), or module:function.'
+    owner, slash, name = spec.partition("/")
+    if spec.endswith(".json") or spec.startswith((".", "/", "~")) or "/" in name or (slash and not name):
+        return text
+    folder = name or owner
+    return (
+        f"{text} If it is a model of the Hugging Face Hub, fetch its config.json first (nothing is downloaded here): "
+        f"hf download {spec} config.json --local-dir {folder}; then name the folder, {folder}."
+    )
 
 
 def _function(spec: str, shape: BatchShape, device: torch.device) -> Subject:
@@ -98,7 +108,7 @@ def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subjec
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError('Hugging Face models need transformers: pip install "harmony_ds[hf]".') from error
+        raise ConfigError("Hugging Face models need transformers: pip install transformers") from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json.")

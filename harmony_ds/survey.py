@@ -30,7 +30,7 @@ from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
@@ -45,9 +45,9 @@ class Survey:
 
     Attributes:
         graph: layers, parameters and the call order.
-        profile: costs of the configured micro-batch (in pieces of several sizes, where the search may choose), and the
+        profile: costs of the configured micro-batch (in slices of several sizes, where the search may choose), and the
             machine's rates.
-        costs: of the configured micro-batch, in the pieces that its layer calls are cut into.
+        costs: of the configured micro-batch, in the slices that its layer calls are cut into.
         element: bytes per element on the link.
         request: what the ds_config asks of a plan.
     """
@@ -56,7 +56,7 @@ class Survey:
     profile: Profile
     costs: CostTable
     element: ElementBytes
-    request: Request
+    request: PlanRequest
 
 
 def estimate(
@@ -89,10 +89,9 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
     device = assembly.parts.device
     try:
         moved = map_tensors(device.upload, dict(inputs))
-        seen = _see(assembly, moved, lambda given: model(**given), None)
+        return _sized(_see(assembly, model, moved, config, None), config)
     finally:
         assembly.destroy()
-    return _sized(_survey(assembly, config, seen), config)
 
 
 def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
@@ -149,12 +148,11 @@ def _on_meta(
     with on_meta(rates, kernels) as clock:
         assembly = assemble(model, _bare(config), None, None, MetaDevice(lambda: clock.ms))
         try:
-            seen = _see(assembly, inputs, lambda given: model(**given), machine)
+            return _see(assembly, model, inputs, config, machine)
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
-        return _survey(assembly, config, seen)
 
 
 def _bare(config: Config) -> Config:
@@ -162,40 +160,22 @@ def _bare(config: Config) -> Config:
     return replace(config, optimizer=None, harmony=replace(config.harmony, plan=None, profile=None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What one micro-batch showed."""
-
-    graph: LayerGraph
-    profile: Profile
-    sizes: Sizes
-
-
 def _see(
-    assembly: Assembly, inputs: Mapping[str, Any], forward: Callable[[Mapping[str, Any]], Any], machine: Machine | None
-) -> _Seen:
-    """`machine`: its rates, if they need not be measured."""
+    assembly: Assembly, model: nn.Module, inputs: Mapping[str, Any], config: Config, machine: Machine | None
+) -> Survey:
+    """What one micro-batch shows. `machine`: its rates, if they need not be measured."""
     planner = assembly.runner.planner
     measuring, wanted = planner.measuring, planner.wanted_sizes
     measuring.machine = machine
-    sample = Sample(
-        inputs, lambda: forward(inputs), lambda rows: lambda: forward(few_rows(dict(inputs), rows)), loss_of, 0
-    )
-    if wanted is None:
-        profile = measuring.profile(sample)
-    else:
-        table = measuring.table(sample, wanted)
-        assert measuring.machine is not None
-        key = measuring.key(table.calls, inputs, wanted)
-        profile = Profile(measuring.machine, ((sample.rows, table),), key)
+
+    def few(rows: int) -> Callable[[], Any]:
+        return lambda: model(**few_rows(dict(inputs), rows))
+
+    profile = measuring.profile(Sample(inputs, lambda: model(**inputs), few, loss_of, seed=0), wanted)
     graph = replace(planner.graph, calls=profile.calls, unlayered=measuring.unlayered)
-    return _Seen(graph, profile, wanted or WHOLE)
-
-
-def _survey(assembly: Assembly, config: Config, seen: _Seen) -> Survey:
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-    request = assembly.runner.planner.request(seen.graph, config.gradient_accumulation_steps, seen.sizes)
-    return Survey(seen.graph, seen.profile, seen.profile.tables[-1][1], element, request)
+    request = planner.request(graph, config.gradient_accumulation_steps, wanted or WHOLE)
+    return Survey(graph, profile, profile.tables[-1][1], element, request)
 
 
 def _of_several_sizes(profile: Profile) -> bool:
@@ -203,7 +183,7 @@ def _of_several_sizes(profile: Profile) -> bool:
 
 
 def _sized(survey: Survey, config: Config) -> Survey:
-    """Where the search may choose: with the sizes of pieces of the fastest plan; of the smallest if nothing fits."""
+    """Where the search may choose: with the sizes of slices of the fastest plan; of the smallest if nothing fits."""
     profile, rows = survey.profile, config.micro_batch
     if not _of_several_sizes(profile):
         return survey

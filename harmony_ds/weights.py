@@ -11,21 +11,21 @@ Parameters stay the same objects, so that an optimizer may have been built befor
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from harmony_ds.calls.lending import belongs_to_engine
+from harmony_ds.calls.installed import belongs_to_engine
+from harmony_ds.checkpoint.snapshot import listed
+from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAMED_IN_ERRORS = 8
 
 
 @torch.no_grad()
@@ -46,16 +46,15 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     if belongs_to_engine(model):
         raise ModelError("this model belongs to an engine: call that engine's destroy() before it gets other weights.")
-    files = _files(Path(path))
-    where = {key: file for file in files for key in file.keys}
+    sources = {key: source for file in _files(Path(path)) for key, source in read_tensors(file).items()}
     places = _places(model)
-    _check_names(places, where, Path(path))
+    _check_names(places, sources, Path(path))
     for place in places:
-        found = [key for key in place.names if key in where]
-        tensor = where[found[0]].read(found[0])
+        found = [key for key in place.names if key in sources]
+        tensor = sources[found[0]].read()
         _check_tensor(place, found[0], tensor)
         for other in found[1:]:
-            if not torch.equal(where[other].read(other), tensor):
+            if not torch.equal(sources[other].read(), tensor):
                 raise CheckpointError(
                     f"{place.names[0]} and {other} are one tensor in the model, and have different values in {path}."
                 )
@@ -93,43 +92,23 @@ def initialize_weights(model: nn.Module) -> tuple[str, ...]:
 # ---- the files
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    handle: Any
-    keys: tuple[str, ...]
-
-    def read(self, key: str) -> Tensor:
-        """The tensor `key`, in mapped memory."""
-        tensor: Tensor = self.handle.get_tensor(key)
-        return tensor
-
-
-def _files(path: Path) -> list[_File]:
+def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
         if not found:
             there = sorted(file.name for file in path.glob("*.safetensors*"))
             raise CheckpointError(
                 f"{path} holds neither {_SINGLE} nor {_INDEX}"
-                + (f": name one of {_listed(there)}." if there else ", nor any other safetensors file.")
+                + (f": name one of {listed(there)}." if there else ", nor any other safetensors file.")
             )
         path = found[0]
     if path.suffix != ".json":
-        return [_opened(path)]
+        return [path]
     try:
         shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error!r}).") from error
-    return [_opened(path.parent / shard) for shard in shards]
-
-
-def _opened(path: Path) -> _File:
-    try:
-        handle: Any = safe_open(path, framework="pt", device="cpu")
-        return _File(path, handle, tuple(handle.keys()))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return [path.parent / shard for shard in shards]
 
 
 # ---- the model's tensors
@@ -166,8 +145,8 @@ def _check_names(places: list[_Place], keys: Mapping[str, object], path: Path) -
     missing = [place.names[0] for place in places if not any(name in keys for name in place.names)]
     unexpected = [key for key in keys if key not in known]
     if missing or unexpected:
-        what = [f"lacks {_listed(missing)}"] if missing else []
-        what += [f"has {_listed(unexpected)}, which the model has not"] if unexpected else []
+        what = [f"lacks {listed(missing)}"] if missing else []
+        what += [f"has {listed(unexpected)}, which the model has not"] if unexpected else []
         raise CheckpointError(
             f"{path} {' and '.join(what)}. Weights of transformers whose names differ from the model's are loaded by "
             "from_pretrained, which maps them too."
@@ -215,7 +194,7 @@ def _initializers(module: nn.Module, name: str, fresh: Mapping[int, str]) -> Ite
     kept = [t for t in own if isinstance(t, nn.Parameter) and id(t) not in fresh]
     if kept:
         raise ModelError(
-            f"{_listed(mine)}: on the meta device, while other parameters of the same module have values, which its "
+            f"{listed(mine)}: on the meta device, while other parameters of the same module have values, which its "
             "initialization would overwrite. Give all of it weights, or build the model with real buffers "
             "(accelerate.init_empty_weights)."
         )
@@ -279,13 +258,7 @@ def _is_unset(tensor: Tensor, version: int) -> bool:
 
 def _no_values(module: nn.Module, names: list[str]) -> str:
     return (
-        f"{_listed(names)} ({type(module).__name__}): on the meta device, and no reset_parameters() of its module gives it "
+        f"{listed(names)} ({type(module).__name__}): on the meta device, and no reset_parameters() of its module gives it "
         "values. Build the model in host memory, or at least its buffers (accelerate.init_empty_weights), or load it by "
         "from_pretrained or harmony_ds.load_weights."
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    chosen = list(names)
-    rest = f" and {len(chosen) - _NAMED_IN_ERRORS} more" if len(chosen) > _NAMED_IN_ERRORS else ""
-    return ", ".join(chosen[:_NAMED_IN_ERRORS]) + rest

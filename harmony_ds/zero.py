@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harmony_ds.parameters import link_of, take_over
+from harmony_ds.parameters import links_of, take_over
 
 Parameters = nn.Parameter | Iterable[nn.Parameter] | None
 
@@ -50,10 +50,7 @@ class GatheredParameters:
         self._params = chosen if enabled else []
 
     def __enter__(self) -> None:
-        for param in self._params:
-            link = link_of(param)
-            if link is not None:
-                link.finish()
+        links_of(self._params)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -135,6 +135,7 @@ def test_the_harmony_block_is_read() -> None:
         "micro_batch": (8, 4),
         "plan": None,
         "profile": None,
+        "unknown_keys": "error",
     }
     assert settings.budget_bytes == 2**29
     assert HarmonySettings().budget_bytes is None
@@ -367,11 +368,11 @@ def test_base64_of_json() -> None:
 
 
 @pytest.mark.parametrize(("value", "sizes"), [("config", "config"), ("auto", "auto"), (3, (3, 3))])
-def test_sizes_of_pieces_are_a_word_or_a_number(value: object, sizes: object) -> None:
+def test_sizes_of_slices_are_a_word_or_a_number(value: object, sizes: object) -> None:
     assert load(harmony={"micro_batch": value}).harmony.micro_batch == sizes
 
 
-def test_a_micro_batch_of_auto_is_a_share_of_the_batch_and_leaves_the_pieces_to_the_search() -> None:
+def test_a_micro_batch_of_auto_is_a_share_of_the_batch_and_leaves_the_slices_to_the_search() -> None:
     config = load_config(
         {"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+from torch import nn
 
 import harmony_ds
-from harmony_ds import ConfigError, ContradictionError
+from harmony_ds import ArgumentError, ConfigError, ContradictionError
 from harmony_ds.config import Section, load_config
 from harmony_ds.config.optimizers import NOT_RUN, refuse_what_is_not_run
 
@@ -46,6 +49,15 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ),
     ({"harmony": {"pack_layer": 2}}, r'unknown key "pack_layer" in "harmony". Did you mean "pack_layers"\?'),
     ({"harmony": {"zzz": 2}}, r'unknown key "zzz" in "harmony". Known keys: device, device_memory_gib'),
+    ({"warmup_steps": 3}, 'Did you mean "scheduler.params.warmup_num_steps".*"harmony": {"unknown_keys": "warn"}'),
+    ({"lr": 3}, 'Did you mean "optimizer.params.lr"'),
+    ({"harmony": {"unknown_keys": "warn", "pack_layer": 2}}, 'unknown key "pack_layer" in "harmony"'),
+    # numbers in quotes
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params.lr\" is the text '1e-4': write the"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": ["0.9", 0.99]}}},
+        "optimizer.params.betas\" is the text '0.9'",
+    ),
     # batch sizes
     ({"train_micro_batch_size_per_gpu": None}, "Either train_batch_size or train_micro_batch_size_per_gpu needs"),
     ({"train_micro_batch_size_per_gpu": 0}, "Micro batch size per gpu: 0 has to be greater than 0"),
@@ -136,6 +148,10 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"checkpoint": {"tag_validation": "sometimes"}}, "Input should be 'WARN', 'IGNORE' or 'FAIL', not 'sometimes'"),
     ({"steps_per_print": "often"}, "\"steps_per_print\" must be a whole number, not 'often'"),
     ({"wall_clock_breakdown": "yes please"}, "wall_clock_breakdown.*valid boolean"),
+    (
+        zero(ignore_unused_parameters=False),
+        'ignore_unused_parameters" is false: parameters without a gradient are left',
+    ),
     ({"log_level": "loud"}, "\"log_level\": Input should be 'debug'"),
     ({"csv_monitor": {"enabled": True, "output_path": 3}}, '"csv_monitor.output_path": Input should be a valid string'),
     ({"wandb": "on"}, '"wandb" must be an object'),
@@ -226,3 +242,82 @@ def test_an_optimizer_that_is_not_run_is_refused_with_its_reason(name: str) -> N
 def test_other_optimizers_are_not_refused() -> None:
     refuse_what_is_not_run(None)
     refuse_what_is_not_run(Section("AdamW"))
+
+
+def test_unknown_keys_pass_where_that_is_asked_for_and_are_named() -> None:
+    source = {**MICRO, "from_elsewhere": {"a": 1}, "fp16": {"zzz": 2}, "harmony": {"unknown_keys": "warn"}}
+    assert load_config(source).without_meaning == ("fp16.zzz", "from_elsewhere")
+
+
+@pytest.mark.parametrize("level", ["error", "ERROR", "Warning"])
+def test_a_log_level_is_taken_in_any_case_as_deepspeed_does(level: str) -> None:
+    assert load_config({**MICRO, "log_level": level}).values["log_level"] == level.lower()
+
+
+# ---- arguments of initialize, and names that only the optimizer or the scheduler know
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def adamw(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **params}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Net, r"model is the class Net, not a module of it: model=Net\(...\)"),
+        ("gpt2", r'model is the name "gpt2": load it first'),
+        (7, "model must be a torch.nn.Module, not int: 7"),
+    ],
+)
+def test_what_is_no_model(model: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        harmony_ds.initialize(model=model, config=MICRO)
+    with pytest.raises(TypeError):
+        harmony_ds.initialize(model=model, config=MICRO)
+
+
+def test_what_is_no_config() -> None:
+    with pytest.raises(ConfigError, match="a valid base64. Received: 7, which is of type int".replace(".", r"\.")):
+        harmony_ds.initialize(model=Net(), config=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (adamw(learning_rate=0.1), '"optimizer.params" does not take "learning_rate". Did you mean "lr"'),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.1}}}, '"momentun". Did you mean "momentum"'),
+        ({"optimizer": {"type": "AdmW"}}, "AdmW is not a supported DeepSpeed Optimizer, did you mean AdamW"),
+        ({**adamw(), "scheduler": {"type": "WarmupLr"}}, "scheduler WarmupLr. Did you mean WarmupLR"),
+        (
+            {**adamw(), "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 2}}},
+            '"scheduler.params" does not take "warmup_steps". Did you mean "warmup_num_steps"',
+        ),
+    ],
+    ids=str,
+)
+def test_a_typo_is_answered_with_the_name_that_was_meant(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        harmony_ds.initialize(model=Net(), config={**MICRO, **more, "harmony": {"device": "cpu"}})
+
+
+def test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded() -> None:
+    code = """
+import sys, pickle
+from harmony_ds import ConfigError, ContradictionError
+assert type(ConfigError("a")) is ConfigError and "deepspeed" not in sys.modules
+import deepspeed
+for kind in (ConfigError, ContradictionError):
+    try:
+        raise kind("b")
+    except deepspeed.DeepSpeedConfigError as error:
+        assert isinstance(error, kind) and str(error) == "b" and type(error).__name__ == kind.__name__
+        assert isinstance(pickle.loads(pickle.dumps(error)), kind)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

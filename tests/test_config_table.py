@@ -17,11 +17,11 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from harmony_ds.config import load_config
-from harmony_ds.config.document import tables, with_tables
 from harmony_ds.config.forms import DTYPES
 from harmony_ds.config.key import Effect
 from harmony_ds.config.keys import BLOCKS, BY_PATH, KEYS, names_in
 from harmony_ds.config.optimizers import NOT_RUN
+from tests.docs.config_tables import tables, with_tables
 
 DOCS = Path(__file__).parent.parent / "docs" / "config.md"
 MODELS = {
@@ -180,6 +180,6 @@ def test_every_key_is_listed_once_and_explained() -> None:
 def test_the_table_in_the_docs_is_up_to_date() -> None:
     text = DOCS.read_text(encoding="utf-8")
 
-    assert with_tables(text) == text, "python -m harmony_ds.config.document docs/config.md"
+    assert with_tables(text) == text, "python -m tests.docs.config_tables"
     made = "".join(tables().values())
     assert all(f"| `{key.path.removeprefix('harmony.')}` |" in made for key in KEYS)

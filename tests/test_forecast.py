@@ -13,7 +13,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine, Profile
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.survey import Survey
@@ -56,10 +56,10 @@ def situation(
         (),
     )
     costs = CostTable(graph.calls, (COST,) * LAYERS, tail_bytes=2**12)
-    request = Request(
+    request = PlanRequest(
         micro_batches=micro_batches,
         budget_bytes=budget_bytes,
-        unlayered_bytes=0,
+        resident_bytes=0,
         settings=HarmonySettings(residency="off"),
         policy=Policy(deferred_update=clipping),
     )

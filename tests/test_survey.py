@@ -17,6 +17,8 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.measuring.measure import Measurement
+from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
@@ -24,6 +26,7 @@ from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
+from tests.cover import spread
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
 
@@ -64,8 +67,7 @@ def estimated(one: Family, dropout: float, config: Config) -> Survey:
     return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE, Kernels.CPU)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "dropout"), spread(EXACT, [0.0, 0.1]))
 def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout: float) -> None:
     config = config_of()
     known = measure(family(name).build(dropout), family(name).batch(0), config).costs
@@ -107,9 +109,9 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
-        measurement = Measurement(made.parts, made.layers)
+        measurement = Measurement(Setup(made.parts, made.layers))
         try:
-            return measurement.run(lambda: model(**inputs), loss_of, 0, ())
+            return measurement.measure(Sample(inputs, lambda: model(**inputs), lambda rows: lambda: None, loss_of, 0))
         finally:
             made.destroy()
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 
 from suite import MODELS, add_point_options, point, results_folder
 
-from harmony_ds.cli.app import app
+from harmony_ds.cli.app import run
 
 CAPS, TOKENS, MICRO_BATCHES = (8, 16, 24), (8192, 32768, 131072), (1, 4, 8)
 
@@ -28,19 +29,24 @@ def main() -> None:
         return
     chosen = point(args)
     name = f"{args.model}-{args.cap_gib:g}gib-{args.tokens}tok-mb{args.micro_batch}-{'clip' if args.clip else 'noclip'}"
+    name += "-ablations" if args.ablate else ""
     config = results_folder() / f"{name}.ds_config.json"
     config.write_text(json.dumps(chosen.ds_config(), indent=1) + "\n", encoding="utf-8")
     command = ["bench", chosen.model, "--ds-config", config, "--sequence", chosen.sequence]
-    command += ["--device-memory-gib", chosen.cap_gib, "--uncapped", "torch,torch-checkpoint", "--rounds", args.rounds]
+    command += ["--device-memory-gib", chosen.cap_gib, "--rounds", args.rounds]
     command += ["--steps", args.steps, "--warmup-steps", 1, "--limit-s", args.limit_s]
     command += ["--output", results_folder() / f"{name}.json"]
+    if args.ablate:
+        command += ["--ablate"]
+    elif args.uncapped:
+        command += ["--uncapped", args.uncapped]
     if args.engines:
         command += ["--engines", args.engines]
     if args.sweep is not None:
         command += ["--sweep" if args.sweep else "--no-sweep"]
     if args.resume:
         command += ["--resume"]
-    app([str(part) for part in command], prog_name="harmony-ds")
+    sys.exit(run([str(part) for part in command]))
 
 
 def _grid() -> list[str]:
@@ -60,6 +66,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_point_options(parser)
     parser.add_argument("--engines", help="as harmony-ds bench takes them (default: all that can run)")
+    parser.add_argument(
+        "--uncapped", default="torch,torch-checkpoint", help="engines without the cap, beside the others"
+    )
+    parser.add_argument("--ablate", action="store_true", help="harmony alone, each of its mechanisms switched off")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=420, help="begin no turn later")

@@ -34,6 +34,11 @@ def llama_6b() -> nn.Module:
     return _made(LlamaForCausalLM, "llama-6b")
 
 
+def llama_8b() -> nn.Module:
+    """7.9 billion parameters: what 128 GiB of host memory hold at 14 bytes each."""
+    return _made(LlamaForCausalLM, "llama-8b")
+
+
 def llama_7m() -> nn.Module:
     """6.6 million parameters, for a machine without a GPU."""
     return _made(LlamaForCausalLM, "llama-7m")

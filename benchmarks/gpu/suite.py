@@ -16,7 +16,7 @@ from harmony_ds.bench.results import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-MODELS = {"gpt2-1.5b": "gpt2_1b5", "llama-3b": "llama_3b", "llama-6b": "llama_6b"}
+MODELS = {"gpt2-1.5b": "gpt2_1b5", "llama-3b": "llama_3b", "llama-6b": "llama_6b", "llama-8b": "llama_8b"}
 _SEQUENCE = 1024
 
 

@@ -125,19 +125,19 @@ class Moments:
 
     def watch(self) -> None:
         """From now on, for the rest of this process's life."""
-        write = tensor_files._Sink.write
+        write = tensor_files._NewFile.write
         fsync = os.fsync
 
-        def counted_write(sink: Any, content: memoryview) -> None:
+        def counted_write(file: Any, content: memoryview) -> None:
             for start in range(0, len(content), _PART_BYTES):
                 self()
-                write(sink, content[start : start + _PART_BYTES])
+                write(file, content[start : start + _PART_BYTES])
 
         def counted_fsync(handle: int) -> None:
             self()
             fsync(handle)
 
-        tensor_files._Sink.write = counted_write  # type: ignore[method-assign]
+        tensor_files._NewFile.write = counted_write  # type: ignore[method-assign]
         os.fsync = counted_fsync
         sys.addaudithook(self._audited)
 

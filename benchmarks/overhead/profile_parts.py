@@ -20,9 +20,9 @@ Function = tuple[str, int, str]  # file, line, name; file "~" is C
 _TORCH = "torch itself"
 _LANE = "lane switch (and the model's code between layers)"
 _TREES = "flatten, unflatten"
-_BOUNDARY = "boundary, glue"
+_BOUNDARY = "boundary, inter-layer graph"
 _RNG = "random state"
-_LENDING = "lending parameters and buffers"
+_INSTALLATION = "installation parameters and buffers"
 _SCANS = "scans over modules and buffers"
 _CONTEXTS = "context managers (grad mode, autocast, contextlib)"
 _CALLS = "layer call bookkeeping"
@@ -38,19 +38,20 @@ _MODULES = {
     "runtime/executor.py": _EXECUTOR,
     "runtime/micro_batch.py": _EXECUTOR,
     "calls/trees.py": _TREES,
+    "calls/places.py": _TREES,
     "calls/arguments.py": _TREES,
     "calls/caches.py": _TREES,
     "calls/boundary.py": _BOUNDARY,
-    "calls/dead_end.py": _BOUNDARY,
     "calls/own_memory.py": _BOUNDARY,
     "calls/random_streams.py": _RNG,
-    "calls/lending.py": _LENDING,
-    "calls/layer_buffers.py": _LENDING,
+    "calls/installed.py": _INSTALLATION,
+    "calls/buffers.py": _INSTALLATION,
     "calls/layer_call.py": _CALLS,
+    "calls/called_layer.py": _CALLS,
     "calls/recorded_call.py": _CALLS,
     "calls/intercept.py": _CONTEXTS,
     "calls/call_state.py": _STATE,
-    "calls/call_places.py": _STATE,
+    "calls/call_walk.py": _STATE,
     "calls/call_code.py": _STATE,
     "calls/tensor_hooks.py": _STATE,
     "parameters/link.py": _STATE,

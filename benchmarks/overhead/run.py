@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from child import ProfiledServer
+
 from harmony_ds.bench.processes import Child
 from harmony_ds.bench.results import Contestant, Results, environment
 from harmony_ds.bench.run import Rounds, run
@@ -79,11 +81,10 @@ def _per_call(results: Results) -> dict[str, float]:
 
 
 def _profile(name: str, task: Workload, core: int | None) -> dict[str, Any]:
-    program = [str(Path(__file__).with_name("child.py"))]
-    with Child(name, task, core, program) as child:
+    with Child(name, task, core, ProfiledServer) as child:
         child.start()
-        child.ask({"run": WARM_UP, "first": 0})
-        answer = child.ask({"profile": PROFILED_STEPS, "first": WARM_UP})
+        child.ask("run", 0, WARM_UP)
+        answer = child.ask("profile", WARM_UP, PROFILED_STEPS)
     scale = 1e6 / (PROFILED_STEPS * CALLS)
     return {
         "parts_us": {part: s * scale for part, s in sorted(answer["parts"].items(), key=lambda item: -item[1])},

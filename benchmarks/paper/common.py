@@ -122,6 +122,12 @@ def environment(seconds: float) -> Content:
     }
 
 
+def span(low: float, high: float, form: str) -> str:
+    """Both ends, or the one number that they print as."""
+    ends = f"{low:{form}}", f"{high:{form}}"
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
 def panels(*titles: str, width: float = 4.1, height: float = 3.2) -> tuple[Figure, list[Any]]:
     """A figure with one set of axes for each title, side by side."""
     figure = Figure(figsize=(width * len(titles), height), layout="constrained")

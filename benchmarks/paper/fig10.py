@@ -8,13 +8,16 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from common import GIB, NAIVE, OURS, PLAIN, PUBLISHED, Content, Experiment, Options
+from common import GIB, NAIVE, OURS, PLAIN, PUBLISHED, Content, Experiment, Options, span
 from machine import best, costs_of, each_alone, shipped
 from matplotlib.figure import Figure
 from models import SMALL, Model
 from training import Ours, Plain, interleaved, planned_bytes, ratio, sgd, weight_bytes
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Setup, compose, count_volumes
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.graph import Mode, Setup
+from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.planner.volumes import count_volumes
 
 ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 2, "ResNet": 2}
 """Samples of a micro-batch, measured."""
@@ -169,16 +172,16 @@ def says(content: Content) -> str:
     text = (
         f"Measured at {next(iter(last.values()))['micro_batches']} micro-batches a step, under {HEADROOM} times the memory "
         f"of the smallest plan: share of plain PyTorch's throughput, which has no limit and recomputes nothing: {reached}. "
-        f"The same engine swapping for each micro-batch takes longer by the factors {alone} and moves {min(fewer):.0f} to "
-        f"{max(fewer):.0f} times the weights and gradients. A copy is cheap on a CPU device, so times differ less than "
-        f"bytes; with one micro-batch the two do the same, so that their factors there ({min(noise):.2f} to "
-        f"{max(noise):.2f}) are the noise of the machine."
+        f"The same engine swapping for each micro-batch takes longer by the factors {alone} and moves "
+        f"{span(min(fewer), max(fewer), '.0f')} times the weights and gradients. A copy is cheap on a CPU device, so "
+        f"times differ less than bytes; with one micro-batch the two do the same, so that their factors there ("
+        f"{span(min(noise), max(noise), '.2f')}) are the noise of the machine."
     )
     if content["simulated"]:
+        ends = {name: (entry["rows"][0], entry["rows"][-1]) for name, entry in content["simulated"].items()}
         gains = [
-            f"{name} {entry['rows'][0]['each_alone']['s'] / entry['rows'][0]['vPP']['s']:.1f} to "
-            f"{entry['rows'][-1]['each_alone']['s'] / entry['rows'][-1]['vPP']['s']:.1f}"
-            for name, entry in content["simulated"].items()
+            f"{name} {span(*(row['each_alone']['s'] / row['vPP']['s'] for row in both), '.1f')}"
+            for name, both in ends.items()
         ]
         text += (
             " Simulated, four devices: the pipeline's throughput over that of swapping for each micro-batch, at that "

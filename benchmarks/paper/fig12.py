@@ -59,7 +59,9 @@ def _simulated() -> list[Content]:
     """GPT2-XL on four devices: bytes of the task graphs, and of swapping for each micro-batch by formula."""
     from machine import best, costs_of
 
-    from benchmarks.vldb22.planner import Mode, Setup, compose, count_volumes
+    from benchmarks.vldb22.planner.compose import compose
+    from benchmarks.vldb22.planner.graph import Mode, Setup
+    from benchmarks.vldb22.planner.volumes import count_volumes
 
     costs = costs_of("GPT2-XL")
     weights = costs.state_bytes(0, costs.count)

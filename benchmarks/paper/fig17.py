@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from models import Model, gpt2
 from training import Ours, adamw, interleaved, planned_bytes
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Profile, Schedule, Setup, simulate
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
+from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.forecast import Situation, forecast
 from harmony_ds.scheduler.partition import uniform_bounds
 
@@ -63,7 +65,7 @@ def _grown(model: Model, budget: int, rounds: int) -> Content:
     }
 
 
-def _profile(billions: int) -> Profile:
+def _profile(billions: int) -> LayerProfile:
     """The published profile of 10 billion parameters, with more of its equal blocks."""
     return deeper(published_profile("GPT2-10B"), {3: BLOCKS * (billions - BILLIONS[0])})
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from models import Model, bert
 from training import Batch, Ours, Plain, interleaved, planned_bytes, sgd
 
-from benchmarks.vldb22.planner import Mode, Schedule, Setup, simulate
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds import DoesNotFitError
 from harmony_ds.scheduler.partition import uniform_bounds
 

@@ -16,22 +16,12 @@ from common import GIB
 from models import Model, bert, gpt2, resnet, vgg
 
 from benchmarks.vldb22 import reference
-from benchmarks.vldb22.planner import (
-    HARMONY_VLDB22,
-    Answer,
-    Effort,
-    LayerCost,
-    Mode,
-    PackCosts,
-    PassCosts,
-    Profile,
-    Question,
-    Schedule,
-    Setup,
-    search,
-    simulate,
-)
 from benchmarks.vldb22.planner.cuts import fits_all, within
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
+from benchmarks.vldb22.planner.profile import LayerCost, LayerProfile, PackCosts, PassCosts
+from benchmarks.vldb22.planner.search import Answer, Effort, Question, search
+from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.config import Config, load_config
 from harmony_ds.profiler.hardware import Gpu, Hardware, Host, known_hardware
 from harmony_ds.scheduler.partition import uniform_bounds
@@ -91,7 +81,7 @@ def survey(model: Model, rows: int, accumulation: int = 1) -> Survey:
     return estimate(model.on_meta(), model.batch(rows, "meta", None), config(rows, accumulation), HARDWARE)
 
 
-def estimated(model: Model, sizes: Sequence[int], optimizer: str) -> Profile:
+def estimated(model: Model, sizes: Sequence[int], optimizer: str) -> LayerProfile:
     """The roofline's profile in the original's form: layers in call order, then the loss.
 
     Args:
@@ -123,7 +113,7 @@ def estimated(model: Model, sizes: Sequence[int], optimizer: str) -> Profile:
             ([c.backward_ms for c in calls], [c.alive_bytes + c.backward_bytes for c in calls], table.tail_ms)
         )
     tails = [table.tail_bytes for table in tables]
-    return Profile(
+    return LayerProfile(
         tuple(layers), _passes(sizes, forward, weights, tails, 1), _passes(sizes, backward, weights, tails, 2)
     )
 
@@ -146,7 +136,7 @@ def _passes(
     )
 
 
-def merged(profile: Profile, many: int) -> Profile:
+def merged(profile: LayerProfile, many: int) -> LayerProfile:
     """`many` neighbours made one layer, the first and the last two left alone: what a pack of them costs is the same."""
     count = len(profile.layers)
     bounds = [0, 1, *range(1 + many, count - 2, many), count - 2, count - 1, count]
@@ -170,10 +160,10 @@ def merged(profile: Profile, many: int) -> Profile:
         )
         for a, b in parts
     )
-    return Profile(layers, merge(profile.forward), merge(profile.backward))
+    return LayerProfile(layers, merge(profile.forward), merge(profile.backward))
 
 
-def deeper(profile: Profile, copies: Mapping[int, int]) -> Profile:
+def deeper(profile: LayerProfile, copies: Mapping[int, int]) -> LayerProfile:
     """A profile with so many further copies of the layers at some positions."""
 
     def stretched(row: tuple[_Item, ...]) -> tuple[_Item, ...]:
@@ -182,10 +172,10 @@ def deeper(profile: Profile, copies: Mapping[int, int]) -> Profile:
     def stretch(costs: PassCosts) -> PassCosts:
         return PassCosts(costs.sizes, tuple(map(stretched, costs.times_ms)), tuple(map(stretched, costs.peaks_bytes)))
 
-    return Profile(stretched(profile.layers), stretch(profile.forward), stretch(profile.backward))
+    return LayerProfile(stretched(profile.layers), stretch(profile.forward), stretch(profile.backward))
 
 
-def scaled(profile: Profile, sample_ms: tuple[float, float]) -> Profile:
+def scaled(profile: LayerProfile, sample_ms: tuple[float, float]) -> LayerProfile:
     """A profile whose largest micro-batch takes so long per sample, forward and backward."""
 
     def scale(costs: PassCosts, wanted_ms: float) -> PassCosts:
@@ -232,7 +222,7 @@ PAPER = {
 }
 
 
-def published_profile(name: str) -> Profile:
+def published_profile(name: str) -> LayerProfile:
     """Of BERT-Large, BERT-96, GPT2-Medium or GPT2-10B: what the original measured on one of its cards."""
     return reference.profile_of(name.lower().replace("-", "_"))
 
@@ -344,7 +334,7 @@ def _over(costs: PackCosts, rows: int, sample_ms: tuple[float, float]) -> dict[s
     }
 
 
-def _block(profile: Profile) -> int:
+def _block(profile: LayerProfile) -> int:
     """The last of the equal layers."""
     sizes = [layer.weight_bytes for layer in profile.layers]
     often = max(sizes, key=sizes.count)

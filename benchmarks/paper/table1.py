@@ -12,7 +12,9 @@ from common import OURS, PUBLISHED, SIMULATED, Content, Experiment, Options, pan
 from machine import CAP_BYTES, MACHINE, best, checks, costs_of, shipped
 from matplotlib.figure import Figure
 
-from benchmarks.vldb22.planner import Effort, Mode, Setup, simulate
+from benchmarks.vldb22.planner.graph import Mode, Setup
+from benchmarks.vldb22.planner.search import Effort
+from benchmarks.vldb22.planner.simulate import simulate
 
 CASES = (("BERT-Large", 600), ("BERT-96", 64), ("GPT2-Medium", 256), ("GPT2-10B", 32), ("GPT2-XL", 64), ("VGG416", 64))
 LARGEST = {"BERT-Large": (243, 78), "BERT-96": (243, 78)}

@@ -64,7 +64,7 @@ def classifier() -> nn.Module:
 
 def pairs(count: int, seed: int) -> list[Pair]:
     """Half of them neighbours in an article, half of them from two articles; shuffled, the same at every call."""
-    articles = [_sentences(text) for text in data._read_wikipedia(data._find_wikipedia_dump())]
+    articles = [_sentences(text) for text in data._read_wikipedia(data.wikipedia_dump())]
     articles = [sentences for sentences in articles if len(sentences) >= 10]
     chance = random.Random(seed)
     found = []

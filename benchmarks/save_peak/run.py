@@ -119,7 +119,7 @@ def child(options: argparse.Namespace, folder: Path) -> None:
         },
     )
     engine.train_batch(iter([torch.randn(1, 4, options.width).bfloat16()]))
-    engine._assembly.wait_for_updates()  # the first update makes the optimizer's state; that is not the save's memory
+    engine.finish_updates()  # the first update makes the optimizer's state; that is not the save's memory
     print(f"{count / 1e6:.0f}M parameters in {options.layers} layers, bf16 with fp32 masters and AdamW:")
     total = count * _STATE_BYTES
     measured("save", lambda: engine.save_checkpoint(folder), layer_bytes, total, options.limit_layers)

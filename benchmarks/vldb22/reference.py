@@ -9,7 +9,9 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.vldb22.planner import Mode, PackCosts, Profile, Schedule, Setup, Volumes
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
+from benchmarks.vldb22.planner.volumes import Volumes
 
 _DATA = Path(__file__).parent / "data"
 LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}
@@ -69,8 +71,8 @@ def costs_of(model: str) -> PackCosts:
     return PackCosts(profile_of(model))
 
 
-def profile_of(model: str) -> Profile:
-    return Profile.from_json((_DATA / f"prof_{model}.json").read_text(encoding="utf-8"))
+def profile_of(model: str) -> LayerProfile:
+    return LayerProfile.from_json((_DATA / f"prof_{model}.json").read_text(encoding="utf-8"))
 
 
 def shipped(model: str) -> Iterator[Shipped]:

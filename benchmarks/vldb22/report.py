@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.vldb22.planner import Answer, Setup
+from benchmarks.vldb22.planner.graph import Setup
+from benchmarks.vldb22.planner.search import Answer
 from benchmarks.vldb22.reference import LAST_PROFILED, Shipped
 
 _HEAD = """# Harmony's published schedules, simulated and improved

@@ -11,17 +11,12 @@ import time
 from functools import cache
 from pathlib import Path
 
-from benchmarks.vldb22.planner import (
-    HARMONY_VLDB22,
-    Answer,
-    Mode,
-    Question,
-    Setup,
-    compose,
-    count_volumes,
-    search,
-    simulate,
-)
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.graph import Mode, Setup
+from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
+from benchmarks.vldb22.planner.search import Answer, Question, search
+from benchmarks.vldb22.planner.simulate import simulate
+from benchmarks.vldb22.planner.volumes import count_volumes
 from benchmarks.vldb22.reference import LARGEST, Shipped, costs_of, shipped
 from benchmarks.vldb22.report import Row, Scaling, report
 

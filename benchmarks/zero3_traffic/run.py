@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 import harmony_ds
-from harmony_ds.bench.engines.deepspeed import zero3
+from harmony_ds.bench.engines.deepspeed import ZEROS
 from harmony_ds.bench.results import environment
 from harmony_ds.bench.workload import Workload
 
@@ -108,7 +108,11 @@ def deepspeed_step(task: Workload) -> dict[str, int]:
     """
     import deepspeed
 
-    zero = {**zero3(task), "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    zero = {
+        **ZEROS["deepspeed-zero3-offload"].config(task),
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
     zero |= {"stage3_param_persistence_threshold": 0}
     engine, *_ = deepspeed.initialize(model=task.subject.model, config={**task.config(), "zero_optimization": zero})
     for step in range(2):  # the first one traces the order of the layers

@@ -48,12 +48,12 @@ class Corpus:
 
 
 def load_corpus(text_files: Sequence[Path] = (), vocab_size: int = 4096) -> Corpus:
-    """Read and tokenize `text_files`, or gensim's Wikipedia articles when there are none.
+    """Read and tokenize `text_files` (plain text, or Wikipedia's XML as .bz2), or gensim's articles when there are none.
 
     Raises:
         DataError: a file or gensim is missing, or the text is empty.
     """
-    documents = _read_text_files(text_files) if text_files else _read_wikipedia(_find_wikipedia_dump())
+    documents = _read_text_files(text_files) if text_files else _read_wikipedia(wikipedia_dump())
     if not documents:
         raise DataError("the text is empty: give files with some prose in them (--text FILE)")
     directory = _cache_directory(documents, vocab_size)
@@ -113,12 +113,17 @@ def _remove_nested(pattern: str, text: str) -> str:
     return text
 
 
-def _find_wikipedia_dump() -> Path:
+def wikipedia_dump() -> Path:
+    """The shortened English Wikipedia in the gensim package, as XML.
+
+    Raises:
+        DataError: gensim is not installed, or comes without it.
+    """
     spec = importlib.util.find_spec("gensim")
     if spec is None or spec.origin is None:
         raise DataError(
             "the default text comes with the gensim package, which is not installed: "
-            'pip install "harmony_ds[examples]", or give a text of your own (--text FILE)'
+            'pip install ".[examples]", or give a text of your own (--text FILE)'
         )
     folder = Path(spec.origin).parent / "test" / "test_data"
     dumps = sorted(folder.glob("enwiki-latest-pages-articles1*shortened.bz2"))
@@ -141,13 +146,19 @@ def _read_wikipedia(dump: Path) -> list[str]:
 
 
 def _read_text_files(files: Sequence[Path]) -> list[str]:
-    from datasets import disable_progress_bars, load_dataset
-
-    disable_progress_bars()
     for file in files:
         if not file.is_file():
             raise DataError(f"no such text file: {file}")
-    rows = load_dataset("text", data_files=[str(file) for file in files], sample_by="document", split="train")
+    documents = [article for file in files if file.suffix == ".bz2" for article in _read_wikipedia(file)]
+    plain = [str(file) for file in files if file.suffix != ".bz2"]
+    return documents + (_read_plain(plain) if plain else [])
+
+
+def _read_plain(files: list[str]) -> list[str]:
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    rows = load_dataset("text", data_files=files, sample_by="document", split="train")
     return [text for text in rows["text"] if text.strip()]
 
 

@@ -9,8 +9,6 @@ from harmony_ds.bench.workload import Workload
 from harmony_ds.config.ablations import ABLATIONS, Ablation
 
 AS_IT_IS = "harmony"
-_CHOICES = ("stash-on-device", "stash-on-host", "bf16-gradients")
-"""Where nothing is switched off: the same is done in another way."""
 
 
 def ablated(task: Workload) -> list[Contestant]:
@@ -24,7 +22,7 @@ def ablated(task: Workload) -> list[Contestant]:
 
 
 def _label(ablation: Ablation) -> str:
-    return f"{'with' if ablation.name in _CHOICES else 'without'} {ablation.name}"
+    return f"{'with' if ablation.is_choice else 'without'} {ablation.name}"
 
 
 def equal_results(results: Results) -> dict[str, bool]:

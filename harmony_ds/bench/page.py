@@ -6,11 +6,12 @@ import io
 import json
 from collections.abc import Callable, Iterable
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.results import Results
-from harmony_ds.bench.summary import Summary, summarize, tolerance
+from harmony_ds.bench.summary import Summary, setting, summarize, tolerance, verdict
 from harmony_ds.bench.table import cells, headers
 
 _STYLE = """
@@ -32,7 +33,7 @@ def write_page(results: Results, path: Path, title: str = "Training engines, hea
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<h1>{escape(title)}</h1>",
-        *_introduction(results),
+        *_introduction(results, summaries),
         _table(results, summaries),
         *_figures(results, summaries),
         *_small_print(results, summaries),
@@ -41,17 +42,9 @@ def write_page(results: Results, path: Path, title: str = "Training engines, hea
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _introduction(results: Results) -> Iterable[str]:
-    task, machine = next(iter(results.rows.values())).task, results.environment
-    where = machine.get("gpu") or f"{machine['cpu']}, the CPU as the device, {task['threads']} thread(s) per process"
-    cap = "no cap on device memory"
-    if task["memory_gib"] is not None:
-        whom = (
-            "for every engine" if task["device"] == "cuda" else "kept by harmony_ds alone; on a CPU nothing enforces it"
-        )
-        cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
-    name = Path(task["model"]).name
-    yield f"<p><b>{escape(name)}</b>: {results.parameters:,} parameters. {escape(str(where))}; {cap}.</p>"
+def _introduction(results: Results, summaries: list[Summary]) -> Iterable[str]:
+    yield f"<p>{escape(setting(results))}</p>"
+    yield from (f"<p><b>{escape(line)}</b></p>" for line in verdict(summaries, results.unit))
     if not results.finished:
         yield "<p><b>The comparison was interrupted</b>; <code>--resume</code> goes on with it.</p>"
 
@@ -107,10 +100,13 @@ def _figures(results: Results, summaries: list[Summary]) -> Iterable[str]:
     timed = [summary for summary in summaries if summary.drained_ms is not None]
     if not timed:
         return
+    if find_spec("matplotlib") is None:
+        yield "<p class=note>Figures need matplotlib: pip install matplotlib, then --resume.</p>"
+        return
     if len(timed) > 1 and {summary.engine for summary in timed} == {"harmony"}:
         yield _figure(lambda axes: _draw_waterfall(axes, timed), "What each mechanism is worth: step time without it.")
-    several = len({summary.items for summary in timed}) > 1
-    yield _figure(lambda axes: _draw_throughput(axes, timed, results.unit, several), "Throughput.")
+    throughput = _draw_curve if len({summary.items for summary in timed}) > 1 else _draw_throughput
+    yield _figure(lambda axes: throughput(axes, timed, results.unit), "Throughput.")
     yield _figure(lambda axes: _draw_memory(axes, timed), "Peaks of device and host memory, GiB.")
     if any(summary.host_to_device for summary in timed):
         yield _figure(lambda axes: _draw_swaps(axes, results, timed), "Bytes between host and device in one step.")
@@ -134,21 +130,7 @@ def _colour(summary: Summary) -> str:
     return _OURS if summary.engine == "harmony" else _OTHERS
 
 
-def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) -> None:
-    if several:
-        lines: dict[str, list[Summary]] = {}
-        for summary in timed:
-            lines.setdefault(summary.label.partition(" | ")[0], []).append(summary)
-        for label, points in lines.items():
-            style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
-            axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
-        axes.set_xscale("log", base=2)
-        sizes = sorted({summary.items for summary in timed})
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.minorticks_off()
-        axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
-        axes.legend(fontsize=8)
-        return
+def _draw_throughput(axes: Any, timed: list[Summary], unit: str) -> None:
     names = [summary.label for summary in timed]
     axes.barh(names, [summary.items_per_s for summary in timed], color=[_colour(summary) for summary in timed])
     for index, summary in enumerate(timed):
@@ -157,6 +139,22 @@ def _draw_throughput(axes: Any, timed: list[Summary], unit: str, several: bool) 
         axes.plot(ends, [index, index], color="#333", linewidth=1.5)
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} per second (line: slowest to fastest round)")
+
+
+def _draw_curve(axes: Any, timed: list[Summary], unit: str) -> None:
+    """A line for each engine over the sizes of a step."""
+    lines: dict[str, list[Summary]] = {}
+    for summary in timed:
+        lines.setdefault(summary.label.partition(" | ")[0], []).append(summary)
+    for label, points in lines.items():
+        style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
+        axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
+    sizes = sorted({summary.items for summary in timed})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
+    axes.legend(fontsize=8)
 
 
 def _draw_waterfall(axes: Any, timed: list[Summary]) -> None:

@@ -1,16 +1,15 @@
-"""The driver's side of the pipe: starts an engine's process, sends it commands, reads its answers."""
+"""The driver's side: starts an engine's process, asks it, and hears how it ended."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
+from harmony_ds.bench.child import Server, serve
 from harmony_ds.bench.workload import Workload
 
 
@@ -23,89 +22,76 @@ class ChildFailedError(Exception):
 
 
 class Child:
-    """One engine in a process of its own, which runs `program`. A context manager."""
+    """One engine in a process of its own, which answers as `kind` does. A context manager."""
 
-    def __init__(
-        self,
-        engine: str,
-        task: Workload,
-        core: int | None = None,
-        program: Sequence[str] = ("-m", "harmony_ds.bench.child"),
-    ) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **_environment(task)},
-        )
+    def __init__(self, engine: str, task: Workload, core: int | None = None, kind: type[Server] = Server) -> None:
+        self._log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - lives as long as the process
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._log.name, kind, engine, task.as_json())
+        self._process = context.Process(target=serve, args=arguments)
+        with _environment(task):
+            self._process.start()
+        theirs.close()
         if core is not None:
+            assert self._process.pid is not None
             os.sched_setaffinity(self._process.pid, {core})
-        self._first = {"engine": engine, "task": task.as_json()}
 
     def start(self) -> None:
-        """Builds the engine.
+        """Returns when the engine is built.
 
         Raises:
-            ChildFailedError: it cannot be built.
+            ChildFailedError: it cannot be.
         """
-        self.ask(self._first)
+        self._answer()
 
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        """The answer to `command`.
+    def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """What a method of the process's server returns.
 
         Raises:
-            ChildFailedError: there is none.
+            ChildFailedError: nothing.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            self._pipe.send((method, arguments))
         except BrokenPipeError:
-            line = ""
-        if not line:
-            raise self._last_words()
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ChildFailedError(answer["error"], answer["out_of_memory"])
-        return answer
+            raise self._last_words() from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            kind, answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._last_words() from None
+        if kind == "error":
+            raise ChildFailedError(*answer)
+        found: dict[str, Any] = answer
+        return found
 
     def _last_words(self) -> ChildFailedError:
-        code = self._process.wait()
-        self._log.seek(0)
+        self._process.join()
+        code = self._process.exitcode
         lines = [line.strip() for line in self._log if line.strip()]
         killed = code == -9  # what the kernel does to the largest process when memory is short
         said = lines[-1] if lines else "it said nothing"
         return ChildFailedError(f"the process ended with status {code}: {said}", out_of_memory=killed)
 
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._log.close()
-
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._pipe.close()
+        self._process.join(timeout=30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._log.close()
 
 
-def _environment(task: Workload) -> dict[str, str]:
-    """As many threads for everyone, and none that spins while it waits."""
+@contextmanager
+def _environment(task: Workload) -> Iterator[None]:
+    """As a process finds it that is started meanwhile: as many threads for everyone, and none that spins while it waits."""
     threads = str(task.threads)
-    return {
+    changed = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -114,3 +100,12 @@ def _environment(task: Workload) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),  # noqa: PTH109
     }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

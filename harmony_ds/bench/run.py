@@ -113,8 +113,8 @@ def best_micro_batch(contestant: Contestant, timing: Rounds, tell: Tell) -> tupl
         try:
             with Child(contestant.engine, cut, timing.core) as child:
                 child.start()
-                child.ask({"run": 1, "first": 0})
-                step_ms = child.ask({"run": 1, "first": 1})["drained_ms"]
+                child.ask("run", 0, 1)
+                step_ms = child.ask("run", 1, 1)["drained_ms"]
         except ChildFailedError as error:
             found[str(micro_batch)] = {"error": str(error), "out_of_memory": error.out_of_memory}
             break  # a larger one needs more still
@@ -163,7 +163,7 @@ class _Turns:
         child = alive.enter_context(Child(contestant.engine, contestant.task, self._timing.core))
         with self._told(contestant):
             child.start()
-            _note_losses(row, 0, child.ask({"run": self._timing.warmup_steps, "first": 0})["losses"])
+            _note_losses(row, 0, child.ask("run", 0, self._timing.warmup_steps)["losses"])
             self._running[contestant.label] = contestant, child
             self._next_step[contestant.label] = self._timing.warmup_steps
 
@@ -191,7 +191,7 @@ class _Turns:
         row, first = self._results.rows[label], self._next_step[label]
         self._tell(f"{label}: round {number + 1} of {self._timing.rounds}{self._outlook()}")
         with self._told(contestant):
-            answer = child.ask({"run": steps, "first": first})
+            answer = child.ask("run", first, steps)
             self._next_step[label] = first + steps
             _note_losses(row, first, answer["losses"])
             row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
@@ -200,8 +200,8 @@ class _Turns:
         """The reports of all that are running, and their copies counted in a step of their own."""
         for contestant, child in list(self._running.values()):
             with self._told(contestant):
-                report = child.ask({"report": True})  # peaks of the steps that were timed
-                counted = child.ask({"count": self._next_step[contestant.label]})
+                report = child.ask("report")  # peaks of the steps that were timed
+                counted = child.ask("count", self._next_step[contestant.label])
                 self._results.rows[contestant.label].report = {
                     **report,
                     **({"copied_bytes": counted} if counted else {}),

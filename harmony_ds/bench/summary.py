@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.engines import adapter
@@ -78,6 +79,63 @@ def tolerance(results: Results) -> float:
     config = task["ds_config"]
     half = any(bool(config.get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
     return _TOLERANCES["half" if half else "fp32", task["device"]]
+
+
+def setting(results: Results) -> str:
+    """What was compared, in one paragraph: model, step, dtypes, machine, memory cap."""
+    tasks = [row.task for row in results.rows.values()]
+    task, machine = tasks[0], results.environment
+    config = task["ds_config"]
+    dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
+    summed = config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
+    steps = sorted(
+        {(one["accumulation"], one["micro_batch"]) for one in tasks if one["memory_gib"] == task["memory_gib"]}
+    )
+    items = sorted({*results.items_per_step.values()})
+    where = machine.get("gpu") or f"{machine['cpu']} as the device, {_counted(task['threads'], 'thread')} a process"
+    cap = "no cap on device memory"
+    if task["memory_gib"] is not None:
+        whom = "for every engine" if task["device"] == "cuda" else "kept by harmony alone: a CPU enforces none"
+        cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
+    cuts = ", ".join(f"{_counted(count, 'micro-batch')} of {_counted(rows, 'row')}" for count, rows in steps)
+    return (
+        f"{Path(task['model']).name}: {results.parameters:,} parameters; {cuts}, "
+        f"{', '.join(f'{count:,}' for count in items)} {results.unit} a step; computed in {dtype}, gradients summed in "
+        f"{summed}; {where}; {cap}."
+    )
+
+
+def verdict(summaries: list[Summary], unit: str) -> list[str]:
+    """Who won by what: a line for each size of a step, with harmony's time against the others'."""
+    timed = [summary for summary in summaries if summary.drained_ms is not None]
+    sizes = sorted({summary.items for summary in timed})
+    return [_verdict([one for one in timed if one.items == size], unit) for size in sizes]
+
+
+def _verdict(timed: list[Summary], unit: str) -> str:
+    by_time = sorted(timed, key=lambda one: one.drained_ms.median if one.drained_ms else 0.0)
+    best, *others = by_time
+    assert best.drained_ms is not None
+    fastest = f"{best.items:,} {unit} a step: {_name(best)} is fastest, {best.drained_ms.median:,.1f} ms"
+    ratios = [
+        f"{one.ratio.median:.2f} of {_name(one)}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}{_even(one.ratio)})"
+        for one in (best, *others)
+        if one.ratio is not None and one.engine != "harmony"
+    ]
+    return f"{fastest}." + (f" harmony takes {', '.join(ratios)}." if ratios else "")
+
+
+def _name(summary: Summary) -> str:
+    """Without the size of a step, which a label has where there are several."""
+    return summary.label.partition(" | ")[0]
+
+
+def _even(ratio: Spread) -> str:
+    return ": no clear winner" if ratio.low < 1 < ratio.high else ""
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _summary(results: Results, label: str, row: Row) -> Summary:

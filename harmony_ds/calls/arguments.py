@@ -19,10 +19,9 @@ from torch import Tensor
 
 from harmony_ds.calls.caches import empty_caches
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.trees import Made, Shape, Written, flatten, unflatten
+from harmony_ds.calls.trees import Contents, Shape, flatten, unflatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
-Writes = list[Written]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +33,13 @@ class Arguments:
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
     caches: list[Any]  # those that the layer may fill, and that are emptied again
 
-    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Made]]:
+    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Contents]]:
         """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
         leaves = list(self.leaves)
         for tensor, places in zip(tensors, self.places, strict=True):
             for place in places:
                 leaves[place] = tensor
-        made: list[Made] = []
+        made: list[Contents] = []
         args, kwargs, attributes = unflatten(leaves, self.shape, made)
         return args, kwargs, attributes, made
 
@@ -97,7 +96,9 @@ def collecting(request: Request) -> Iterator[dict[str, list[Any]]]:
         collected.update({key: value for key, value in inner.items() if isinstance(value, list) and value})
 
 
-def give_back(request: Request, collected: dict[str, list[Any]], written: Writes, values: list[list[Any]]) -> None:
+def give_back(
+    request: Request, collected: dict[str, list[Any]], written: list[Contents], values: list[list[Any]]
+) -> None:
     """Lets the caller see what the layer collected, and wrote into what it was given, with cut tensors."""
     if collected:
         outer = request.context.run(_collector_variable().get)

@@ -1,11 +1,11 @@
 """Where the autograd graph is cut, and how gradients cross the cut.
 
-    layer call k            |  code between the layers   |          layer call k+1
-    ... -> output  ==cut==> Boundary -> glue -> input  ==cut==> Boundary -> recomputed layer -> ...
+    layer call k            |   inter-layer operations   |          layer call k+1
+    ... -> output  ==cut==> Boundary ->  ... -> input  ==cut==> Boundary -> recomputed layer -> ...
 
 A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
-hands each output's gradient to a `Sink` and stops. The same node stands on both sides of a layer call: in the
-micro-batch's own graph its sinks collect the gradients of the layer's outputs; in front of a recomputed layer they pass
+hands each output's gradient to a `GradientTarget` and stops. The same node stands on both sides of a layer call: in the
+micro-batch's own graph its targets collect the gradients of the layer's outputs; in front of a recomputed layer they pass
 the gradients of its inputs on to where those came from.
 """
 
@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from harmony_ds.calls.places import patched
 from harmony_ds.errors import ModelError, UnsupportedError
 
 
-class Sink(Protocol):
+class GradientTarget(Protocol):
     """Takes gradients of one tensor."""
 
     def add(self, gradient: Tensor) -> None: ...
@@ -31,7 +32,7 @@ class Sink(Protocol):
 
 
 class Origin:
-    """One micro-batch's forward pass of one model. (Graphs hold slots: what a slot refers to must not hold graphs.)"""
+    """One micro-batch's forward pass of one model. (Graphs hold its output gradients, which must not refer to graphs.)"""
 
     __slots__ = ("model",)
 
@@ -40,8 +41,25 @@ class Origin:
         """Identifies the layer calls that it is of."""
 
 
-class Slot:
-    """The gradient of one output of a layer call: the sum of what its consumers hand back.
+class GradientSum:
+    """The gradient of one tensor: the sum of what its consumers hand back."""
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        # Out of place: autograd may hand the same tensor to several consumers.
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class OutputGradient(GradientSum):
+    """The gradient of one output of a layer call.
 
     Attributes:
         call: the number of the call in its micro-batch.
@@ -50,15 +68,15 @@ class Slot:
         origin: the micro-batch that the call belongs to.
     """
 
-    __slots__ = ("call", "dtype", "gradient", "origin", "propagated", "shape")
+    __slots__ = ("call", "dtype", "origin", "propagated", "shape")
 
     def __init__(self, call: int, output: Tensor, origin: Origin | None = None) -> None:
+        super().__init__()
         self.origin = origin
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
         self.propagated = False
-        self.gradient: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,14 +88,52 @@ class Slot:
                 f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
                 f"through, and would be lost: {_FROM_ANOTHER}"
             )
-        # Out of place: autograd may hand the same tensor to several consumers.
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        super().add(gradient)
+
+
+class InterLayerGradient(GradientSum):
+    """The gradient of what inter-layer operations gave a layer, until it is due: before backward of call `deadline`."""
+
+    __slots__ = ("deadline", "nbytes")
+
+    def __init__(self, deadline: int, nbytes: int) -> None:
+        super().__init__()
+        self.deadline = deadline
+        self.nbytes = nbytes
+
+
+class DeadEnd:
+    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def add(self, gradient: Tensor) -> None:
+        raise ModelError(
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
+            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
+            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
+        )
 
     def take(self) -> Tensor | None:
-        gradient, self.gradient = self.gradient, None
-        return gradient
+        return None
+
+    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
+        return {name: self._guard(copy) for name, copy in copies.items()}
+
+    def _guard(self, copy: Tensor) -> Tensor:
+        known: Tensor | None = getattr(copy, _GUARD, None)
+        if known is not None:
+            return known
+        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
+        if copy.requires_grad:
+            alias.register_hook(self.add)
+        setattr(copy, _GUARD, alias)
+        return alias
 
 
+_GUARD = "_harmony_guard"
 _FROM_ANOTHER = (
     "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
     "(state = state.detach())."
@@ -86,27 +142,29 @@ _FROM_ANOTHER = (
 
 class _BoundaryNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.harmony_sinks = sinks
+        ctx.harmony_targets = targets
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         _refuse_second_order()
-        for sink, gradient in zip(ctx.harmony_sinks, gradients, strict=True):
+        for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
-                sink.add(gradient)
+                target.add(gradient)
         return None, None, None
 
 
-def cut(tensors: Sequence[Tensor], sinks: Sequence[Sink]) -> tuple[Tensor, ...]:
-    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `sinks`."""
+def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
+    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, sinks)  # type: ignore[no-untyped-call]
+        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, targets)  # type: ignore[no-untyped-call]
     return cut_tensors
 
 
@@ -144,13 +202,13 @@ def outlet(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _copies_a_leaf(tensor: Tensor) -> bool:
-    behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
-    return len(behind) == 1 and behind[0] is not None and not behind[0].next_functions
+    behind = () if tensor.grad_fn is None else tensor.grad_fn.next_functions
+    return len(behind) == 1 and behind[0][0] is not None and not behind[0][0].next_functions
 
 
-def sinks_of(node: Node | None) -> Sequence[Sink] | None:
-    """The sinks of `node` if it is a Boundary."""
-    return getattr(node, "harmony_sinks", None)
+def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
+    """The targets of `node` if it is a Boundary."""
+    return getattr(node, "harmony_targets", None)
 
 
 @contextmanager
@@ -160,49 +218,53 @@ def guarded_backward(inside_layer: Callable[[], bool]) -> Iterator[None]:
     Raises:
         UnsupportedError: (whoever runs one) it does.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        inputs = args[3]
-        if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
-            raise UnsupportedError(
-                "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
-                "it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
-            )
-        gradients: tuple[Tensor, ...] = run(outputs, *args, **kwargs)
-        return gradients
+    def guarding(run: Any) -> Any:
+        def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+            inputs = args[3]
+            if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
+                raise UnsupportedError(
+                    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept "
+                    "while it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
+                )
+            return run(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = guarded  # type: ignore[attr-defined, assignment]
-    try:
+        return guarded
+
+    with patched(torch.autograd, "_engine_run_backward", guarding):
         yield
-    finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
     seen = {None, *ends}
     while todo := todo - seen:
-        if any(sinks_of(node) is not None for node in todo):
+        if any(targets_of(node) is not None for node in todo):
             return True
         seen |= todo
-        todo = {following for node in todo if node is not None for following, _ in node.next_functions}
+        todo = {following for node in todo for following in _behind(node)}
     return False
+
+
+def _behind(node: Node | None) -> list[Node]:
+    """The nodes that `node` hands its gradients to."""
+    return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
 def _node_of(tensor: Any) -> Node | None:
     return tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
 
 
-class Glue:
-    """Gradients on their way back through the code between one micro-batch's layers.
+class InterLayerGraph:
+    """Gradients on their way back through the inter-layer operations of one micro-batch.
 
-    A layer input that is not itself an output of an earlier layer was computed by glue. Its gradient must run through
-    the glue's graph to the Boundaries behind it: once, when everything that uses it has been propagated, and before
-    the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may share parts.
+    A layer input that is not itself an output of an earlier layer was computed by inter-layer operations. Its gradient
+    must run through their graph to the Boundaries behind it: once, when everything that uses it has been propagated,
+    and before the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may
+    share parts.
     """
 
     def __init__(self) -> None:
-        self._edges: dict[tuple[Node, int], tuple[GradientEdge, GlueSink]] = {}
+        self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
         self.origin = Origin()
 
@@ -211,46 +273,48 @@ class Glue:
         """Whether every layer input was an output of an earlier layer, untouched."""
         return not self._edges
 
-    def sink(self, tensor: Tensor, hooked: bool = False) -> Sink:
+    def target(self, tensor: Tensor, hooked: bool = False) -> GradientTarget:
         """Where the gradient of the layer input `tensor` (which requires one) goes; `hooked`: it may still get hooks."""
-        sinks = sinks_of(tensor.grad_fn)
-        if sinks is not None:
-            self._check(sinks)
-        if sinks is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
-            return sinks[tensor.output_nr]
+        targets = targets_of(tensor.grad_fn)
+        if targets is not None:
+            self._check(targets)
+        if targets is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
+            return targets[tensor.output_nr]
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
             nbytes = tensor.numel() * tensor.element_size()
-            self._edges[key] = (edge, GlueSink(self._newest_call_behind(edge.node), nbytes))
+            self._edges[key] = (edge, InterLayerGradient(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
 
     def settle(self, call: int) -> None:
-        """Runs gradients through all glue whose newest call is `call` or later (-1: all)."""
+        """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
         due = [
-            (edge, sink) for edge, sink in self._edges.values() if sink.gradient is not None and sink.deadline >= call
+            (edge, target)
+            for edge, target in self._edges.values()
+            if target.gradient is not None and target.deadline >= call
         ]
         if due:
-            gradients = [sink.take() for _, sink in due]
+            gradients = [target.take() for _, target in due]
             torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
-        """Whether the graph of `tensor` shares a node with glue that feeds a layer, so that it must be kept."""
+        """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
         if tensor.grad_fn is None:
             return False
         return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
 
     def spans(
-        self, consumers: Mapping[GlueSink, tuple[int, int]], last: Tensor | None, end: int
+        self, consumers: Mapping[InterLayerGradient, tuple[int, int]], last: Tensor | None, end: int
     ) -> set[tuple[int, int]]:
-        """Places that share a part of the glue: (earliest, latest) per node that more than one place uses.
+        """Places that share a part of the graph: (earliest, latest) per node that more than one place uses.
 
         Args:
-            consumers: per glue tensor, the first and the last place that takes it.
+            consumers: per tensor that comes of it, the first and the last place that takes it.
             last: what is propagated back from, at place `end`.
         """
         used: dict[Node, tuple[int, int]] = {}
-        roots = [(edge.node, *consumers[sink]) for edge, sink in self._edges.values() if sink in consumers]
+        roots = [(edge.node, *consumers[target]) for edge, target in self._edges.values() if target in consumers]
         if last is not None and last.grad_fn is not None:
             roots.append((last.grad_fn, end, end))
         for root, first, latest in roots:
@@ -259,9 +323,9 @@ class Glue:
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
-    def _check(self, sinks: Sequence[Sink]) -> None:
+    def _check(self, targets: Sequence[GradientTarget]) -> None:
         # Gradients go from one micro-batch to another only between different models.
-        origins = {sink.origin for sink in sinks if isinstance(sink, Slot)} - {self.origin}
+        origins = {target.origin for target in targets if isinstance(target, OutputGradient)} - {self.origin}
         if any(origin is not None and origin.model == self.origin.model for origin in origins):
             raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
 
@@ -270,15 +334,15 @@ class Glue:
         todo = [root]
         while todo:
             node = todo[-1]
-            following = [n for n, _ in node.next_functions if n is not None]
+            following = _behind(node)
             missing = [n for n in following if n not in self._newest]
-            if missing and sinks_of(node) is None:
+            if missing and targets_of(node) is None:
                 todo += missing
                 continue
             todo.pop()
-            sinks = sinks_of(node)
-            self._check(sinks or ())
-            own = [sink.call for sink in sinks or () if isinstance(sink, Slot)]
+            targets = targets_of(node)
+            self._check(targets or ())
+            own = [target.call for target in targets or () if isinstance(target, OutputGradient)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
 
@@ -289,33 +353,14 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
     todo = list(roots)
     while todo:
         node = todo.pop()
-        if node not in seen and sinks_of(node) is None:
+        if node not in seen and targets_of(node) is None:
             seen.add(node)
-            todo += [following for following, _ in node.next_functions if following is not None]
+            todo += _behind(node)
     return seen
 
 
-def sinks_behind(tensors: Iterable[Tensor]) -> set[Sink]:
+def targets_behind(tensors: Iterable[Tensor]) -> set[GradientTarget]:
     """Where gradients of `tensors` would go."""
     roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    inside = _nodes_behind(roots)
-    ends = roots.union(following for node in inside for following, _ in node.next_functions if following is not None)
-    return {sink for end in ends for sink in sinks_of(end) or ()}
-
-
-class GlueSink:
-    """The gradient of one glue tensor, until it is due: before the backward of call `deadline`."""
-
-    __slots__ = ("deadline", "gradient", "nbytes")
-
-    def __init__(self, deadline: int, nbytes: int) -> None:
-        self.deadline = deadline
-        self.nbytes = nbytes
-        self.gradient: Tensor | None = None
-
-    def add(self, gradient: Tensor) -> None:
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
-
-    def take(self) -> Tensor | None:
-        gradient, self.gradient = self.gradient, None
-        return gradient
+    ends = roots.union(*map(_behind, _nodes_behind(roots)))
+    return {target for end in ends for target in targets_of(end) or ()}

@@ -12,90 +12,20 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-Read = tuple[Any, str, str]
-"""A mapping, a key that some code reads there, and the name of that in messages."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple)
+from harmony_ds.calls.places import ABSENT, SCALARS, Cell, ClassAttribute, Place, Places, Standing
+
+_PLAIN = (*SCALARS, list, dict, set, tuple)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
-class ClassAttributes(MutableMapping[str, Any]):
-    """Attributes of one class, as a mapping that writes to the class."""
-
-    def __init__(self, owner: type) -> None:
-        self.owner = owner
-
-    def __getitem__(self, key: str) -> Any:
-        return self.owner.__dict__[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.owner, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        delattr(self.owner, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self.owner.__dict__ if not key.startswith("__"))
-
-    def __len__(self) -> int:
-        return len(self.owner.__dict__)
-
-
-class Closure(MutableMapping[str, Any]):
-    """The variables that one function has of the function around it."""
-
-    def __init__(self, function: types.FunctionType) -> None:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: cell for name, cell in cells if name != "__class__"}
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return self._cells[key].cell_contents
-        except ValueError:  # not assigned to (yet)
-            raise KeyError(key) from None
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._cells[key].cell_contents = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._cells[key].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([key for key in self._cells if self.get(key, self) is not self])
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    def cell(self, key: str) -> types.CellType:
-        """What holds the variable, whoever looks at it."""
-        return self._cells[key]
-
-
-class Standing(dict[str, Any]):
-    """One object as the value of a mapping: it stays, what it holds may change."""
-
-    KEY = "self"
-
-    def __init__(self, value: Any) -> None:
-        super().__init__({self.KEY: value})
-
-
-def identity(held: Any, key: str) -> int:
-    """Of what holds `key` of a mapping that `read_by` gave."""
-    if isinstance(held, Closure):
-        return id(held.cell(key))
-    if isinstance(held, Standing):
-        return id(held[key])
-    return id(held.owner if isinstance(held, ClassAttributes) else held)
-
-
-def read_by(cls: type) -> tuple[Read, ...]:
+def read_by(cls: type) -> Places:
     """What the code of `cls` reads.
 
     Only of classes and functions of the user's own: what is installed does not change its mind within a step.
@@ -108,7 +38,7 @@ def is_function(value: Any) -> bool:
     return isinstance(value, _FUNCTIONS) or "__wrapped__" in getattr(value, "__dict__", ())
 
 
-def read_by_callable(function: Any) -> Iterator[Read]:
+def read_by_callable(function: Any) -> Iterator[Place]:
     """As `read_by`, of a function, a method and its object, an object that can be called, or a partial of such."""
     owners = []
     if isinstance(function, functools.partial):
@@ -125,7 +55,7 @@ def read_by_callable(function: Any) -> Iterator[Read]:
             yield from read_by_callable(function.__func__)
     for owner in owners:
         if not isinstance(owner, nn.Module):
-            yield Standing(owner), Standing.KEY, f"the {type(owner).__name__} of {_name(function)}"
+            yield Standing(owner, "self", f"the {type(owner).__name__} of {_name(function)}")
 
 
 def _name(function: Any) -> str:
@@ -145,14 +75,14 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._found: dict[tuple[int, str], Read] = {}
-        self._way: list[tuple[Any, str, Any]] = []
+        self._found: dict[Place, None] = {}
+        self._way: list[tuple[Place, Any]] = []
         self._seen: set[Any] = set()
         self._begun = False
 
-    def read(self) -> tuple[Read, ...]:
+    def read(self) -> Places:
         """Everything that is read."""
-        if not self._begun or any(held.get(key) is not value for held, key, value in self._way):
+        if not self._begun or any(place.read() is not value for place, value in self._way):
             self._begun = True
             self._found.clear()
             self._way.clear()
@@ -162,13 +92,13 @@ class _Reader:
                     self._class(owner, frozenset(owner.__dict__))
             else:
                 self._function(self._root)
-        return tuple(self._found.values())
+        return tuple(self._found)
 
-    def _note(self, held: Any, key: str, name: str, names: frozenset[str]) -> None:
-        value = held.get(key)
-        self._found[identity(held, key), key] = held, key, name
+    def _note(self, place: Place, names: frozenset[str]) -> None:
+        value = place.read()
+        self._found[place] = None
         if not isinstance(value, _PLAIN):
-            self._way.append((held, key, value))
+            self._way.append((place, value))
             self._value(value, names)
 
     def _value(self, value: Any, names: frozenset[str]) -> None:
@@ -186,12 +116,14 @@ class _Reader:
             return
         self._seen.add(id(function))
         used = _used_by(function.__code__)
-        closure, variables = Closure(function), function.__globals__
-        for key in closure:
-            self._note(closure, key, f"{function.__qualname__}'s {key}", used.names)
+        variables = function.__globals__
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            place = Cell(cell, key, f"{function.__qualname__}'s {key}")
+            if key != "__class__" and place.read() is not ABSENT:
+                self._note(place, used.names)
         for key in used.variables:
             if key in variables:
-                self._note(variables, key, f"{function.__module__}.{key}", used.names)
+                self._note(Place(variables, key, f"{function.__module__}.{key}"), used.names)
         for name in used.imports:
             package = variables.get("__package__")
             for module in (sys.modules.get(name), sys.modules.get(f"{package}.{name}"), sys.modules.get(package or "")):
@@ -202,10 +134,9 @@ class _Reader:
         if (id(owner), names) in self._seen or owner is nn.Module or not _is_own(owner.__module__):
             return
         self._seen.add((id(owner), names))
-        attributes = ClassAttributes(owner)
-        for key in attributes:
-            if key in names:
-                self._note(attributes, key, f"{owner.__name__}.{key}", names)
+        for key in list(owner.__dict__):
+            if key in names and not key.startswith("__"):
+                self._note(ClassAttribute(owner, key, f"{owner.__name__}.{key}"), names)
         for member in owner.__dict__.values():
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, types.FunctionType):
@@ -226,7 +157,7 @@ class _Reader:
                 self._module(value, names)
             # Of what is installed: functions, which somebody may patch, and the environment.
             elif own or callable(value) or value is os.environ:
-                self._note(held, key, f"{module.__name__}.{key}", names)
+                self._note(Place(held, key, f"{module.__name__}.{key}"), names)
 
 
 @dataclass(slots=True)

@@ -14,27 +14,24 @@ others wait for their forward pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
-from harmony_ds.calls.call_places import Checked, Found, Key, Place, Walk, same
-from harmony_ds.calls.lending import changes_buffers_unseen
-from harmony_ds.calls.watched_buffers import WatchedBuffers
+from harmony_ds.calls.buffers import WatchedBuffers
+from harmony_ds.calls.call_walk import Found, Walk
+from harmony_ds.calls.places import ABSENT, Place, held, same
 from harmony_ds.errors import CallChangedError
-
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
     """The values that a call saw, and the modes that it was made in (training and requires_grad flags)."""
 
-    values: dict[Key, Any]
-    places: dict[Key, Place]
+    values: dict[Place, Any]
     modes: bytes
 
 
@@ -48,31 +45,23 @@ class Queue(Protocol):
         """Runs the forward passes that wait, if their order matters."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A value that a micro-batch has of its own."""
-
-    place: Place
-    own: Any
-
-
 class CallStates:
     """Takes what calls of one model see, and puts it in place again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._advanced: dict[Key, Place] = {}
+        self._advanced: set[Place] = set()
         self._functions: list[Any] = []  # that calls of this group were given
         self._writes = False  # whether forward writes to buffers or other tensors that stay
         self._watching = False
         self._running = False
-        self._differences: dict[int, tuple[CallState, CallState, tuple[_Own, ...]]] = {}
+        self._differences: dict[int, tuple[CallState, CallState, dict[Place, Any]]] = {}
         self._look()
         self.alone: str | None = None
         """Why forward passes cannot take turns, if something else than buffers of layers is the reason."""
         self.tensor_hook: str | None = None
         """What forward calls on a tensor to see its gradient (`register_hook`), if it was seen to."""
-        self._queue: weakref.ref[Queue] | None = None
+        self._queue: Callable[[], Queue | None] = _no_queue
 
     def follow(self, queue: Queue) -> None:
         """From now on, calls are queued there; it is not kept alive."""
@@ -80,9 +69,6 @@ class CallStates:
         if self._functions:
             self._functions = []
             self._look()
-
-    def _queue_now(self) -> Queue | None:
-        return None if self._queue is None else self._queue()
 
     # ---- at the call
 
@@ -108,7 +94,7 @@ class CallStates:
         return self._newest
 
     def _refuse(self, change: str | None) -> None:
-        queue = self._queue_now()
+        queue = self._queue()
         if change is not None and queue is not None and queue.has_waiting():
             raise CallChangedError(
                 f"{change} while micro-batches wait whose calls came before: their forward passes have not run, and "
@@ -132,8 +118,8 @@ class CallStates:
 
     def _keep(self, found: Found) -> None:
         self._found = found
-        self._newest = CallState(found.values, found.places, found.modes)
-        self._writes |= any(map(changes_buffers_unseen, found.statistics))
+        self._newest = CallState(found.values, found.modes)
+        self._writes |= found.writes_unseen
         self._versions = self._found.versions()
 
     # ---- while the engine runs
@@ -185,13 +171,13 @@ class CallStates:
         self._look()
 
     def _catch_up(self) -> None:
-        queue = self._queue_now()
+        queue = self._queue()
         if queue is not None and not self._running:
             queue.catch_up()
 
     def remove(self) -> None:
         """Gives every module a plain dictionary of its buffers."""
-        self._queue = None
+        self._queue = _no_queue
         for module in self._model.modules():
             module.__dict__["_buffers"] = dict(dict.items(module.__dict__["_buffers"]))
 
@@ -202,9 +188,9 @@ class CallStates:
             return
         before = self._newest
         self._look()
-        advanced = [key for key in _differing(before, self._newest) if not (users and key[1] == "training")]
+        advanced = {place for place in _differing(before, self._newest) if not (users and place.key == "training")}
         if advanced:
-            self._advanced |= {key: (before.places | self._newest.places)[key] for key in advanced}
+            self._advanced |= advanced
             self._look()
 
     @contextmanager
@@ -214,48 +200,39 @@ class CallStates:
         Raises:
             CallChangedError: what runs changes a value that the user changes as well.
         """
-        owns = () if state is None or state is self._newest else self._owns(state)
-        if not owns:
+        own = {} if state is None or state is self._newest else self._own(state)
+        if not own:
             yield
             return
-        newest = [own.place.read(_MISSING) for own in owns]
-        for own in owns:
-            own.place.put(own.own, _MISSING)
-        try:
+        with held(tuple(own), tuple(own.values())) as left:
             yield
-            self._check_kept(owns)
-        finally:
-            for own, value in zip(owns, newest, strict=True):
-                own.place.put(value, _MISSING)
-
-    def _owns(self, state: CallState) -> tuple[_Own, ...]:
-        known = self._differences.get(id(state))
-        if known is None or known[0] is not state or known[1] is not self._newest:
-            places = self._newest.places | state.places
-            owns = tuple(
-                _Own(places[key], state.values.get(key, _MISSING))
-                for key in _differing(state, self._newest)
-                if key not in self._advanced
-            )
-            known = self._differences[id(state)] = (state, self._newest, owns)
-        return known[2]
-
-    @staticmethod
-    def _check_kept(owns: tuple[_Own, ...]) -> None:
-        for own in owns:
-            if not same(own.place.read(_MISSING), own.own):
+        for place, value in zip(own, left, strict=True):
+            if not same(value, own[place]):
                 raise CallChangedError(
-                    f"{own.place.name} is changed both between the calls of a step and by the forward pass, whose "
+                    f"{place.name} is changed both between the calls of a step and by the forward pass, whose "
                     "micro-batches run later than they are called. Change it before the first micro-batch of a step."
                 )
 
+    def _own(self, state: CallState) -> dict[Place, Any]:
+        """What `state` saw otherwise than it is now."""
+        known = self._differences.get(id(state))
+        if known is None or known[0] is not state or known[1] is not self._newest:
+            places = (place for place in _differing(state, self._newest) if place not in self._advanced)
+            own = {place: state.values.get(place, ABSENT) for place in places}
+            known = self._differences[id(state)] = (state, self._newest, own)
+        return known[2]
 
-def _differing(one: CallState, other: CallState) -> list[Key]:
-    keys = [*one.values, *(key for key in other.values if key not in one.values)]
-    return [key for key in keys if not same(one.values.get(key, _MISSING), other.values.get(key, _MISSING))]
+
+def _no_queue() -> None:
+    """Of a model whose calls nobody queues (yet)."""
 
 
-def _replaced(before: dict[Key, Checked], now: dict[Key, Checked]) -> str | None:
-    return next(
-        (known.changed for key, known in before.items() if key in now and not same(known.value, now[key].value)), None
-    )
+def _differing(one: CallState, other: CallState) -> list[Place]:
+    """The places where they differ."""
+    places = [*one.values, *(place for place in other.values if place not in one.values)]
+    return [place for place in places if not same(one.values.get(place, ABSENT), other.values.get(place, ABSENT))]
+
+
+def _replaced(before: dict[Place, Any], now: dict[Place, Any]) -> str | None:
+    """What differs, of what both have."""
+    return next((place.name for place, value in before.items() if place in now and not same(value, now[place])), None)

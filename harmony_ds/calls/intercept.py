@@ -1,7 +1,7 @@
 """Puts the engine between a model and its layers, without changing either's class or signature.
 
 Each layer's `forward` becomes an `InterceptedForward`, which asks whoever is active on the calling thread what to do:
-a `Lane` parks, a `Streamer` runs the layer at once, and nobody at all means that the layer runs as it always did.
+a `Lane` waits, a `Streamer` runs the layer at once, and nobody at all means that the layer runs as it always did.
 """
 
 from __future__ import annotations
@@ -137,28 +137,24 @@ class Interception:
     """Intercepts the layers of one model until `remove`."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
-        self._layers = layers
-        self._modules = [layer.module for layer in layers]
-        self._forwards = [InterceptedForward(layer) for layer in layers]
-        for module, forward in zip(self._modules, self._forwards, strict=True):
-            module.__dict__["forward"] = forward
-            leave_out_added(module)
+        self._forwards: dict[Layer, InterceptedForward] = {}
+        for layer in layers:
+            self._intercept(layer)
+            leave_out_added(layer.module)
+
+    def _intercept(self, layer: Layer) -> None:
+        layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer)
 
     def follow(self) -> bool:
         """Takes over what somebody has put in the place of a layer's `forward` since; whether anybody has."""
-        replaced = [
-            place
-            for place, (module, forward) in enumerate(zip(self._modules, self._forwards, strict=True))
-            if module.__dict__.get("forward") is not forward
-        ]
-        for place in replaced:
-            forward = self._forwards[place] = InterceptedForward(self._layers[place])
-            self._modules[place].__dict__["forward"] = forward
+        replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
+        for layer in replaced:
+            self._intercept(layer)
         return bool(replaced)
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""
-        for module in self._modules:
+        for module in (layer.module for layer in self._forwards):
             copy_all(module)
             intercepted = module.__dict__.get("forward")
             if not isinstance(intercepted, InterceptedForward):
@@ -166,4 +162,4 @@ class Interception:
             del module.__dict__["forward"]
             if intercepted.before is not None:
                 module.__dict__["forward"] = intercepted.before
-        self._modules.clear()
+        self._forwards.clear()

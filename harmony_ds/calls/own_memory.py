@@ -43,7 +43,7 @@ def memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
     return {found for tensor in tensors if (found := memory(tensor)) is not None}
 
 
-class LentMemory:
+class ParameterMemory:
     """Where a layer's parameters lie on the device; looked up once for each swap-in."""
 
     def __init__(self, names: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from copy import deepcopy
 from types import MethodType
 from typing import Any
 
@@ -37,6 +38,21 @@ class PlainState(Added):
             if hooks in plain:
                 plain[hooks] = OrderedDict(_without_added(plain[hooks]))
         return plain
+
+
+class PlainWhenCopied(dict[str, Any]):
+    """A dictionary that stands in a module in the place of a plain one; its copies and pickles are plain."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: deepcopy(value, memo) for key, value in self.items()}
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    copy = __copy__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.__copy__(),)
 
 
 def leave_out_added(owner: nn.Module) -> None:

@@ -12,15 +12,20 @@ them replayed where a layer is recomputed, and put back to where its forward pas
 from __future__ import annotations
 
 import hashlib
+import pickle
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Places, Snapshot
-from harmony_ds.calls.generators import Generator, generators_of, global_generators
+from harmony_ds.calls.module_places import all_places
+from harmony_ds.calls.places import SCALARS, Noted, Place, Places, Setting, kept, read_all, write_all
+from harmony_ds.calls.trees import flatten
 from harmony_ds.device.base import Device
 
 
@@ -54,14 +59,14 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._others: tuple[Generator, ...] = ()  # that the model was seen to draw from
-        self._held: tuple[Generator, ...] = ()
+        self._others: Places = ()  # that the model was seen to draw from
+        self._available: Places = _GLOBAL
         self._left: tuple[Any, ...] | None = None  # where forward passes left them, while a layer is recomputed
-        self._states: dict[object, tuple[tuple[Tensor, ...], Snapshot]] = {}
+        self._states: dict[object, tuple[tuple[Tensor, ...], Noted]] = {}
         self._current: object | None = None
         self._newest: object | None = None
         self._ambient: tuple[Tensor, ...] | None = None
-        self._before: tuple[tuple[Any, ...], Snapshot] | None = None
+        self._before: tuple[tuple[Any, ...], Noted] | None = None
         self.apart: Places = ()
         self.touched: Places = ()
 
@@ -72,15 +77,12 @@ class RandomStreams:
 
     def look_for_generators(self, modules: Iterable[nn.Module]) -> None:
         """What `modules` hold may be drawn from, too."""
-        self._held = generators_of(modules)
-
-    def _available(self) -> tuple[Generator, ...]:
-        return *global_generators(), *self._held
+        self._available = *_GLOBAL, *_generators_of(modules)
 
     def open(self) -> None:
         """Remembers the user's generators."""
         self._ambient = self._device.random_state()
-        self._before = self._read_others(), Snapshot(self.touched, copies=True)
+        self._before = tuple(read_all(self._others)), Noted(self.touched, copies=True)
 
     def close(self) -> None:
         """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
@@ -98,7 +100,7 @@ class RandomStreams:
         assert self._before is not None
         self._current = self._newest = self._left = None
         others, attributes = self._before
-        self._write_others(others)
+        write_all(self._others, others)
         attributes.restore()
 
     def start(self, stream: object, seed: int) -> None:
@@ -119,18 +121,18 @@ class RandomStreams:
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), self._read_others())
+        return State(self._device.random_state(), tuple(read_all(self._others)))
 
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""
         self._leave()
-        self._left = self._read_others()
+        self._left = tuple(read_all(self._others))
         self.rewind(state)
 
     def rewind(self, state: State) -> None:
         """Goes back to `state` in whatever stream is current."""
         self._device.set_random_state(state.device)
-        self._write_others(state.others)
+        write_all(self._others, state.others)
 
     @contextmanager
     def watching_others(self) -> Iterator[list[str]]:
@@ -138,38 +140,99 @@ class RandomStreams:
         are replayed from then on; they are where they were.
         """
         known = self._others
-        self._others = self._available()
-        before = self._read_others()
+        self._others = self._available
+        before = tuple(read_all(self._others))
         drawn: list[str] = []
         try:
             yield drawn
         finally:
             moved = [g for g, state in zip(self._others, before, strict=True) if g.read() != state]
-            self._write_others(before)
+            write_all(self._others, before)
             self._others = tuple(dict.fromkeys((*known, *moved)))
             drawn += [generator.name for generator in self._others]
 
     @contextmanager
     def others_kept(self) -> Iterator[None]:
         """Whatever is drawn from other generators while the context is open is undone in the end."""
-        before = [(generator, generator.read()) for generator in self._available()]
-        try:
+        with kept(self._available):
             yield
-        finally:
-            for generator, state in before:
-                generator.write(state)
 
     def _leave(self) -> None:
         if self._current is not None:
-            self._states[self._current] = self._device.random_state(), Snapshot(self.apart)
+            self._states[self._current] = self._device.random_state(), Noted(self.apart)
         self._current = None
         if self._left is not None:
-            self._write_others(self._left)
+            write_all(self._others, self._left)
             self._left = None
 
-    def _read_others(self) -> tuple[Any, ...]:
-        return tuple(generator.read() for generator in self._others)
 
-    def _write_others(self, states: tuple[Any, ...]) -> None:
-        for generator, state in zip(self._others, states, strict=True):
-            generator.write(state)
+# ---- generators beside torch's global ones, as places: what they hold is where they stand
+
+
+class _Generators(Place):
+    """Where generators stand that `held`, another place, holds. States compare as equal if they are."""
+
+    __slots__ = ()
+
+    def _identity(self) -> tuple[int, Any]:
+        return id(type(self)), self.held
+
+    def read(self) -> Any:
+        # The state names the generator: the place may hold another one by the time that it is put back.
+        return tuple((generator, _state(generator)) for generator in _generators_in(self.held.read()))
+
+    def write(self, value: Any) -> None:
+        for generator, state in value:
+            _set_state(generator, state)
+
+
+def _generators_of(modules: Iterable[nn.Module]) -> Places:
+    """Those that `modules` hold, and the variables that their code names."""
+    holding = (place for place in dict.fromkeys(all_places(modules)) if _generators_in(place.read()))
+    return tuple(_Generators(place, place.key, f"the generator {place.key}") for place in holding)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from `value`."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(value, (np.random.Generator, np.random.RandomState))
+
+
+def _generators_in(value: Any) -> list[Any]:
+    if isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
+        return []
+    return list({id(leaf): leaf for leaf in flatten(value)[0] if is_generator(leaf)}.values())
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(
+        generator.__getstate__() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+    )
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.__setstate__(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+_GLOBAL = (
+    Setting((random.getstate, random.setstate), "random", "Python's global random numbers"),
+    Setting(
+        (lambda: pickle.dumps(np.random.get_state()), lambda state: np.random.set_state(pickle.loads(state))),
+        "numpy.random",
+        "NumPy's global random numbers",
+    ),
+)

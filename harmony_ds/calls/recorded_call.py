@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.calls.arguments import Arguments
-from harmony_ds.calls.boundary import Sink, Slot
+from harmony_ds.calls.boundary import GradientTarget, OutputGradient
+from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.layer_buffers import Buffers
-from harmony_ds.calls.pieces import Cut
 from harmony_ds.calls.random_streams import State
-from harmony_ds.calls.trees import Shape, Written
+from harmony_ds.calls.slices import Cut
+from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
 
@@ -30,25 +30,24 @@ class RecordedCall:
     Attributes:
         request: the call as the model made it, without its arguments.
         number: place among the calls of its micro-batch.
-        leaves: its flattened arguments; tensors are replaced by their index into `entries`.
-        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
-        sinks: per tensor argument: where its gradient goes, or None.
-        states: random state before the call, or before each of its pieces if it draws random numbers.
-        cut: how the call is cut into pieces; None: not at all.
+        targets: per tensor argument: where its gradient goes, or None.
+        cut: how the call is cut into slices; None: not at all.
         buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
-        slots: per tensor output: the sum of its gradients, or None where none flows.
+        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        states: random state before the call, or before each of its slices if it draws random numbers.
+        output_gradients: per tensor output: the sum of its gradients, or None where none flows.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
     request: Request
     number: int
     arguments: Arguments
-    tensors: list[StashEntry | Kept]
-    sinks: list[Sink | None]
-    states: list[State]
+    targets: list[GradientTarget | None]
     cut: Cut | None = None
     buffers: Buffers | None = None
-    slots: list[Slot | None] = field(default_factory=list)
+    tensors: list[StashEntry | Kept] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    output_gradients: list[OutputGradient | None] = field(default_factory=list)
     retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
@@ -57,9 +56,9 @@ class RecordedCall:
 
     def propagated(self) -> None:
         """From now on, a gradient of an output is an error."""
-        for slot in self.slots:
-            if slot is not None:
-                slot.propagated = True
+        for output_gradient in self.output_gradients:
+            if output_gradient is not None:
+                output_gradient.propagated = True
 
     def check(self, outputs: list[Tensor], name: str) -> None:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
@@ -68,8 +67,10 @@ class RecordedCall:
             RecomputeError: it did not.
         """
         whole = self.cut is None
-        given = [s and (s.dtype, s.shape if whole else None) for s in self.slots]
-        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(self.slots, outputs, strict=False)]
+        given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
+        found = [
+            s and (o.dtype, o.shape if whole else None) for s, o in zip(self.output_gradients, outputs, strict=False)
+        ]
         if len(outputs) != len(given) or found != given:
             raise RecomputeError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
@@ -97,8 +98,13 @@ class Outcome:
     inputs: list[Tensor]
     leaves: list[Any]
     shape: Shape
-    written: list[Written]
+    written: list[Contents]
     altered: list[int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The output leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.nn.modules.module as all_modules
 from torch import Tensor
 
-from harmony_ds.calls.attributes import Places
+from harmony_ds.calls.places import Places, patched
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.errors import UnsupportedError
 
@@ -19,27 +18,24 @@ from harmony_ds.errors import UnsupportedError
 @contextmanager
 def noticing_hooks(noticed: Callable[[str], None]) -> Iterator[None]:
     """While open, `noticed` is told the name of what is called; what the engine itself registers is none of it."""
-    register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
 
-    def registering(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        if not is_ours(hook):
-            noticed("register_hook")
-        return register(tensor, hook)  # type: ignore[no-untyped-call]
+    def registering(register: Any) -> Any:
+        def registered(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+            if not is_ours(hook):
+                noticed("register_hook")
+            return register(tensor, hook)
 
-    def retaining(tensor: Tensor) -> None:
-        noticed("retain_grad")
-        retain(tensor)
+        return registered
 
-    own = {key: vars(torch.Tensor).get(key) for key in ("register_hook", "retain_grad")}
-    torch.Tensor.register_hook, torch.Tensor.retain_grad = registering, retaining  # type: ignore[method-assign, assignment]
-    try:
+    def retaining(retain: Any) -> Any:
+        def retained(tensor: Tensor) -> None:
+            noticed("retain_grad")
+            retain(tensor)
+
+        return retained
+
+    with patched(Tensor, "register_hook", registering), patched(Tensor, "retain_grad", retaining):
         yield
-    finally:
-        for key, value in own.items():
-            if value is None:
-                delattr(torch.Tensor, key)
-            else:
-                setattr(torch.Tensor, key, value)
 
 
 def is_ours(hook: Any) -> bool:

@@ -2,7 +2,7 @@
 
 What can be changed in place (lists, dictionaries, sets, objects with attributes) is opened once however often it is met,
 so that aliases stay aliases and cycles end. `unflatten` makes fresh ones and says which, so that what somebody writes
-into them can be found (`changed`) and done to the originals (`Written.give_back`).
+into them can be found (`changed`) and done to the originals (`Contents.give_back`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import collections
 import copyreg
 import enum
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +22,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 
-class _Kind:
-    """How values of one kind are opened, and made again."""
+class _Opener:
+    """How values of one kind are opened, and made again: those that cannot be changed in place at once (`make`), others
+    `empty`, to be filled.
+    """
 
-    mutable = False
+    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         """What is to be known beside the children, and those."""
         raise NotImplementedError
 
     def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
-        """One that cannot be changed in place."""
         raise NotImplementedError
 
     def empty(self, cls: Any, known: Any) -> Any:
-        """A fresh one that can, to be filled."""
         return cls.__new__(cls)
 
     def fill(self, target: Any, known: Any, children: list[Any]) -> None:
@@ -43,17 +44,20 @@ class _Kind:
         raise NotImplementedError
 
 
-class _Tuple(_Kind):
+class _Tuple(_Opener):
+    mutable = False
+
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return None, list(value)
 
     def make(self, cls: Any, known: Any, children: list[Any]) -> Any:
-        make: Callable[[list[Any]], Any] = getattr(cls, "_make", cls)
-        return make(children)
+        return getattr(cls, "_make", cls)(children)
 
 
-class _Registered(_Kind):
+class _Registered(_Opener):
     """torch's pytrees have a function for either way."""
+
+    mutable = False
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         children, known = SUPPORTED_NODES[type(value)].flatten_fn(value)
@@ -63,10 +67,8 @@ class _Registered(_Kind):
         return SUPPORTED_NODES[cls].unflatten_fn(children, known)
 
 
-class _List(_Kind):
+class _List(_Opener):
     """And sets, and deques (`known` is a deque's greatest length)."""
-
-    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return getattr(value, "maxlen", None), list(value)
@@ -79,9 +81,7 @@ class _List(_Kind):
         (target.update if isinstance(target, set) else target.extend)(children)
 
 
-class _Dict(_Kind):
-    mutable = True
-
+class _Dict(_Opener):
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         return (list(value), getattr(value, "default_factory", None)), list(value.values())
 
@@ -97,10 +97,8 @@ class _Dict(_Kind):
             target[key] = child
 
 
-class _Object(_Kind):
+class _Object(_Opener):
     """Attributes, in the object's dictionary or in slots."""
-
-    mutable = True
 
     def open(self, value: Any) -> tuple[Any, list[Any]]:
         held = getattr(value, "__dict__", {})
@@ -123,26 +121,19 @@ _OPENED_MODULES = ("types", "collections", "argparse")
 
 _LIBRARIES = ("transformers", "diffusers", "peft", "timm")
 
-_kinds: dict[type, _Kind | None] = {}
-"""By type, as far as it was asked for; None: its values are leaves."""
 
-
-def _kind_of(cls: type) -> _Kind | None:
-    if cls not in _kinds:
-        _kinds[cls] = _find_kind(cls)
-    return _kinds[cls]
-
-
-def _find_kind(cls: type) -> _Kind | None:
+@functools.cache
+def _opener_of(cls: type) -> _Opener | None:
+    """None: values of `cls` are leaves."""
     if issubclass(cls, _LEAF_TYPES):
         return None
     if cls not in (list, dict, tuple, collections.OrderedDict, collections.defaultdict, collections.deque) and (
         cls in SUPPORTED_NODES
     ):
         return _REGISTERED
-    for base, kind in ((tuple, _TUPLE), (frozenset, _TUPLE), (dict, _DICT)):
+    for base, opener in ((tuple, _TUPLE), (frozenset, _TUPLE), (dict, _DICT)):
         if issubclass(cls, base):
-            return kind
+            return opener
     if issubclass(cls, (list, set, collections.deque)):
         return _LIST
     return _OBJECT if _is_data(cls) else None
@@ -167,7 +158,7 @@ class Branch:
         children: per child None (a leaf) or what it was opened as; `Same` for one that is not opened.
     """
 
-    kind: _Kind
+    opener: _Opener
     cls: type
     known: Any
     original: Any
@@ -188,6 +179,10 @@ class Shape:
     root: Branch | Same | None
     mutable: list[Branch]
 
+    def contents(self) -> list[Contents]:
+        """What those hold now."""
+        return [Contents.of(branch, branch.original) for branch in self.mutable]
+
     def forget_originals(self) -> None:
         """Lets go of what was opened: others will change it, and it would keep what they put there."""
         for branch in self.mutable:
@@ -195,31 +190,39 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """A fresh container that `unflatten` made of `branch`, and what it put there."""
+class Contents:
+    """A container that was opened as `branch`, or made of it, and what it held at one time."""
 
     branch: Branch
     value: Any
     known: Any
     children: list[Any]
 
+    @staticmethod
+    def of(branch: Branch, value: Any) -> Contents:
+        """What `value` holds now."""
+        return Contents(branch, value, *branch.opener.open(value))
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What a container holds that was changed: `children` is a tree to be flattened."""
+    def has_changed(self) -> bool:
+        """Whether the container holds something else now."""
+        known, children = self.branch.opener.open(self.value)
+        if known != self.known or len(children) != len(self.children):
+            return True
+        return any(a is not b for a, b in zip(children, self.children, strict=True))
 
-    branch: Branch
-    known: Any
+    def restore(self) -> None:
+        """The container holds again what it held."""
+        self.branch.opener.fill(self.value, self.known, self.children)
 
     def give_back(self, children: list[Any]) -> None:
-        """Does to the original what was done to the fresh one."""
-        self.branch.kind.fill(self.branch.original, self.known, children)
+        """The original holds what this container held, with `children` in the place of its own."""
+        self.branch.opener.fill(self.branch.original, self.known, children)
 
 
 def may_change(value: Any) -> bool:
     """Whether `value` is a number or the like, which may be exchanged, or data that can be changed in place."""
-    kind = _kind_of(type(value))
-    return isinstance(value, (bool, int, float, str, type(None))) if kind is None else kind.mutable
+    opener = _opener_of(type(value))  # type: ignore[arg-type]
+    return isinstance(value, (bool, int, float, str, type(None))) if opener is None else opener.mutable
 
 
 def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
@@ -245,25 +248,25 @@ class _Opening:
         self.known: dict[int, Branch] = {}
 
     def visit(self, value: Any) -> Branch | Same | None:
-        kind = _kind_of(type(value))
-        if kind is None:
+        opener = _opener_of(type(value))  # type: ignore[arg-type]
+        if opener is None:
             self.leaves.append(value)
             return None
         if id(value) in self.same:
             return Same(self.same[id(value)])
         if id(value) in self.known:
             return self.known[id(value)]
-        about, children = kind.open(value)
+        about, children = opener.open(value)
         # What cannot be written into is made anew, and not kept: it holds tensors.
-        branch = Branch(kind, type(value), about, value if kind.mutable else None)
-        if kind.mutable:
+        branch = Branch(opener, type(value), about, value if opener.mutable else None)
+        if opener.mutable:
             self.known[id(value)] = branch
             self.mutable.append(branch)
         branch.children = [self.visit(child) for child in children]
         return branch
 
 
-def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Made] | None = None) -> Any:
+def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None = None) -> Any:
     """The tree of `shape` over other leaves, in fresh containers, which are added to `made`."""
     return _Making(leaves, made).build(shape.root)
 
@@ -271,7 +274,7 @@ def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Made] | None = Non
 class _Making:
     __slots__ = ("built", "leaves", "made", "place")
 
-    def __init__(self, leaves: Sequence[Any], made: list[Made] | None) -> None:
+    def __init__(self, leaves: Sequence[Any], made: list[Contents] | None) -> None:
         self.leaves = leaves
         self.made = made
         self.place = 0
@@ -285,22 +288,18 @@ class _Making:
             return branch.value
         if id(branch) in self.built:
             return self.built[id(branch)]
-        if not branch.kind.mutable:
-            return branch.kind.make(branch.cls, branch.known, [self.build(child) for child in branch.children])
-        value = self.built[id(branch)] = branch.kind.empty(branch.cls, branch.known)
-        branch.kind.fill(value, branch.known, [self.build(child) for child in branch.children])
+        if not branch.opener.mutable:
+            return branch.opener.make(branch.cls, branch.known, [self.build(child) for child in branch.children])
+        value = self.built[id(branch)] = branch.opener.empty(branch.cls, branch.known)
+        branch.opener.fill(value, branch.known, [self.build(child) for child in branch.children])
         if self.made is not None:
-            self.made.append(Made(branch, value, *branch.kind.open(value)))
+            self.made.append(Contents.of(branch, value))
         return value
 
 
-def changed(made: Sequence[Made]) -> Iterator[tuple[Written, list[Any]]]:
-    """Which of the fresh containers do not hold what `unflatten` put there, and what they hold."""
-    for one in made:
-        known, children = one.branch.kind.open(one.value)
-        same = known == one.known and len(children) == len(one.children)
-        if not same or any(a is not b for a, b in zip(children, one.children, strict=True)):
-            yield Written(one.branch, known), children
+def changed(made: Iterable[Contents]) -> list[Contents]:
+    """Those of the containers that hold something else now, as they are now."""
+    return [Contents.of(one.branch, one.value) for one in made if one.has_changed()]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -312,12 +311,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def exchange(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """As `map_tensors`, but what can be changed in place is: it stays the same object."""
     leaves, shape = flatten(tree)
-    made: list[Made] = []
+    made: list[Contents] = []
     fresh = unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape, made)
     originals = {id(one.value): one.branch.original for one in made}
     for one in made:
-        known, children = one.branch.kind.open(one.value)
-        Written(one.branch, known).give_back([originals.get(id(child), child) for child in children])
+        one.give_back([originals.get(id(child), child) for child in one.children])
     return originals.get(id(fresh), fresh)
 
 

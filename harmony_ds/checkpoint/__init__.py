@@ -1,10 +1,9 @@
 """Checkpoints: one noun, `Snapshot`, captured from an engine, read from files, written to files, restored to an engine."""
 
 from harmony_ds.checkpoint.capture import Trained, capture
-from harmony_ds.checkpoint.convert import convert
+from harmony_ds.checkpoint.convert import convert, find, read_any
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.export import export_weights, save_16bit
-from harmony_ds.checkpoint.find import find, read_any
 from harmony_ds.checkpoint.layout import write
 from harmony_ds.checkpoint.random_state import capture_random, random_of
 from harmony_ds.checkpoint.restore import LoadOptions, restore

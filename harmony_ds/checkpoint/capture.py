@@ -112,8 +112,8 @@ def _optimizer(optimizer: HostOptimizer, device_store: DeviceStore) -> Optimizer
     states: dict[str, dict[str, Any]] = {}
     for group in groups:
         for name in group.parameters:
-            ahead = device_store.state_ahead(name)
-            state = optimizer.state_of(name) if ahead is None else ahead
+            newer = device_store.newer_state(name)
+            state = optimizer.state_of(name) if newer is None else newer
             if state:
                 states[name] = {
                     key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()

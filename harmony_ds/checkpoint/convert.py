@@ -1,31 +1,80 @@
-"""From any layout to any other."""
+"""Which folder is meant, which layout it has, and from that to any other."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+from harmony_ds.checkpoint import layout
+from harmony_ds.checkpoint.deepspeed.universal_read import is_universal, read_universal
 from harmony_ds.checkpoint.deepspeed.write import to_deepspeed
+from harmony_ds.checkpoint.deepspeed.zero_read import is_deepspeeds, read_zero
 from harmony_ds.checkpoint.export import export_weights
-from harmony_ds.checkpoint.find import find, read_any, recognized
-from harmony_ds.checkpoint.layout import write
-from harmony_ds.checkpoint.snapshot import Layout, Snapshot
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST
+from harmony_ds.checkpoint.snapshot import Layout, Snapshot, listed
 from harmony_ds.errors import CheckpointError
 
+_LATEST_UNIVERSAL = "latest_universal"
+_logger = logging.getLogger(__name__)
+_LAYOUTS = (
+    (layout.is_ours, layout.read),
+    (is_universal, read_universal),
+    (is_deepspeeds, read_zero),
+)
 
-def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
-    """The checkpoint at `source`: a tag's folder, or a folder of several (then `tag`, or the latest).
+
+def find(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of `tag`, or of what `latest` names; None, with a warning, where there is no `latest`.
 
     Raises:
-        CheckpointError: there is none, or it is torn.
+        CheckpointError: that folder does not exist.
     """
-    folder = source if tag is None and source.is_dir() and recognized(source) else None
-    if folder is None:
-        if not source.is_dir():
-            raise CheckpointError(f"there is no folder {source}.")
-        folder = find(source, tag)
-    if folder is None:
-        raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
-    return folder, read_any(folder)
+    latest = load_dir / LATEST
+    universal = load_dir / _LATEST_UNIVERSAL
+    if tag is None:
+        latest = latest if latest.is_file() or not universal.is_file() else universal
+        if not latest.is_file():
+            _logger.warning(
+                "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists or "
+                "pass an explicit checkpoint tag when loading a checkpoint.",
+                latest,
+            )
+            return None
+        tag = _tag_in(latest)
+    folder = load_dir / str(tag)
+    if not folder.is_dir():
+        there = sorted(child.name for child in load_dir.glob("*/") if not child.name.startswith("."))
+        raise CheckpointError(
+            f"there is no checkpoint {folder}; {load_dir} holds {listed(there) if there else 'no folder at all'}."
+        )
+    return folder
+
+
+def _tag_in(latest: Path) -> str:
+    text = latest.read_bytes()[:4096]
+    try:
+        tag = text.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or not tag.isprintable():
+        raise CheckpointError(f"{latest} names no tag: it must hold one line of text, not {text[:20]!r}.")
+    return tag
+
+
+def read_any(folder: Path) -> Snapshot:
+    """The checkpoint in a tag's folder, of any layout that is known.
+
+    Raises:
+        CheckpointError: it is of none, or torn.
+    """
+    for fits, read in _LAYOUTS:
+        if fits(folder):
+            return read(folder)
+    holds = sorted(child.name for child in folder.iterdir())
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it holds {listed(holds) if holds else 'nothing'}, neither {MANIFEST} of "
+        "harmony_ds nor the *_model_states.pt of DeepSpeed. A save that was killed leaves such a folder."
+    )
 
 
 def convert(
@@ -42,12 +91,24 @@ def convert(
     Raises:
         CheckpointError: it cannot be read, has no place in the other layout, or cannot be written there.
     """
-    folder, snapshot = open_checkpoint(source, tag)
+    folder, snapshot = _opened(source, tag)
     if to is Layout.HF:
         export_weights(snapshot, target)
         return target
     if (target / folder.name).exists():
         raise CheckpointError(f"{target / folder.name} exists already: choose another folder.")
     if to is Layout.HARMONY:
-        return write(snapshot, target, folder.name)
+        return layout.write(snapshot, target, folder.name)
     return to_deepspeed(snapshot, target, folder.name, to, sub_group_size)
+
+
+def _opened(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
+    """The checkpoint at `source`: a tag's folder, or a folder of several (then `tag`, or the latest)."""
+    folder = source if tag is None and source.is_dir() and any(fits(source) for fits, _ in _LAYOUTS) else None
+    if folder is None:
+        if not source.is_dir():
+            raise CheckpointError(f"there is no folder {source}.")
+        folder = find(source, tag)
+    if folder is None:
+        raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
+    return folder, read_any(folder)

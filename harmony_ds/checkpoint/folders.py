@@ -2,6 +2,7 @@
 
     save_dir/
       .saving-<id>/          a save under way, or what a kill left of one; the next save removes it
+      zero_to_fp32.py, ...   DeepSpeed's scripts, which read what is here (see `scripts`)
       latest                 the tag of the newest checkpoint; replaced in one rename, last of all
       <tag>/
         manifest.json        which data folder is meant, and what its files must be
@@ -136,8 +137,9 @@ def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def _clean(parent: Path) -> None:
-    for fresh in parent.glob(f".{LATEST}*-*"):
-        fresh.unlink(missing_ok=True)
+    for pattern in (f".{LATEST}*-*", ".zero_to_*.py-*"):
+        for fresh in parent.glob(pattern):
+            fresh.unlink(missing_ok=True)
     for staging in parent.glob(_SAVING + "*"):
         with _locked(staging) as ours:
             if ours:

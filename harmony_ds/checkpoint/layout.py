@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.checkpoint.folders import LATEST, MANIFEST, new_data_name, point_latest, saving
+from harmony_ds.checkpoint.scripts import put_scripts
 from harmony_ds.checkpoint.snapshot import (
     OptimizerState,
     ParameterGroup,
@@ -67,6 +68,7 @@ def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True
             data.mkdir()
             records = _write_data(snapshot, data, state, tensors)
             write_bytes(staging / MANIFEST, _manifest(data.name, snapshot, records))
+        put_scripts(save_dir, ours=True)
         if save_latest:
             point_latest(save_dir, tag)
     except OSError as error:

@@ -44,33 +44,29 @@ def restore(trained: Trained, snapshot: Snapshot, wanted: LoadOptions, where: st
     """
     found = _renamed(snapshot, trained)
     complaints = [] if wanted.custom is not None else _refusals_of_model(trained, found, wanted.strict)
-    optimizer, scheduler = _has_optimizer(trained, wanted), _has_scheduler(trained, wanted)
-    if optimizer and trained.optimizer is not None and not complaints:  # of another model, it would say all twice
-        complaints += refusals_of_optimizer(trained.optimizer, found.optimizer)
-    if scheduler:
-        complaints += _refusals_of_scheduler(trained.scheduler, found)
+    whole = not wanted.module_only
+    optimizer = trained.optimizer if whole and wanted.optimizer else None
+    scheduler = (
+        trained.scheduler if whole and wanted.scheduler and hasattr(trained.scheduler, "load_state_dict") else None
+    )
+    if optimizer is not None and not complaints:  # of another model, it would say all twice
+        complaints += refusals_of_optimizer(optimizer, found.optimizer)
+    if scheduler is not None:
+        complaints += _refusals_of_scheduler(scheduler, found)
     if complaints:
         raise CheckpointError(f"the checkpoint {where} does not fit this engine: {'; '.join(complaints)}.")
     with _given_back_if_refused(trained, where):
-        if scheduler and found.scheduler is not None:
-            trained.scheduler.load_state_dict(copy.deepcopy(found.scheduler.state))
-        if found.data is not None and trained.loader is not None and not wanted.module_only:
+        if scheduler is not None and found.scheduler is not None:
+            scheduler.load_state_dict(copy.deepcopy(found.scheduler.state))
+        if found.data is not None and trained.loader is not None and whole:
             trained.loader.load_state_dict(found.data)
     with torch.no_grad():
         _put_weights(trained, found, wanted)
-        if optimizer and trained.optimizer is not None and found.optimizer is not None:
-            for name, state in matching(trained.optimizer, found.optimizer):
-                trained.optimizer.put_state(name, state)
-    if found.random is not None and not wanted.module_only:
+        if optimizer is not None and found.optimizer is not None:
+            for name, state in matching(optimizer, found.optimizer):
+                optimizer.put_state(name, state)
+    if found.random is not None and whole:
         restore_random(found.random, trained.device)
-
-
-def _has_optimizer(trained: Trained, wanted: LoadOptions) -> bool:
-    return wanted.optimizer and not wanted.module_only and trained.optimizer is not None
-
-
-def _has_scheduler(trained: Trained, wanted: LoadOptions) -> bool:
-    return wanted.scheduler and not wanted.module_only and hasattr(trained.scheduler, "load_state_dict")
 
 
 # ---- what must be the same

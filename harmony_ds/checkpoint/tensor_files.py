@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ class FileRecord:
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
     """A small file, durable when this returns."""
-    with _Sink(path) as sink:
-        sink.write(memoryview(content))
-    return sink.record
+    with _NewFile(path) as file:
+        file.write(memoryview(content))
+    return file.record
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
@@ -68,13 +69,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
     """
     # Large elements first, so that every tensor is aligned to its own; otherwise as given.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    with _Sink(path) as sink:
-        sink.write(memoryview(_header(path, ordered)))
+    with _NewFile(path) as file:
+        file.write(memoryview(_header(path, ordered)))
         for name, source in ordered:
             tensor = source.read()
             assert tuple(tensor.shape) == source.shape and tensor.dtype == source.dtype, name
-            sink.write(_bytes_of(tensor))
-    return sink.record
+            file.write(_bytes_of(tensor))
+    return file.record
 
 
 def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
@@ -95,7 +96,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-class _Sink:
+class _NewFile:
     """A new file that is written from front to end."""
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +104,7 @@ class _Sink:
         self._written = 0
         self._crc = 0
 
-    def __enter__(self) -> _Sink:
+    def __enter__(self) -> _NewFile:
         self._file = self._path.open("xb", buffering=0)
         return self
 
@@ -164,12 +165,13 @@ def read_tensors(path: Path) -> dict[str, Source]:
     """
     try:
         file: Any = safe_open(path, framework="pt")
-        names = list(file.keys())
+        forms = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    return {name: _source(file, name) for name in names}
-
-
-def _source(file: Any, name: str) -> Source:
-    form = file.get_slice(name)
-    return Source(tuple(form.get_shape()), _DTYPES[form.get_dtype()], lambda: file.get_tensor(name))
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    unknown = {form.get_dtype() for form in forms.values()} - _DTYPES.keys()
+    if unknown:
+        raise CheckpointError(f"{path} holds tensors of {', '.join(sorted(unknown))}, which torch does not have.")
+    return {
+        name: Source(tuple(form.get_shape()), _DTYPES[form.get_dtype()], partial(file.get_tensor, name))
+        for name, form in forms.items()
+    }

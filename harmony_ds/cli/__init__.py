@@ -7,11 +7,6 @@ import sys
 
 def main() -> None:
     """The console script."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError as error:
-        sys.exit(f'harmony-ds needs {error.name}, which is not installed: pip install "harmony_ds[cli]".')
-    from harmony_ds.cli.app import app
+    from harmony_ds.cli.app import run
 
-    app()
+    sys.exit(run(sys.argv[1:]))

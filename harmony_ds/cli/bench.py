@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import ablated, equal_results
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.run import Rounds, Tell, best_micro_batch, run
-from harmony_ds.bench.summary import losses_agree, summarize
-from harmony_ds.bench.table import table
+from harmony_ds.bench.run import Rounds, best_micro_batch, run
+from harmony_ds.bench.summary import Summary, losses_agree, summarize
+from harmony_ds.bench.table import report
 from harmony_ds.bench.workload import Workload
 from harmony_ds.cli import options
-from harmony_ds.cli.exits import one_sentence
 from harmony_ds.errors import ConfigError
 
 LOSSES_DIFFER = 4
@@ -32,32 +30,13 @@ LOSSES_DIFFER = 4
 class Raced(options.Wanted):
     """The model and the ds_config, for several engines."""
 
-    engines: Annotated[
-        str | None,
-        typer.Option(
-            "--engines", metavar="A,B,...", help="Engines, harmony among them (default: all that can run here)."
-        ),
-    ] = None
-    counts: Annotated[
-        str | None,
-        typer.Option("--accumulation", metavar="N,M,...", help="Micro-batches in a step; several give a curve."),
-    ] = None
-    device_memory_gib: Annotated[float | None, options.of_key("harmony.device_memory_gib")] = None
-    device: Annotated[str | None, typer.Option("--device", help='"cpu" or "cuda" (default: CUDA if there is one).')] = (
-        None
-    )
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Per process (CPU: 1; CUDA: all cores).")] = (
-        None
-    )
-    uncapped: Annotated[
-        str | None,
-        typer.Option(
-            "--uncapped", metavar="A,B,...", help="Engines that run without the memory cap, beside the others."
-        ),
-    ] = None
-    ablate: Annotated[bool, typer.Option("--ablate", help="harmony alone, each of its mechanisms switched off.")] = (
-        False
-    )
+    engines: str | None = None
+    accumulation: str | None = None
+    device_memory_gib: float | None = None
+    device: str | None = None
+    threads: int | None = None
+    uncapped: str | None = None
+    ablate: bool = False
 
     @property
     def on(self) -> str:
@@ -78,72 +57,72 @@ class Raced(options.Wanted):
 class Turns:
     """How much is measured, and how."""
 
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed turns of every engine.")] = 5
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps in a turn.")] = 2
-    warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=1, help="Steps before the first turn.")] = 2
-    one_core: Annotated[bool, typer.Option("--one-core", help="Pin every process to one core.")] = False
-    limit_s: Annotated[float | None, typer.Option("--limit-s", min=1, help="Begin no turn after so many seconds.")] = (
-        None
-    )
-    sweep: Annotated[
-        bool | None,
-        typer.Option(
-            "--sweep/--no-sweep",
-            help="Also run the others at their own best micro-batch (default: where the memory cap holds for all, on "
-            "CUDA).",
-        ),
-    ] = None
-    together: Annotated[
-        bool | None,
-        typer.Option(
-            "--together/--apart", help="All processes live at once, or one at a time (default: together on the CPU)."
-        ),
-    ] = None
+    rounds: int = 5
+    steps: int = 2
+    warmup_steps: int = 2
+    one_core: bool = False
+    limit_s: float | None = None
+    sweep: bool | None = None
+    together: bool | None = None
 
     def timing(self, device: str) -> Rounds:
         alive = device == "cpu" if self.together is None else self.together
         return Rounds(self.rounds, self.warmup_steps, self.steps, alive, 0 if self.one_core else None, self.limit_s)
 
 
-Output = Annotated[
-    Path, typer.Option("--output", metavar="FILE", help="The results, as JSON; the page is written beside it.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --output already holds.")]
-
-
 def command(
     wanted: Raced,
     turns: Turns,
-    output: Output = Path("harmony-bench.json"),
-    resume: Resume = False,
-    as_json: options.Json = False,
-) -> None:
+    output: Path = Path("harmony-bench.json"),
+    resume: bool = False,
+    as_json: bool = False,
+) -> int:
     """Trains MODEL under several engines and compares step times, memory, bytes moved and losses."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=False)
-    with one_sentence():
-        tell = _teller(console)
-        contestants = list(_contestants(wanted, tell))
-        if not contestants:
-            raise ConfigError("none of these engines can run here: name others with --engines.")
-        timing = turns.timing(wanted.on)
-        sweeps: dict[str, dict[str, Any]] = {}
-        if not wanted.ablate and (wanted.on == "cuda" if turns.sweep is None else turns.sweep):
-            contestants, sweeps = _with_best(contestants, timing, output, resume, tell)
-        results = run(contestants, timing, output, resume, tell)
-        results.sweeps.update(sweeps)
-        results.save(output)
+    contestants = list(_contestants(wanted))
+    if not contestants:
+        raise ConfigError("none of these engines can run here: name others with --engines.")
+    timing = turns.timing(wanted.on)
+    sweeps: dict[str, dict[str, Any]] = {}
+    if not wanted.ablate and (wanted.on == "cuda" if turns.sweep is None else turns.sweep):
+        contestants, sweeps = _with_best(contestants, timing, output, resume)
+    results = run(contestants, timing, output, resume, _tell)
+    results.sweeps.update(sweeps)
+    results.save(output)
     page = output.with_suffix(".html")
     write_page(
         results, page, "harmony_ds, mechanism by mechanism" if wanted.ablate else "Training engines, head to head"
     )
-    _finish(console, results, (output, page), as_json, wanted.ablate)
+    summaries = summarize(results)
+    if as_json:
+        print(json.dumps([asdict(summary) for summary in summaries], indent=1))
+    else:
+        print(report(results, summaries))
+    print(f"written: {output}, {page}", file=sys.stderr)
+    return _verdict(results, summaries, wanted.ablate)
 
 
-def _contestants(wanted: Raced, tell: Tell) -> Iterator[Contestant]:
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _verdict(results: Results, summaries: list[Summary], ablate: bool) -> int:
+    """The exit code: whether all computed the same."""
+    if ablate:
+        differing = [label for label, equal in equal_results(results).items() if not equal]
+        if differing:
+            _tell(f"losses are not those of harmony as it is: {', '.join(differing)}")
+        return LOSSES_DIFFER if differing else 0
+    agree = losses_agree(summaries)
+    if not agree:
+        _tell("losses do not agree: these engines do not compute the same.")
+    return 0 if agree else LOSSES_DIFFER
+
+
+def _contestants(wanted: Raced) -> Iterator[Contestant]:
     task = _task(wanted)
-    counts = _counts(wanted.counts, task.accumulation)
+    counts = _counts(wanted.accumulation, task.accumulation)
     for one in (replace(task, accumulation=count) for count in counts):
-        yield from ablated(one) if wanted.ablate else _engines(one, wanted, len(counts) > 1, tell)
+        yield from ablated(one) if wanted.ablate else _engines(one, wanted, len(counts) > 1)
 
 
 def _task(wanted: Raced) -> Workload:
@@ -174,7 +153,7 @@ def _counts(given: str | None, default: int) -> list[int]:
     return counts
 
 
-def _engines(task: Workload, wanted: Raced, several: bool, tell: Tell) -> Iterator[Contestant]:
+def _engines(task: Workload, wanted: Raced, several: bool) -> Iterator[Contestant]:
     """Ours first."""
     every = sorted(engines.names(), key=lambda name: name != "harmony")
     free = replace(task, memory_gib=None)
@@ -184,13 +163,13 @@ def _engines(task: Workload, wanted: Raced, several: bool, tell: Tell) -> Iterat
     ):
         reason = engines.adapter(name).unavailable(task)
         if reason is not None:
-            tell(f"{label} is left out: {reason}")
+            _tell(f"{label} is left out: {reason}")
         else:
             yield Contestant(f"{label} | {task.items:,} {task.subject.unit}" if several else label, name, own)
 
 
 def _with_best(
-    contestants: list[Contestant], timing: Rounds, output: Path, resume: bool, tell: Tell
+    contestants: list[Contestant], timing: Rounds, output: Path, resume: bool
 ) -> tuple[list[Contestant], dict[str, dict[str, Any]]]:
     """The contestants, and those of them that are not ours once more at their best micro-batch."""
     if resume and output.is_file():
@@ -202,33 +181,7 @@ def _with_best(
     for contestant in contestants:
         found.append(contestant)
         if contestant.engine != "harmony" and contestant.task.memory_gib is not None:
-            best, sweeps[contestant.label] = best_micro_batch(contestant, timing, tell)
+            best, sweeps[contestant.label] = best_micro_batch(contestant, timing, _tell)
             if best is not None:
                 found.append(best)
     return found, sweeps
-
-
-def _teller(console: Console) -> Tell:
-    def tell(line: str) -> None:
-        console.print(f"[dim]{line}[/]" if console.is_terminal else line, soft_wrap=True)
-
-    return tell
-
-
-def _finish(console: Console, results: Results, written: tuple[Path, Path], as_json: bool, ablate: bool) -> None:
-    summaries = summarize(results)
-    if as_json:
-        typer.echo(json.dumps([asdict(summary) for summary in summaries], indent=1))
-    wide = Console(stderr=as_json, highlight=False, width=max(console.width, 190))
-    wide.print(table(summaries, results.unit))
-    if any(summary.traffic == "by formula" for summary in summaries):
-        console.print("* by formula, not counted")
-    console.print(f"written: {written[0]}, {written[1]}", markup=False, soft_wrap=True)
-    if ablate:
-        differing = [label for label, equal in equal_results(results).items() if not equal]
-        if differing:
-            console.print(f"losses are not those of harmony as it is: {', '.join(differing)}", markup=False)
-            raise typer.Exit(LOSSES_DIFFER)
-    elif not losses_agree(summaries):
-        console.print("losses do not agree: these engines do not compute the same.")
-        raise typer.Exit(LOSSES_DIFFER)

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
-from harmony_ds.cli import options
 from harmony_ds.profiler.hardware import known_hardware
+from harmony_ds.text import columns, wrapped
+
+_COLUMNS = {
+    "gpus": {
+        "GPU": "name", "GiB": "memory_gib", "fp32 TFLOP/s": "fp32_tflops", "bf16 TFLOP/s": "half_tflops",
+        "GB/s": "memory_gb_per_s", "link": "link", "host": "host",
+    },
+    "links": {"link": "name", "GB/s": "nominal_gb_per_s", "achieved": "one_way_gb_per_s",
+        "both ways": "both_ways_gb_per_s"},
+    "hosts": {"host": "name", "GiB": "memory_gib", "GB/s": "nominal_gb_per_s", "cores": "cores"},
+}  # fmt: skip
 
 
-def command(as_json: options.Json = False) -> None:
+def command(as_json: bool = False) -> None:
     """Lists GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."""
     known = known_hardware()
     if as_json:
-        typer.echo(json.dumps(asdict(known), indent=1))
+        print(json.dumps(asdict(known), indent=1))
         return
-    console = Console(highlight=False)
-    gpus = Table("GPU", "GiB", "fp32", "bf16 TFLOP/s", "GB/s", "link", "host", "source", box=None)
-    for gpu in known.gpus.values():
-        numbers = (gpu.memory_gib, gpu.fp32_tflops, gpu.half_tflops, gpu.memory_gb_per_s)
-        gpus.add_row(gpu.name, *(f"{number:g}" for number in numbers), gpu.link, gpu.host, gpu.source)
-    links = Table("link", "GB/s", "achieved", "both ways", "source", box=None)
-    for link in known.links.values():
-        rates = (link.nominal_gb_per_s, link.one_way_gb_per_s, link.both_ways_gb_per_s)
-        links.add_row(link.name, *(f"{rate:g}" for rate in rates), link.source)
-    hosts = Table("host", "GiB", "GB/s", "cores", "source", box=None)
-    for host in known.hosts.values():
-        hosts.add_row(host.name, f"{host.memory_gib:g}", f"{host.nominal_gb_per_s:g}", str(host.cores), host.source)
-    for table in (gpus, links, hosts):
-        console.print(table)
-        console.print()
+    for kind, titles in _COLUMNS.items():
+        rows: Mapping[str, Any] = getattr(known, kind)
+        print(columns(list(titles), [[_cell(getattr(one, name)) for name in titles.values()] for one in rows.values()]))
+        print(*("", *(wrapped(f"  {one.name}: {one.source}", "    ") for one in rows.values()), ""), sep="\n")
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

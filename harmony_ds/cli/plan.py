@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import Case, answer
-from harmony_ds.cli.estimate import Advice
-from harmony_ds.cli.exits import one_sentence
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
@@ -19,33 +14,25 @@ from harmony_ds.profiler.profile import Profile
 from harmony_ds.subject import BatchShape, Subject, load_subject
 from harmony_ds.survey import Survey, measure, with_profile
 
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", metavar="FILE", help="A profile that `harmony-ds profile` saved. Without one: measure now."
-    ),
-]
-
 
 def command(
     wanted: options.Planned,
-    profile: ProfileFile = None,
-    host_memory_gib: options.HostMemory = None,
-    advice: Advice = True,
-    as_json: options.Json = False,
-) -> None:
+    profile: Path | None = None,
+    host_memory_gib: float | None = None,
+    advice: bool = True,
+    as_json: bool = False,
+) -> int:
     """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
-    with one_sentence():
-        config = wanted.config()
-        known = None if profile is None else read_profile(profile)
-        subject, survey = surveyed(wanted.model, wanted.shape(config), config, known)
-        case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
+    config = wanted.config()
+    known = None if profile is None else read_profile(profile)
+    subject, survey = surveyed(wanted.model, wanted.shape(config), config, known)
+    case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
 
-        def resurvey(rows: int) -> Survey:
-            return surveyed(wanted.model, BatchShape(rows, wanted.sequence), config, known)[1]
+    def resurvey(rows: int) -> Survey:
+        return surveyed(wanted.model, BatchShape(rows, wanted.sequence), config, known)[1]
 
-        found = answer(case, resurvey, advice)
-    reply(found, as_json)
+    note = "" if profile is None else f"as {profile} says"
+    return reply(answer(case, resurvey, advice), as_json, note)
 
 
 def surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from harmony_ds.assembly import assemble, saved_plan
 from harmony_ds.cli import options
-from harmony_ds.cli.exits import DOES_NOT_FIT, one_sentence
-from harmony_ds.cli.plan import ProfileFile, read_profile, surveyed
+from harmony_ds.cli.plan import read_profile, surveyed
+from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
 from harmony_ds.errors import ConfigError, DoesNotFitError
@@ -29,15 +26,8 @@ from harmony_ds.scheduler.spans import busy_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.subject import Subject, load_subject
 from harmony_ds.survey import Survey
+from harmony_ds.text import columns, wrapped
 
-Output = Annotated[
-    Path, typer.Option("--output", metavar="FILE", help="Where the trace is written, for https://ui.perfetto.dev.")
-]
-Run = Annotated[bool, typer.Option("--run", help="Also execute steps on the ds_config's device, with synthetic data.")]
-Steps = Annotated[
-    int,
-    typer.Option("--steps", min=1, help="Steps that --run records, after two more; the one of median time is shown."),
-]
 _WARM_UP = 2  # the first step of a plan touches memory for the first time, the second one takes over its updates
 
 
@@ -53,31 +43,31 @@ class _Drawn:
 
 def command(
     wanted: options.Planned,
-    output: Output,
-    run: Run = False,
-    steps: Steps = 3,
-    profile: ProfileFile = None,
-    as_json: options.Json = False,
-) -> None:
+    output: Path,
+    run: bool = False,
+    steps: int = 3,
+    profile: Path | None = None,
+    as_json: bool = False,
+) -> int:
     """Writes a Chrome trace of one step of MODEL on this machine, and prints how long each stream works."""
-    with one_sentence():
-        if run and profile is not None:
-            raise ConfigError("--run measures the model itself: leave --profile away.")
-        config = wanted.config()
-        try:
-            if run:
-                drawn = _executed(load_subject(wanted.model, wanted.shape(config), "cpu"), config, steps)
-            else:
-                known = None if profile is None else read_profile(profile)
-                drawn = _simulated(*surveyed(wanted.model, wanted.shape(config), config, known), config, known)
-        except DoesNotFitError as error:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(f"does not fit: {error}", markup=False)
-            raise typer.Exit(DOES_NOT_FIT) from error
-        output.write_text(json.dumps(drawn.trace), encoding="utf-8")
+    if run and profile is not None:
+        raise ConfigError("--run measures the model itself: leave --profile away.")
+    config = wanted.config()
+    try:
+        if run:
+            drawn = _executed(load_subject(wanted.model, wanted.shape(config), "cpu"), config, steps)
+        else:
+            known = None if profile is None else read_profile(profile)
+            drawn = _simulated(*surveyed(wanted.model, wanted.shape(config), config, known), config, known)
+    except DoesNotFitError as error:
+        print(f"does not fit: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
+    output.write_text(json.dumps(drawn.trace), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(_as_json(drawn, output), indent=1))
+        print(json.dumps(_as_json(drawn, output), indent=1))
     else:
-        _show(Console(highlight=False, soft_wrap=True), drawn, output)
+        _show(drawn, output)
+    return 0
 
 
 def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Drawn:
@@ -96,7 +86,7 @@ def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile 
 
 def _executed(subject: Subject, config: Config, steps: int) -> _Drawn:
     assembly = assemble(subject.model, config, None, None, None)
-    engine = HarmonyEngine(subject.model, config, assembly, None)
+    engine = HarmonyEngine(subject.model, config, assembly)
     try:
         for _ in range(_WARM_UP):
             engine.train_batch(repeat(subject.inputs))
@@ -121,25 +111,21 @@ def _as_json(drawn: _Drawn, output: Path) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, drawn: _Drawn, output: Path) -> None:
+def _show(drawn: _Drawn, output: Path) -> None:
     prediction, executed = drawn.choice.prediction, drawn.executed
-    console.print(f"[bold]{drawn.name}[/], {drawn.choice.reason}\n")
-    table = Table("busy, ms of one step", box=None)
-    table.add_column("simulated", justify="right")
-    if executed is not None:
-        table.add_column("executed", justify="right")
-        table.add_column("error", justify="right")
-    for stream, simulated_ms in busy_of(prediction.spans).items():
-        executed_ms = None if executed is None else executed.busy_ms[stream]
-        if simulated_ms or executed_ms:
-            table.add_row(*_row(STREAM_NAMES[stream], simulated_ms, executed_ms))
-    table.add_row(*_row("the whole step", prediction.step_ms, None if executed is None else executed.step_ms))
-    console.print(table)
-    console.print(f"\n{output}: open it in https://ui.perfetto.dev", markup=False)
+    both: dict[str, tuple[float, float | None]] = {
+        STREAM_NAMES[name]: (ms, None if executed is None else executed.busy_ms[name])
+        for name, ms in busy_of(prediction.spans).items()
+    }
+    both["the whole step"] = prediction.step_ms, None if executed is None else executed.step_ms
+    head = ("busy, ms of one step", "simulated", *(("executed", "error") if executed else ()))
+    print(wrapped(f"{drawn.name}, {drawn.choice.reason}"), end="\n\n")
+    print(columns(head, [(what, *_cells(*ms)) for what, ms in both.items() if any(ms)]))
+    print(f"\n{output}: open it in https://ui.perfetto.dev")
 
 
-def _row(what: str, simulated_ms: float, executed_ms: float | None) -> tuple[str, ...]:
+def _cells(simulated_ms: float, executed_ms: float | None) -> tuple[str, ...]:
     if executed_ms is None:
-        return what, f"{simulated_ms:,.1f}"
+        return (f"{simulated_ms:,.1f}",)
     error = f"{simulated_ms / executed_ms - 1:+.0%}" if executed_ms else ""
-    return what, f"{simulated_ms:,.1f}", f"{executed_ms:,.1f}", error
+    return f"{simulated_ms:,.1f}", f"{executed_ms:,.1f}", error

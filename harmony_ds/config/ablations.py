@@ -5,7 +5,6 @@ Every switch changes when and where things happen. Results are the same bits, ex
 
 from __future__ import annotations
 
-from harmony_ds.config.harmony import DEVICE_UPDATES
 from harmony_ds.config.key import Ablation
 from harmony_ds.config.keys import KEYS
 
@@ -18,7 +17,7 @@ ABLATIONS: tuple[Ablation, ...] = (
         "everything",
         {path: value for one in _ALONE if not (one.is_choice or one.device) for path, value in one.changes.items()},
         "grouping, prefetch, just-in-time and overlapped updates, the fused last pack and residency, all off",
-        rounds_on=DEVICE_UPDATES,
+        rounds_on=tuple(device for ablation in _ALONE if not ablation.is_choice for device in ablation.rounds_on),
     ),
 )
 """In the order in which a waterfall shows them; "everything" comes last."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from harmony_ds.config.hints import meant_by, nearest
 from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import BLOCKS, BY_PATH, names_in
 from harmony_ds.errors import ConfigError, ContradictionError
@@ -15,16 +16,21 @@ Values = dict[str, Any]
 
 _ZERO = "zero_optimization"
 _SPOKEN = {"": "the ds_config", "harmony": '"harmony"'}
+_IN_PARAMS = (
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum")),
+    *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
+    "scheduler.params.total_num_steps",
+)
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def read_values(raw: Raw) -> Values:
-    """The value of every key by its path: what `raw` says, else the default.
+def read_values(raw: Raw) -> tuple[Values, tuple[str, ...]]:
+    """The value of every key by its path: what `raw` says, else the default. And the keys of it that mean nothing here.
 
     Raises:
         ConfigError: a key is unknown or refused, or a value is none that the key takes.
     """
-    given = _flattened(_with_old_names_replaced(raw), "")
+    given, unknown = _flattened(_with_old_names_replaced(raw))
     values = {path: key.default for path, key in BY_PATH.items()}
     for path, value in given.items():
         key = BY_PATH[path]
@@ -36,34 +42,40 @@ def read_values(raw: Raw) -> Values:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         _refuse(key, values[path])
+    if unknown and values["harmony.unknown_keys"] == "error":
+        raise ConfigError(_unknown(unknown[0]))
     _follow_aliases(given, values)
     _check_zero(values)
-    return values
+    return values, tuple(sorted({*_without_meaning(given), *unknown}))
 
 
-def given_without_meaning(raw: Raw) -> tuple[str, ...]:
-    """The keys of `raw`, as high up as possible, that mean nothing here."""
-    paths = _flattened(_with_old_names_replaced(raw), "")
+def _without_meaning(paths: Iterable[str]) -> set[str]:
+    """Those of `paths` that mean nothing here, as high up as possible."""
     idle = {path for path in paths if BY_PATH[path].effect is Effect.NONE}
     whole = {path.split(".")[0] for path in idle} - {path.split(".")[0] for path in paths if path not in idle}
-    return tuple(sorted(whole | {path for path in idle if path.split(".")[0] not in whole}))
+    return whole | {path for path in idle if path.split(".")[0] not in whole}
 
 
-def _flattened(block: Raw, path: str) -> dict[str, Any]:
-    """The keys of `block` and of the blocks in it by their paths."""
+def _flattened(block: Raw, path: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The values in `block` and in the blocks in it by their paths, and the paths that nobody knows."""
     flat: dict[str, Any] = {}
+    unknown: list[str] = []
     known = names_in(path)
     for name, value in block.items():
+        inner = f"{path}.{name}" if path else str(name)
         if name not in known:
-            raise ConfigError(_unknown(str(name), _SPOKEN.get(path, path), known))
-        inner = f"{path}.{name}" if path else name
-        if inner not in BLOCKS:
+            if path == "harmony":
+                raise ConfigError(_unknown(inner))
+            unknown.append(inner)
+        elif inner not in BLOCKS:
             flat[inner] = value
         elif isinstance(value, Mapping):
-            flat |= _flattened(value, inner)
+            below, not_known = _flattened(value, inner)
+            flat |= below
+            unknown += not_known
         elif value is not None:
             raise ConfigError(f'"{inner}" must be an object, not {value!r}.')
-    return flat
+    return flat, unknown
 
 
 def _with_old_names_replaced(raw: Raw) -> Raw:
@@ -86,10 +98,21 @@ def _with_old_names_replaced(raw: Raw) -> Raw:
     return {**raw, _ZERO: changed}
 
 
-def _unknown(key: str, where: str, known: frozenset[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(sorted(known))}."
-    return f'unknown key "{key}" in {where}.{hint}'
+def _unknown(path: str) -> str:
+    block, _, name = path.rpartition(".")
+    there = names_in(block)
+    near = nearest(name, there)
+    if near is None:
+        near = _nearest_place(name)
+    hint = f'Did you mean "{near}"?' if near else f"Known keys: {', '.join(sorted(there))}."
+    pardon = "" if block == "harmony" else ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
+    return f'unknown key "{name}" in {_SPOKEN.get(block, block)}. {hint}{pardon}'
+
+
+def _nearest_place(name: str) -> str | None:
+    """The path of a key of this name, or of what others call so, in another block."""
+    places = {path.rpartition(".")[2]: path for path in (*reversed(BY_PATH), *_IN_PARAMS) if "." in path}
+    return places.get(meant_by(name))
 
 
 def _refuse_auto(key: Key) -> None:
@@ -101,8 +124,8 @@ def _refuse_auto(key: Key) -> None:
 
 
 def _refuse(key: Key, value: object) -> None:
-    if key.path.endswith(".device") and value == "nvme":
-        raise ConfigError(f'"{key.path}" is "nvme": training state lives in host memory here; use "cpu".')
+    if value in key.refuses:
+        raise ConfigError(f'"{key.path}" is {json.dumps(value)}: {key.reason}.')
     if key.effect is Effect.REFUSED and _is_on(key, value):
         raise ConfigError(f'"{key.path}": {key.note}.')
 

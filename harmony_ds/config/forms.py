@@ -5,7 +5,7 @@ flag) and refuse the rest in their words; ours take JSON's own types only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -85,8 +85,11 @@ def _or_never(value: object) -> object:
     return None if value == math.inf else value  # accelerate writes infinity for "never"
 
 
-def _capitals(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
+def _in(case: Callable[[str], str], *known: str) -> Form:
+    """One of `known`, in any case of letters."""
+    one = choice(*known)
+    same = BeforeValidator(lambda value: case(value) if isinstance(value, str) else value)
+    return replace(one, type=Annotated[one.type, same])
 
 
 # ---- DeepSpeed's
@@ -103,7 +106,24 @@ _TEXT, _BLOCK = Form("text", str), Form("object", dict[str, Any], '"{path}": Inp
 _WHOLE = '"{path}" must be a whole number, not {value!r}.'
 _LOSS_SCALE = BeforeValidator(_number_of_the_loss_scale)
 _LOSS_SCALE_INTEGER = BeforeValidator(lambda value: _finite(value, "an integer"))
-_TAG_VALIDATION = choice("WARN", "IGNORE", "FAIL")
+
+# ---- ours
+
+_COUNT = Annotated[StrictInt, Field(ge=1)]
+
+
+def _both_passes(value: object) -> object:
+    """Rows of a layer call, forward and backward."""
+    if isinstance(value, Mapping) and set(value) == {"forward", "backward"}:
+        return value["forward"], value["backward"]
+    return (value, value) if isinstance(value, int) else value
+
+
+_AT_LEAST_1 = Form("a whole number of at least 1", _COUNT, _MUST)
+_GIB = Form("a number above 0", Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)], _MUST)
+_ROWS = '"config", "auto", a whole number of rows of at least 1, or two such numbers, as {"forward": 8, "backward": 4}'
+_ROWS_TYPE = Literal["config", "auto"] | Annotated[tuple[_COUNT, _COUNT], Strict()]
+
 FORMS: dict[str, Form] = {
     "any": ANYTHING,
     "flag": _FLAG,
@@ -120,40 +140,28 @@ FORMS: dict[str, Form] = {
     "stage": choice(0, 1, 2, 3),
     "offload device": choice("none", "cpu", "nvme"),
     "dtype or null": optional(choice(*DTYPES)),
-    "log level or null": optional(choice("debug", "info", "warning", "error", "critical")),
+    "log level or null": optional(_in(str.lower, "debug", "info", "warning", "error", "critical")),
     "mean or sum": choice("mean", "sum"),
-    "tag validation": Form(_TAG_VALIDATION.name, Annotated[_TAG_VALIDATION.type, BeforeValidator(_capitals)]),
+    "tag validation": _in(str.upper, "WARN", "IGNORE", "FAIL"),
     "count": Form("whole number or null", StrictInt | None, _WHOLE),
     "count or auto": Form('whole number, "auto" or null', StrictInt | Literal["auto"] | None, _WHOLE),
     "interval": Form("whole number or null", Annotated[StrictInt | None, BeforeValidator(_or_never)], _WHOLE),
     "loss scale": Form("number >= 0", Annotated[float, _LOSS_SCALE], "{path} {wrong}"),
     "loss scale integer": Form("integer", Annotated[int, _LOSS_SCALE_INTEGER], "{path} {wrong}"),
+    # ours
+    "switch": Form("true or false", StrictBool, _MUST),
+    "amount": _AT_LEAST_1,
+    "amount or null": optional(_AT_LEAST_1),
+    "seed or null": optional(Form("a whole number", StrictInt, _MUST)),
+    "gib or null": optional(_GIB),
+    "file or null": optional(Form("the path of a JSON file", StrictStr, _MUST)),
+    "device": Form('a name such as "cpu" or "cuda:0"', StrictStr, _MUST),
+    "patterns": Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST),
+    "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),
+    "packs": Form(
+        '"auto", "off" or a number of packs', Literal["auto", "off"] | Annotated[StrictInt, Field(ge=0)], _IS
+    ),
+    "rows": Form(_ROWS, Annotated[_ROWS_TYPE, BeforeValidator(_both_passes)], _IS),
+    "error or warn": Form('"error" or "warn"', Literal["error", "warn"], _IS),
 }
-"""Of the keys of `deepspeed_keys.json`, by the word that stands there."""
-
-# ---- ours
-
-_Count = Annotated[StrictInt, Field(ge=1)]
-
-
-def _both_passes(value: object) -> object:
-    """Rows of a layer call, forward and backward."""
-    if isinstance(value, Mapping) and set(value) == {"forward", "backward"}:
-        return value["forward"], value["backward"]
-    return (value, value) if isinstance(value, int) else value
-
-
-SWITCH = Form("true or false", StrictBool, _MUST)
-COUNT = Form("a whole number of at least 1", _Count, _MUST)
-WHOLE = Form("a whole number", StrictInt, _MUST)
-AMOUNT = Form("a number above 0", Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)], _MUST)
-FILE = Form("the path of a JSON file", StrictStr, _MUST)
-DEVICE = Form('a name such as "cpu" or "cuda:0"', StrictStr, _MUST)
-PATTERNS = Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST)
-PLACE = Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS)
-PACKS = Form('"auto", "off" or a number of packs', Literal["auto", "off"] | Annotated[StrictInt, Field(ge=0)], _IS)
-ROWS = Form(
-    '"config", "auto", a whole number of rows of at least 1, or two such numbers, as {"forward": 8, "backward": 4}',
-    Annotated[Literal["config", "auto"] | Annotated[tuple[_Count, _Count], Strict()], BeforeValidator(_both_passes)],
-    _IS,
-)
+"""By the word that stands in `keys.json`."""

@@ -1,10 +1,11 @@
-"""What the table of keys is made of: a row, and what a row says beside its value."""
+"""What the table of keys is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import eq, ge, ne
 from typing import Any
 
 from harmony_ds.config.forms import ANYTHING, Form
@@ -71,6 +72,26 @@ class Ablation:
         return with_values(config, self.changes)
 
 
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {"==": eq, "!=": ne, ">=": ge}
+
+
+@dataclass(frozen=True, slots=True)
+class Getter:
+    """A method of DeepSpeed's engine that answers from the value of one key.
+
+    Attributes:
+        relation: what is asked of the value, with `operand` on its other side ("": the value itself).
+    """
+
+    name: str
+    relation: str = ""
+    operand: object = None
+
+    def answer(self, value: Any) -> Any:
+        """What the method returns where the key has `value`."""
+        return _RELATIONS[self.relation](value, self.operand) if self.relation else value
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key.
@@ -82,7 +103,8 @@ class Key:
         open: a block whose inside is not listed here.
         switch: for an open block that is refused: the key in it that turns it on, and what leaving it out means.
         older: a name of older versions, which DeepSpeed 0.19.8 does not read or refuses.
-        getter: the method of DeepSpeed's engine that returns the value.
+        getters: the methods of DeepSpeed's engine that answer from the value.
+        refuses: values that it takes in DeepSpeed and not here, for a reason.
         shown: the default in the documentation, where it is no value ("": the value).
     """
 
@@ -94,7 +116,9 @@ class Key:
     open: bool = False
     switch: tuple[str, object] = ("enabled", True)
     older: bool = False
-    getter: str = ""
+    refuses: tuple[object, ...] = ()
+    reason: str = ""
+    getters: tuple[Getter, ...] = ()
     shown: str = ""
     option: Option | None = None
     ablations: tuple[Ablation, ...] = ()

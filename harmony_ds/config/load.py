@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from harmony_ds.config.check import Values, given_without_meaning, read_values
+from harmony_ds.config.check import Values, read_values
 from harmony_ds.config.forms import DTYPES
 from harmony_ds.config.harmony import HarmonySettings
+from harmony_ds.config.hints import refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
@@ -38,7 +39,7 @@ def load_config(
     """
     raw = _with_values_instead(read_config(source), instead or {})
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
-    values = read_values(raw)
+    values, without_meaning = read_values(raw)
     compute, loss_scale = _precision(raw, values)
     micro_batch, steps, batch = _batch_triple(values, world_size)
     clipping = _clipping(raw, values)
@@ -57,7 +58,7 @@ def load_config(
         harmony=_harmony(raw, values),
         raw=raw,
         values=values,
-        without_meaning=given_without_meaning(raw),
+        without_meaning=without_meaning,
     )
 
 
@@ -118,6 +119,7 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
     automatic = sorted(name for name, v in params.items() if v == "auto")
     if automatic:
         raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: give numbers.')
+    refuse_text_numbers(f"{key}.params", params)
     return Section(value["type"], dict(params))
 
 

@@ -14,11 +14,15 @@ import hjson
 
 from harmony_ds.errors import ConfigError
 
+_EXPECTED = "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64."
+
 
 def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """The object in `source`: a mapping, the path of a file, or url-safe base64 of JSON."""
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"{_EXPECTED} Received: {source!r}, which is of type {type(source).__name__}.")
     path = Path(source)
     if _is_file(path):
         return _parse(path.read_text(encoding="utf-8"), str(path))
@@ -27,10 +31,7 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError):
         text = ""
     if not text.lstrip().startswith("{"):
-        raise ConfigError(
-            "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64. "
-            f"Received: {source}"
-        )
+        raise ConfigError(f"{_EXPECTED} Received: {source}")
     return _parse(text, "the base64 string")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 
 
@@ -23,10 +24,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +42,14 @@ class LayerGraph:
 
     A layer may be called at several positions (weights shared in depth). `unlayered` are the parameters that no layer
     call covers (bare parameters of containers, parameters read between layers): they stay on the device during a step.
+    `uncalled` are those that are trained but not used by the model: backward passes of the program's own may reach them.
     """
 
     layers: tuple[LayerSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     calls: tuple[int, ...]
     unlayered: tuple[str, ...]
+    uncalled: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterSpec:
         return next(spec for spec in self.parameters if spec.name == name)

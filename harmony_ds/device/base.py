@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Protocol
 
@@ -112,7 +112,6 @@ class Device(ABC):
         The caller may write into the tensor, or drop it, at once.
         """
 
-    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat buffer of its own, counted against the budget until `free`.
 
@@ -121,10 +120,11 @@ class Device(ABC):
         Raises:
             DeviceOutOfMemoryError: the budget would be exceeded.
         """
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
-    @abstractmethod
     def free(self, buffer: Tensor) -> None:
         """Uncounts a buffer of `empty`; the caller drops its last reference."""
+        return
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -140,17 +140,17 @@ class Device(ABC):
         To be called before the buffer is dropped.
         """
 
-    @abstractmethod
     def charge(self, nbytes: int, what: str) -> None:
-        """Tells of `nbytes` that torch holds on the device for us. No-op where an allocator counts them.
+        """Tells of `nbytes` that torch holds on the device for us. Does nothing where an allocator counts them.
 
         Raises:
             DeviceOutOfMemoryError: the budget would be exceeded; nothing is charged then.
         """
+        return
 
-    @abstractmethod
     def discharge(self, nbytes: int) -> None:
         """Takes a charge back."""
+        return
 
     def reserve_bytes(self, threads: int) -> int:
         """Of the budget, what no plan may fill: what libraries take while `threads` threads run the model's code, and what
@@ -169,9 +169,9 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None: ...
 
-    @abstractmethod
     def probe(self) -> AbstractContextManager[MemoryProbe]:
         """Measures activations too, on any device, while the context is open."""
+        return nullcontext(_AllocatorProbe(self))
 
     @abstractmethod
     def random_state(self) -> tuple[Tensor, ...]:
@@ -183,3 +183,12 @@ class Device(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seeds every generator of `random_state`."""
+
+
+class _AllocatorProbe:
+    """A `MemoryProbe` over a device whose allocator counts every byte, activations included."""
+
+    def __init__(self, device: Device) -> None:
+        self.live_bytes = device.allocated_bytes
+        self.peak_bytes = device.peak_bytes
+        self.reset = device.reset_peak

@@ -30,7 +30,7 @@ class CpuDevice(HostStreamDevice):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.charge(numel * dtype.itemsize, "a device buffer")
-        return torch.empty(numel, dtype=dtype)
+        return super().empty(numel, dtype)
 
     def free(self, buffer: Tensor) -> None:
         self.discharge(buffer.numel() * buffer.element_size())

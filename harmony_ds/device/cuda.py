@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
+from harmony_ds.device.base import Device, Event, Moment, Stream
 
 
 class CudaDevice(Device):
@@ -83,12 +83,6 @@ class CudaDevice(Device):
         staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.torch_device)
-
-    def free(self, buffer: Tensor) -> None:
-        return None
-
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype)
         self.host_lock(buffer)
@@ -140,12 +134,6 @@ class CudaDevice(Device):
         workspace = 32 * 2**20 if hopper else 8320 * 2**10
         return (threads + 2) * workspace + len(Stream) * (2 + 20) * 2**20
 
-    def charge(self, nbytes: int, what: str) -> None:
-        return None
-
-    def discharge(self, nbytes: int) -> None:
-        return None
-
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
@@ -154,13 +142,6 @@ class CudaDevice(Device):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def probe(self) -> AbstractContextManager[MemoryProbe]:
-        return self._allocator_probe()
-
-    @contextmanager
-    def _allocator_probe(self) -> Iterator[MemoryProbe]:
-        yield AllocatorProbe(self)
 
     def random_state(self) -> tuple[Tensor, ...]:
         return (torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device))
@@ -173,19 +154,3 @@ class CudaDevice(Device):
         torch.default_generator.manual_seed(seed)
         with torch.cuda.device(self.torch_device):
             torch.cuda.manual_seed(seed)
-
-
-class AllocatorProbe:
-    """A `MemoryProbe` over a device whose allocator counts every byte, activations included."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def live_bytes(self) -> int:
-        return self._device.allocated_bytes()
-
-    def peak_bytes(self) -> int:
-        return self._device.peak_bytes()
-
-    def reset(self) -> None:
-        self._device.reset_peak()

@@ -32,20 +32,8 @@ class MetaDevice(HostStreamDevice):
     def now_ms(self) -> float:
         return self._clock_ms()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.torch_device)
-
-    def free(self, buffer: Tensor) -> None:
-        return None
-
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.empty(numel, dtype)
-
-    def charge(self, nbytes: int, what: str) -> None:
-        return None
-
-    def discharge(self, nbytes: int) -> None:
-        return None
 
     def allocated_bytes(self) -> int:
         return 0

@@ -49,18 +49,21 @@ class OptimizerByHand:
                 )
             return step()
 
-        def zero_grad_by_hand(_: Any, set_to_none: bool = True) -> None:
-            (self._before["zero_grad"] or MethodType(type(optimizer).zero_grad, optimizer))(set_to_none)
-            if not self._removed:
-                zero_grad(set_to_none)
-
         if before is not None:
             step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._step = step_by_hand
         optimizer.__dict__["step"] = MethodType(step_by_hand, optimizer)
-        optimizer.__dict__["zero_grad"] = MethodType(zero_grad_by_hand, optimizer)
+        optimizer.__dict__["zero_grad"] = MethodType(self._zeroing(zero_grad), optimizer)
         # State that is loaded takes the place of what pending updates still write into.
         self._hook = optimizer.register_load_state_dict_pre_hook(lambda *_: finish())
+
+    def _zeroing(self, zero_grad: Callable[[bool], None]) -> Callable[..., None]:
+        def zero_grad_by_hand(optimizer: Any, set_to_none: bool = True) -> None:
+            (self._before["zero_grad"] or MethodType(type(optimizer).zero_grad, optimizer))(set_to_none)
+            if not self._removed:
+                zero_grad(set_to_none)
+
+        return zero_grad_by_hand
 
     def follow(self, by_hand: bool) -> None:
         """Before a step: finds the `step` that the program has put on the optimizer, which is then the whole update.

@@ -7,44 +7,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harmony_ds import checkpoint
-from harmony_ds.engine.surface import Surface
-from harmony_ds.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from harmony_ds.config import Config
-    from harmony_ds.offload.updater import GradientNorm
-    from harmony_ds.parallel import Alone
-    from harmony_ds.stepping.group import GroupParts, StepGroup
-    from harmony_ds.stepping.runner import Runner
+from harmony_ds.engine.open_step import OpenStep
+from harmony_ds.engine.optimizer_steps import OptimizerSteps
+from harmony_ds.engine.training import Training
+from harmony_ds.errors import CheckpointError, ConfigError
 
 _logger = logging.getLogger(__name__)
 
 
-class Checkpoints(Surface):
-    """`save_checkpoint`, `load_checkpoint`, `save_16bit_model`."""
+class Checkpoints:
+    """Captures a training, and goes on from one that was captured."""
 
-    _settings: Config
-    _runner: Runner
-    _world: Alone
-    _group: StepGroup
-    _group_parts: GroupParts
-    _group_began: int
-    _norm: Future[GradientNorm] | None
-    micro_steps: int
-    skipped_steps: int
-    global_samples: int
-    _backwards: int
-
-    if TYPE_CHECKING:
-
-        def finish_updates(self) -> None: ...
-
-        def _new_group(self) -> StepGroup: ...
+    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps) -> None:
+        self._training = training
+        self._runner = training.assembly.runner
+        self._world = training.assembly.world
+        self._open = open_step
+        self._steps = steps
 
     def save_checkpoint(
         self,
@@ -67,17 +49,17 @@ class Checkpoints(Surface):
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder = f"global_step{self._training.counts.global_steps}" if tag is None else str(tag)
 
         def write() -> None:
             snapshot = self._captured(client_state, exclude_frozen_parameters)
             if snapshot.random is not None:
                 snapshot = replace(snapshot, random={**snapshot.random, "others": others})
-            checkpoint.write(snapshot, Path(save_dir), tag, save_latest)
+            checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
 
         with self._world.together():
-            others = self._world.all("save random states", checkpoint.capture_random(self._assembly.device))[1:]
-            self._world.first(f"save the checkpoint {tag}", write)
+            others = self._world.all("random states", checkpoint.capture_random(self._training.assembly.device))[1:]
+            self._world.first(f"save the checkpoint {folder}", write)
         return True
 
     def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -102,29 +84,27 @@ class Checkpoints(Surface):
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         with self._world.together():
-            return self._load(load_dir, tag, wanted)
+            return self._load(checkpoint.find(Path(load_dir), tag), wanted)
 
-    def _load(
-        self, load_dir: str | Path, tag: str | None, wanted: checkpoint.LoadOptions
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        folder = checkpoint.find(Path(load_dir), tag)
-        self._world.agree(f"load the checkpoint {None if folder is None else folder.name}")
+    def _load(self, folder: Path | None, wanted: checkpoint.LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        world = self._world
+        world.agree(f"load the checkpoint {None if folder is None else folder.name}")
         if folder is None:
             return None, None
         snapshot = checkpoint.read_any(folder)
-        snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, self._world.rank, self._world.size))
+        snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
-        self.finish_updates()
-        self._world.agree("load")  # nobody uses weights any more
+        self._open.finish()
+        world.agree("load")  # nobody uses weights any more
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
-            self._world.agree("loaded")
+            world.agree("loaded")
         except CheckpointError:
             raise
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        self._links.forget()
+        self._open.links.forget()
         self._go_on_from(snapshot.progress, wanted.module_only)
         return str(folder), snapshot.client_state
 
@@ -148,54 +128,100 @@ class Checkpoints(Surface):
     save_fp16_model = save_16bit_model
 
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
+        training, counts = self._training, self._training.counts
         self._runner.check_usable()
-        self._assembly.wait_for_updates()
-        if self._group:
+        training.assembly.wait_for_updates()
+        if self._open.group:
             _logger.warning(
                 "%d micro-batches are queued whose step is not taken yet: the checkpoint is of the step before, and they "
                 "have to be handed over again after loading it.",
-                len(self._group),
+                len(self._open.group),
             )
         progress = checkpoint.Progress(
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
-            skipped_steps=self.skipped_steps,
-            micro_steps=self._group_began,
-            accumulation=self.gradient_accumulation_steps(),
-            seed=self._group_parts.seed,
-            loss_scaler=self._scaler.state_dict(),
+            global_steps=counts.global_steps,
+            global_samples=counts.global_samples,
+            skipped_steps=counts.skipped_steps,
+            micro_steps=counts.group_began,
+            accumulation=training.settings.gradient_accumulation_steps(),
+            seed=self._open.seed,
+            loss_scaler=training.scaler.state_dict(),
         )
         plan = self._runner.planner.plan
         plan_text = None if plan is None else plan.to_json()
         return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
 
     def _trained(self) -> checkpoint.Trained:
-        parts = self._assembly
-        loader = self.training_dataloader
+        assembly, loader = self._training.assembly, self._training.data.training_dataloader
         return checkpoint.Trained(
-            self.module,
-            parts.store,
-            parts.device,
-            parts.parts.device_store,
-            parts.host_optimizer,
-            self.lr_scheduler,
+            self._training.model,
+            assembly.store,
+            assembly.device,
+            assembly.parts.device_store,
+            assembly.host_optimizer,
+            self._training.trained_by.lr_scheduler,
             loader if isinstance(loader, checkpoint.ResumableLoader) else None,
-            len(self._group),
+            len(self._open.group),
         )
 
     def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:
-        self._group.abandon()
-        self._backwards = 0
-        self._norm, self._applied = None, False
-        if not module_only:
-            self.global_steps = progress.global_steps
-            self.global_samples = progress.global_samples
-            self.skipped_steps = progress.skipped_steps
-            self.micro_steps = progress.micro_steps_with(self.gradient_accumulation_steps())
-            self._scaler.load_state_dict(progress.loss_scaler)
-            if self._settings.harmony.seed is None and progress.seed is not None:
-                self._group_parts = replace(self._group_parts, seed=progress.seed)
+        training, counts = self._training, self._training.counts
+        self._open.group.abandon()
+        self._steps.forget()
+        counts.backwards = 0
+        if module_only:
+            counts.rewind()
+            self._open.renew()
+            return
+        counts.go_on_from(progress, training.settings.gradient_accumulation_steps())
+        training.scaler.load_state_dict(progress.loss_scaler)
+        self._open.renew(progress.seed)
+
+    # ---- weights alone
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict."""
+        model = self._training.model
+        state: dict[str, Any] = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        /,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Loads `checkpoint["module"]` into the model; masters follow."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint["module"], dst=self._training.model)
+            self._open.links.take_over()
         else:
-            self.micro_steps = self._group_began
-        self._group_began = self.micro_steps
-        self._group = self._new_group()
+            self._training.model.load_state_dict(checkpoint["module"], strict=strict)
+
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """As `zero3_consolidated_16bit_state_dict`."""
+        self._need_stage_3(
+            "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned, including Zero "
+            "Stage 3 and tensor parallelism."
+        )
+        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state dict, in the dtype it computes in; Hugging Face asks for it under stage 3."""
+        self._need_stage_3("this function requires ZeRO-3 mode")
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def _need_stage_3(self, message: str) -> None:
+        if self._training.settings.now.values["zero_optimization.stage"] != 3:
+            raise ConfigError(message)

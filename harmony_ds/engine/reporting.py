@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.distributed import init_distributed
+from harmony_ds.engine.step_record import StepRecord
+from harmony_ds.engine.training import Training
+from harmony_ds.runtime.progress import OnTask
 from harmony_ds.scheduler.plan import Task, TaskKind
 
 _logger = logging.getLogger("harmony_ds.progress")
-Progress = Callable[[int, int, Task], None]
 Event = tuple[str, float, int]
 _FIRST_TIMED = 2  # DeepSpeed's throughput leaves two steps out
 
@@ -35,7 +40,7 @@ class TaskTimes:
     """
 
     def __init__(self) -> None:
-        self.callback: Progress | None = None
+        self.callback: OnTask | None = None
         self.last: dict[str, float] = {}
         self._ms = dict.fromkeys(_TIMERS, 0.0)
         self._since = time.perf_counter()
@@ -105,15 +110,17 @@ class Throughput:
 
 
 class StepReports:
-    """Told of every boundary, says what was asked for."""
+    """Told of every step, says what was asked for."""
 
-    def __init__(self, config: Config, speaks: bool = True) -> None:
-        """`speaks`: whether this process is the one that says what is said once for all."""
-        values = config.values
+    def __init__(self, training: Training) -> None:
+        config, values = training.settings.now, training.settings.now.values
+        self._training = training
+        speaks = training.assembly.world.speaks  # what is said once for all processes
         self._every = config.steps_per_print if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
-        self.times = TaskTimes()
+        self._times = TaskTimes()
+        self.record = StepRecord(training.assembly)
         self.throughput = Throughput(bool(values["timers.throughput.enabled"]))
         self.monitor = make_monitor(config) if speaks else NoMonitor()
         if values["log_level"] is not None:
@@ -124,44 +131,53 @@ class StepReports:
         if dumps:
             for path, value in sorted(values.items()):
                 _logger.info("  %s = %r", path, value)
+        self.on_progress(None)
 
-    def progress(self, callback: Progress | None) -> Progress | None:
-        """What the executor calls after each task: `callback`, and the timers if times are wanted."""
-        self.times.callback = callback
-        return self.times if self._breakdown else callback
+    def on_progress(self, callback: OnTask | None) -> None:
+        """`callback(done, total, task)` is called after each task of a step."""
+        self._times.callback = callback
+        self._training.assembly.parts.progress.tell(self._times if self._breakdown else callback)
 
-    def begin(self) -> None:
-        """A group is about to run."""
-        self.times.begin()
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step, with `wall_clock_breakdown`."""
+        return dict(self._times.last)
 
-    def boundary(self, engine: Any, micro_batches: int) -> None:
-        """An optimizer step is over, and the engine's counters are those after it."""
+    @contextmanager
+    def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
+        """Around an optimizer step; `as_planned`: a full group, run at once."""
+        self._times.begin()
+        with self.record.step(micro_batches, as_planned):
+            yield
+
+    def boundary(self) -> None:
+        """An optimizer step is over, and the counters are those after it."""
         if self._breakdown:
-            self.times.end()
-        self.throughput.step(engine.train_batch_size(), micro_batches)
-        if self._every and engine.global_steps % self._every == 0:
-            self._progress(engine)
+            self._times.end()
+        self.throughput.step(self._training.settings.train_batch_size(), self.record.micro_batches)
+        if self._every and self._training.counts.global_steps % self._every == 0:
+            self._progress()
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(engine))
+            self.monitor.write_events(self._events())
         if self._breakdown:
-            _logger.info("time (ms) | %s", " | ".join(f"{n}: {ms:.2f}" for n, ms in self.times.last.items()))
+            _logger.info("time (ms) | %s", " | ".join(f"{n}: {ms:.2f}" for n, ms in self._times.last.items()))
         if self._memory:
-            _logger.info("%s", engine.memory_report())
+            _logger.info("%s", self.record.memory_report())
 
-    def train_loss(self, engine: Any, loss: Any) -> None:
+    def train_loss(self, loss: Tensor) -> None:
         """The mean loss of a `train_batch`, to the monitors (as DeepSpeed's pipeline engine does)."""
         if self.monitor.enabled:
-            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), engine.global_samples)])
+            samples = self._training.counts.global_samples
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), samples)])
 
-    def _progress(self, engine: Any) -> None:
+    def _progress(self) -> None:
+        counts, timer = self._training.counts, self.throughput
         _logger.info(
             "step=%d, skipped=%d, lr=%s, mom=%s",
-            engine.global_steps,
-            engine.skipped_steps,
-            engine.get_lr(),
-            engine.get_mom(),
+            counts.global_steps,
+            counts.skipped_steps,
+            self._training.trained_by.get_lr(),
+            self._training.trained_by.get_mom(),
         )
-        timer = self.throughput
         if timer.enabled and timer.global_step_count > _FIRST_TIMED:
             _logger.info(
                 "epoch=%d/micro_step=%d/global_step=%d, RunningAvgSamplesPerSec=%s, CurrSamplesPerSec=%s",
@@ -172,18 +188,16 @@ class StepReports:
                 timer.current,
             )
 
-    def _events(self, engine: Any) -> list[Event]:
-        samples = engine.global_samples
-        events: list[Event] = [("Train/Samples/lr", engine.get_lr()[0], samples)]
-        if engine.fp16_enabled():
-            events.append(("Train/Samples/loss_scale", engine.cur_scale, samples))
+    def _events(self) -> list[Event]:
+        training, samples = self._training, self._training.counts.global_samples
+        events: list[Event] = [("Train/Samples/lr", self._training.trained_by.get_lr()[0], samples)]
+        if training.settings.now.values["fp16.enabled"]:
+            events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
         if self._breakdown:
-            events += [(f"Train/Samples/elapsed_time_ms_{name}", ms, samples) for name, ms in self._named_times()]
+            names = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward_backward"}
+            for name, ms in self._times.last.items():
+                events.append((f"Train/Samples/elapsed_time_ms_{names.get(name, name)}", ms, samples))
         return events
-
-    def _named_times(self) -> list[tuple[str, float]]:
-        names = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward_backward"}
-        return [(names.get(name, name), ms) for name, ms in self.times.last.items()]
 
 
 class NoMonitor:

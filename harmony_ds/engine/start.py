@@ -15,18 +15,19 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from harmony_ds.assembly import Assembly, assemble
-from harmony_ds.checkpoint import ResumableLoader
+from harmony_ds.arguments import the_model
+from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
 from harmony_ds.distributed import init_distributed, launched_size
-from harmony_ds.engine.core import HarmonyEngine
+from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.parallel import Alone, join_world
 
 _logger = logging.getLogger(__name__)
+DsConfig = Mapping[str, Any] | str | Path
 
 
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -40,23 +41,19 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: DsConfig | None = None,
     mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | Path | None = None,
+    config_params: DsConfig | None = None,
     *,
     device: Device | None = None,
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wraps `model` for training; the signature and the result are those of `deepspeed.initialize`.
+    """Wraps `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
 
     Args:
-        args: may carry the path of a ds_config in `deepspeed_config`.
-        model: any `nn.Module`, in host memory.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the ds_config's.
+        optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
         model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data: a dataset; the third result is DeepSpeed's loader of it with the ds_config's micro-batch size.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; overrides the ds_config's.
-        collate_fn: of the loader.
-        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON.
+        training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
+        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized for this one process.
         device: an explicit device, instead of the ds_config's.
         distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for one process.
@@ -65,34 +62,50 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
 
     Raises:
-        ConfigError: the ds_config cannot be meant.
-        CompilerMissingError: the ds_config's optimizer has to be compiled and cannot be.
-        ModelError: the model cannot be decomposed.
-        UnsupportedError: `mpu`, `mesh_param` or a launcher (WORLD_SIZE) asks for several processes.
+        ConfigError, ModelError, UnsupportedError, CompilerMissingError: what is asked for, which each of them names.
     """
-    if model is None:
-        raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+    trained = _checked(model, mpu, mesh_param)
+    given = _the_one_config(args, config if config is not None else config_params)
+    client = Client(optimizer, lr_scheduler, training_data, collate_fn)
+    return _started(trained, _settings(given, optimizer, dist_init_required), client, model_parameters, device)
+
+
+def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
+    model = the_model(model)
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
+    return model
+
+
+def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
     if dist_init_required or launched_size() > 1:
         init_distributed()
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    settings = load_config(_the_one_config(args, config if config is not None else config_params), size)
+    settings = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
     if settings.without_meaning:
         _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
-    _check_schedule(optimizer, lr_scheduler)
+    return settings
+
+
+def _started(
+    model: nn.Module,
+    settings: Config,
+    client: Client,
+    model_parameters: ParameterGroups | None,
+    device: Device | None,
+) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
+    _check_schedule(client.optimizer, client.lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
-    _check_for_duplicates(model, optimizer, parameters)
+    _check_for_duplicates(model, client.optimizer, parameters)
     settings, world = _join(settings, model, device)
     with world.together():
-        assembly = assemble(model, settings, optimizer, parameters, device, world)
-        engine = _engine_of(assembly, model, settings, lr_scheduler)
-    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
-    engine.training_data, engine.collate_fn = training_data, collate_fn
-    if training_data is not None:
-        engine.training_dataloader = ResumableLoader(engine.deepspeed_io(training_data), world.size)
+        assembly = assemble(model, settings, client.optimizer, parameters, device, world)
+        try:
+            engine = HarmonyEngine(model, settings, assembly, client)
+        except BaseException:
+            assembly.destroy()
+            raise
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -120,14 +133,6 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
     return settings, join_world(tuple(parameters), digest, on_cuda, harmony.reproducible)
 
 
-def _engine_of(assembly: Assembly, model: nn.Module, settings: Config, lr_scheduler: Any) -> HarmonyEngine:
-    try:
-        return HarmonyEngine(model, settings, assembly, lr_scheduler)
-    except BaseException:
-        assembly.destroy()
-        raise
-
-
 def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:
     made_later = optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer)
     if made_later and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
@@ -151,7 +156,7 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
             )
 
 
-def _the_one_config(args: Any, config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+def _the_one_config(args: Any, config: DsConfig | None) -> DsConfig:
     named = getattr(args, "deepspeed_config", None)
     deprecated = getattr(args, "deepscale_config", None)
     if deprecated is not None:

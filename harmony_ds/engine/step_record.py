@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.scheduler.trace import ExecutedStep
 
 _STEPS_KEPT = 32
 
@@ -21,10 +21,9 @@ _STEPS_KEPT = 32
 class StepRecord:
     """Measures steps, and makes the engine's reports of them."""
 
-    def __init__(self, assembly: Assembly, gradient_dtype: torch.dtype) -> None:
+    def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._planner = assembly.runner.planner
-        self._gradient_dtype = gradient_dtype
         self._peak_bytes = 0
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_step_ms` is of
@@ -52,21 +51,51 @@ class StepRecord:
         elif as_planned:
             self._step_ms.append(step_ms)
 
-    def swaps(self) -> SwapReport:
-        """See `HarmonyEngine.swap_report`."""
+    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
+        """Records when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
+
+        Raises:
+            RuntimeError: steps are being recorded already.
+        """
+        return self._assembly.runner.recording()
+
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        if self._planner.plan is None:
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
+        return self._planner.trace(executed)
+
+    def swap_report(self) -> SwapReport:
+        """Bytes between host and device in the last optimizer step.
+
+        Raises:
+            RuntimeError: there has been none.
+        """
         plan, graph = self._planner.plan, self._planner.graph
         if self.traffic is None or plan is None:
             raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
         weight_bytes = self._assembly.store.dtype.itemsize
         return SwapReport.of(
             self.traffic,
-            lower_bound_bytes(plan, graph, weight_bytes, self._gradient_dtype.itemsize),
+            lower_bound_bytes(plan),
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
         )
 
-    def plan(self) -> PlanReport:
-        """See `HarmonyEngine.plan_report`."""
+    def plan_report(self) -> PlanReport:
+        """Predicted against measured step time, device peak and bytes, and the plans that were not chosen.
+
+        Raises:
+            RuntimeError: there has been no step.
+        """
         if self.traffic is None or self._planner.plan is None:
             raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
         swapped = sum(
@@ -76,8 +105,8 @@ class StepRecord:
         )
         return PlanReport(self._planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
 
-    def memory(self) -> MemoryReport:
-        """See `HarmonyEngine.memory_report`."""
+    def memory_report(self) -> MemoryReport:
+        """Device peak of the last step against the plan and the budget; host bytes by kind."""
         self._assembly.wait_for_updates()
         plan, device = self._planner.plan, self._assembly.device
         return MemoryReport(

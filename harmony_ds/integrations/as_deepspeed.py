@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from harmony_ds import zero
+from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
 from harmony_ds.distributed import init_distributed
 from harmony_ds.engine import HarmonyEngine, initialize
 
@@ -13,7 +14,8 @@ def install_as_deepspeed() -> None:
     """From now on, in this process, `deepspeed.initialize` is `harmony_ds.initialize`.
 
     So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
-    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`; and `torch.distributed` is initialized for this one
+    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`; `deepspeed.utils.zero_to_fp32` reads checkpoints of
+    this engine, too; and `torch.distributed` is initialized for this one
     process. Call it before the training code imports any of these names. The installed DeepSpeed stays what it is under
     its other names.
 
@@ -23,4 +25,5 @@ def install_as_deepspeed() -> None:
     init_distributed()
     deepspeed = import_module("deepspeed")
     vars(deepspeed).update(initialize=initialize, DeepSpeedEngine=HarmonyEngine, init_distributed=init_distributed)
+    teach(vars(import_module("deepspeed.utils.zero_to_fp32")))
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)

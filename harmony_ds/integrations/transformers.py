@@ -69,6 +69,17 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     optimizer: Any
     _max_steps = 1
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        in_front = cls.__mro__[: cls.__mro__.index(HarmonyMixin)]
+        plain = (one for one in in_front if issubclass(one, Trainer) and not issubclass(one, HarmonyMixin))
+        before = next(plain, None)
+        if before is not None:
+            raise UsageError(
+                f"class {cls.__name__}: HarmonyMixin stands behind {before.__name__}, where it does nothing. Put it first: "
+                f"class {cls.__name__}(HarmonyMixin, {before.__name__})."
+            )
+
     def __init__(self, *args: Any, ds_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
         """As the Trainer's, and:
 

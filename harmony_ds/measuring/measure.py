@@ -2,14 +2,13 @@
 
 The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
 gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
-together from stretches: each call up to its return, the code behind it up to the next call, and the loss. Nothing is
-kept: no gradient, no random number, no change of a buffer.
+together from stretches: each call up to its return, the code behind it up to the next call, and the loss.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,169 +16,139 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import Glue, GlueSink, Slot
-from harmony_ds.calls.intercept import Request, handled_by
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
+from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
-from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.measuring.measured import Seen, SeenCall
+from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.routing import RoutingWatch, extremes
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.runtime.micro_batch import Objective
-from harmony_ds.runtime.parts import Parts
 
 _logger = logging.getLogger(__name__)
 
 
-class Measurement:
+class Measurement(Passes):
     """Runs one micro-batch through the model, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
-        self._device = parts.device
-        self._layers = layers
-        self._residency = parts.residency
-        self._lending = parts.lending
-        self._calls = parts.layer_calls
-        self._random = parts.random
-        self._unlayered: tuple[str, ...] = ()
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._stretch: _Stretch
         self._seen = Seen()
-        self._glue = Glue()
         self._kept: list[Kept] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
         self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._shapes: dict[GlueSink, tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[InterLayerGradient, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._probe: MemoryProbe | None = None
+        self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
-        self._left = 0  # alive when the last call returned
 
-    def run(self, forward: Callable[[], Any], objective: Objective, seed: int, unlayered: tuple[str, ...]) -> CostTable:
-        """Costs of `forward` and of propagating `objective` of its outputs.
+    def measure(self, sample: Sample) -> CostTable:
+        """Costs of its forward pass and of propagating its objective.
 
         Raises:
-            ParameterOutsideLayerError: a parameter was used outside its layer; `Lending.touched` has its name.
+            ParameterOutsideLayerError: a parameter was used outside its layer; `Installation.touched` has its name.
             BaseException: whatever the model or the objective raised.
         """
-        self._unlayered = unlayered
-        self._lending.touched.clear()
-        copy = self._swap_in(unlayered)
-        _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
-        self._resident_leaves = copy.leaves
-        self._random.open()
+        touched = self._parts.installation.touched
         try:
-            with self._lending.lent(copy.leaves, keep_buffers=False), self._device.probe() as probe:
-                self._probe = probe
-                self._base = self._left = probe.live_bytes()
-                self._random.start(self, seed)
-                self._measure(probe, forward, objective)
+            with self._opened() as copy:
+                _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
+                self._resident_leaves = copy.leaves
+                with self._lent(copy), self._parts.device.probe() as probe:
+                    self._stretch = _Stretch(probe)
+                    self._base = probe.live_bytes()
+                    self._measure(sample)
         except Exception as error:
-            if self._lending.touched and not isinstance(error, ParameterOutsideLayerError):
+            if touched and not isinstance(error, ParameterOutsideLayerError):
                 raise ParameterOutsideLayerError(str(error)) from error
             raise
-        finally:
-            self._probe = None
-            self._random.close()
-            self._residency.evict(copy)
-        return replace(self._seen.table(), in_pieces=self._calls.rows.cuts)
+        return replace(self._seen.table(), in_slices=self._rows.cuts)
 
-    def _measure(self, probe: MemoryProbe, forward: Callable[[], Any], objective: Objective) -> None:
-        seen = self._seen
-        seen.scalar, seen.grain = self._allocation(probe, torch.float32), self._allocation(probe, torch.uint8)
-        probe.reset()
-        with handled_by(self), torch.enable_grad():
-            outputs = forward()
-        loss = objective(outputs)
-        if self._lending.touched:
+    def _measure(self, sample: Sample) -> None:
+        seen, touched = self._seen, self._parts.installation.touched
+        seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
+        self._stretch.begin()
+        outputs = self._forward(sample)
+        loss = sample.objective(outputs)
+        if touched:
             raise ParameterOutsideLayerError(
-                f"{', '.join(sorted(self._lending.touched))}: used outside the calls of the layers that own them."
+                f"{', '.join(sorted(touched))}: used outside the calls of the layers that own them."
             )
-        seen.spans = self._glue.spans(self._consumers(), loss, len(seen.calls))
+        seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
-            loss.backward(retain_graph=not self._glue.is_trivial and self._glue.touches(loss))
+            loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
-        seen.tail.forward = probe.peak_bytes() - self._left + 2 * seen.scalar
+        seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
         del outputs, loss
         seen.tail.taken = [*self._take_gradients()]
         seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
-        held = max(0, probe.live_bytes() - self._base)
+        held = max(0, self._stretch.alive() - self._base)
         for stashed in self._stashed:
             if stashed.storage.expired():
                 seen.calls[stashed.number].gone += stashed.nbytes
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
-        self._settle(probe)
+        self._settle()
 
-    def _allocation(self, probe: MemoryProbe, dtype: torch.dtype) -> int:
+    def _allocation(self, dtype: torch.dtype) -> int:
         """What the allocator takes for one element."""
-        before = probe.live_bytes()
-        scalar = torch.empty((), dtype=dtype, device=self._device.torch_device)
-        nbytes = probe.live_bytes() - before
+        self._stretch.begin()
+        scalar = torch.empty((), dtype=dtype, device=self._parts.device.torch_device)
+        nbytes = self._stretch.left()
         del scalar
         return nbytes
 
-    def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        copy = self._residency.swap_in(names)
-        copy.wait(self._device)
-        return copy
-
     # ---- one call of a layer
 
-    def call(self, request: Request) -> Any:
-        """One layer call of the model: measured, its outputs cut."""
-        probe = self._probe
-        assert probe is not None
-        call = self._arrive(request, probe)
-        outputs = self._run(call, request, probe)
-        probe.reset()
-        self._left = probe.live_bytes()
+    def arrived(self, request: Request) -> None:
+        """Notes what the code since the last call took; lets go of that call's inputs."""
+        seen, stretch = self._seen, self._stretch
+        if seen.calls:
+            seen.calls[-1].inter_layer = stretch.peak()
+            seen.calls[-1].inter_layer_kept = max(0, stretch.left())
+        else:
+            seen.lead = stretch.peak()
+        known = {id(tensor) for tensor in self._inputs}
+        self._inputs = tensors_in((request.args, request.kwargs))
+        self._just_taken = {id(t) for t in self._inputs if id(t) in known}
+        # What calls have stashed and is alive for another reason: here, the stash is let go at once.
+        stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+        seen.calls.append(SeenCall(request.layer, max(0, stretch.alive() - self._base - stashed), stashed))
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Runs the call, measured, and propagates through it at once."""
+        call, stretch, own = self._seen.calls[-1], self._stretch, request.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            outputs = own(*args, **kwargs)
+            # Read when the layer returns: before and after, other things are alive too.
+            call.graph = max(call.graph, stretch.left())
+            call.forward = max(call.forward, stretch.peak())
+            return outputs
+
+        stretch.begin()
+        with RoutingWatch() as watch:
+            outputs, recorded = self._record(replace(request, forward=forward), copy)
+        call.forward = max(call.forward, stretch.peak())
+        if recorded is not None:
+            self._note(call, recorded)
+            self._propagate(call, recorded, copy, watch.seen)
         return outputs
 
-    def _arrive(self, request: Request, probe: MemoryProbe) -> SeenCall:
-        """Notes what the code since the last call took; lets go of that call's inputs."""
-        seen = self._seen
-        if seen.calls:
-            seen.calls[-1].glue = probe.peak_bytes() - self._left
-            seen.calls[-1].glue_kept = max(0, probe.live_bytes() - self._left)
-        else:
-            seen.lead = probe.peak_bytes() - self._base
-        known = {id(tensor) for tensor in self._inputs}
-        self._just_taken = {id(t) for t in tensors_in((request.args, request.kwargs)) if id(t) in known}
-        self._inputs = tensors_in((request.args, request.kwargs))
-        stashed = self._stashed_bytes()
-        call = SeenCall(request.layer, max(0, probe.live_bytes() - self._base - stashed), stashed)
-        seen.calls.append(call)
-        return call
-
-    def _run(self, call: SeenCall, request: Request, probe: MemoryProbe) -> Any:
-        names = self._layers[request.layer].parameters
-        copy = self._swap_in(tuple(name for name in names if name not in self._unlayered))
-        try:
-            stretch = _Stretch(probe, call)
-            with RoutingWatch() as watch:
-                outputs, recorded = self._calls.forward(
-                    replace(request, forward=stretch.measured(request.forward)),
-                    len(self._seen.calls) - 1,
-                    copy.leaves,
-                    self._glue,
-                    self._random.snapshot,
-                )
-            call.forward = max(call.forward, stretch.peak())
-            if recorded is not None:
-                self._note(call, recorded)
-                self._propagate(call, recorded, copy, stretch, watch.seen)
-            return outputs
-        finally:
-            self._residency.evict(copy)
+    def evicted(self) -> None:
+        """What comes now is the code behind the call."""
+        self._stretch.begin()
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
@@ -202,27 +171,25 @@ class Measurement:
                 bases[key] = bases.get(key, storage.nbytes()) - entry.nbytes
         call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
         call.needs_backward = True
-        call.made = [slot for slot in recorded.slots if slot is not None]
-        call.taken = [sink for sink in recorded.sinks if isinstance(sink, (Slot, GlueSink))]
+        call.made = [output_gradient for output_gradient in recorded.output_gradients if output_gradient is not None]
+        call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
 
-    def _propagate(
-        self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch, routes: bool
-    ) -> None:
+    def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Backward with a made-up gradient; what reaches earlier calls is dropped.
 
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
         this begins, as they are for every micro-batch but the first.
         """
-        if self._residency.accumulates_in_place:
+        if self._parts.residency.accumulates_in_place:
             _gather_from_zero(copy)
-            call.gradients = sum(
-                slab_bytes(leaf.numel(), leaf.element_size()) for leaf in copy.leaves.values() if leaf.requires_grad
-            )
+            trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
+            call.gradients = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
         tensors = list(recorded.tensors)
-        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if routes and self._device.has_values else ():
+        unevenly = routes and self._parts.device.has_values
+        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
             recorded.tensors = [Kept(tensor, tensor._version) for tensor in inputs]
             try:
-                self._backward(call, recorded, copy, stretch)
+                self._backward(call, recorded, copy)
             except (RuntimeError, ValueError, IndexError, ModelError) as error:
                 _logger.warning(
                     "layer %s makes tensors whose size depends on its input, and cannot be run with an input whose rows "
@@ -232,57 +199,45 @@ class Measurement:
                 )
                 break
         recorded.tensors = tensors
-        self._backward(call, recorded, copy, stretch)
+        self._backward(call, recorded, copy)
         for leaf in copy.leaves.values():
             leaf.grad = None
 
-    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, stretch: _Stretch) -> None:
-        for slot in call.made:
-            slot.gradient = torch.ones(slot.shape, dtype=slot.dtype, device=self._device.torch_device)
-        stretch.begin()
-        try:
-            self._calls.backward(recorded, copy.leaves, self._random.replay, lambda: self._gather(copy))
-            call.backward = max(call.backward, stretch.peak())
-        finally:
-            self._random.switch(self)
-            call.unlayered |= self._given_to_unlayered()
-            for sink in recorded.sinks:
-                gradient = sink.take() if sink is not None else None
-                if gradient is not None and isinstance(sink, GlueSink):
-                    self._shapes[sink] = (gradient.shape, gradient.dtype)
-        if not self._residency.accumulates_in_place:
-            call.leaf = sum(_nbytes(leaf.grad) for leaf in copy.leaves.values() if leaf.grad is not None)
-            for leaf in copy.leaves.values():
-                leaf.grad = None
+    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy) -> None:
+        def gather() -> None:  # what is of another dtype than its sum leaves the parameters
+            if not self._parts.residency.accumulates_in_place:
+                for leaf in copy.leaves.values():
+                    leaf.grad = None
 
-    def _gather(self, copy: DeviceCopy) -> None:
-        """Between the pieces of a call, gradients of another dtype than their sums leave the parameters."""
-        if not self._residency.accumulates_in_place:
-            for leaf in copy.leaves.values():
-                leaf.grad = None
+        with self._made_up_gradients(recorded) as reached:
+            self._stretch.begin()
+            self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
+            call.backward = max(call.backward, self._stretch.peak())
+        call.unlayered |= self._given_to_unlayered()
+        self._shapes |= {
+            target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
+        }
+        if not self._parts.residency.accumulates_in_place:
+            call.leaf = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
+        gather()
 
     # ---- the code between the calls
 
-    def _settle(self, probe: MemoryProbe) -> None:
+    def _settle(self) -> None:
         """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
         calls = self._seen.calls
         for number in (*reversed(range(len(calls))), -1):
-            due = [(sink, *shape) for sink, shape in self._shapes.items() if sink.deadline == number]
+            due = [(target, *shape) for target, shape in self._shapes.items() if target.deadline == number]
             if not due:
                 continue
-            for sink, shape, dtype in due:
-                sink.gradient = torch.ones(shape, dtype=dtype, device=self._device.torch_device)
-            probe.reset()
-            before = probe.live_bytes()
-            self._glue.settle(number)
+            for target, shape, dtype in due:
+                target.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
+            self._stretch.begin()
+            self._inter_layer.settle(number)
             place = self._seen.tail if number < 0 else calls[number]
-            place.settle = probe.peak_bytes() - before
+            place.settle = self._stretch.peak()
             place.settled = self._take_gradients()
             place.unlayered |= self._given_to_unlayered()
-
-    def _stashed_bytes(self) -> int:
-        """Bytes that calls have stashed so far and that are alive for another reason: here, the stash is let go at once."""
-        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
 
     def _drop_recorded(self) -> int:
         """Lets go of the recorded calls, the last one first as a step does.
@@ -297,9 +252,14 @@ class Measurement:
             self._stashed = [s for s in self._stashed if not s.storage.expired()]
         return stashed
 
-    def _take_gradients(self) -> list[Slot]:
+    def _take_gradients(self) -> list[OutputGradient]:
         """The outputs whose gradients came into being since the last time; drops those."""
-        return [slot for call in self._seen.calls for slot in call.made if slot.take() is not None]
+        return [
+            output_gradient
+            for call in self._seen.calls
+            for output_gradient in call.made
+            if output_gradient.take() is not None
+        ]
 
     def _given_to_unlayered(self) -> dict[str, int]:
         """Bytes of the unlayered parameters whose gradients have changed since the last time."""
@@ -307,16 +267,16 @@ class Measurement:
         for name, leaf in self._resident_leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
                 self._versions[name] = leaf.grad._version
-                given[name] = _nbytes(leaf.grad)
+                given[name] = leaf.grad.nbytes
         return given
 
-    def _consumers(self) -> dict[GlueSink, tuple[int, int]]:
+    def _consumers(self) -> dict[InterLayerGradient, tuple[int, int]]:
         """For each tensor made between the calls: the first and the last call that takes it."""
-        places: dict[GlueSink, tuple[int, int]] = {}
+        places: dict[InterLayerGradient, tuple[int, int]] = {}
         for position, call in enumerate(self._seen.calls):
-            for sink in call.taken:
-                if isinstance(sink, GlueSink):
-                    places[sink] = (places.get(sink, (position, position))[0], position)
+            for target in call.taken:
+                if isinstance(target, InterLayerGradient):
+                    places[target] = (places.get(target, (position, position))[0], position)
         return places
 
 
@@ -330,29 +290,24 @@ class _Stashed:
 
 
 class _Stretch:
-    """The bytes of a layer's forward, read when it returns: before and after, other things are alive too."""
+    """The bytes of what runs between two points, beyond those that were alive at the first."""
 
-    def __init__(self, probe: MemoryProbe, call: SeenCall) -> None:
+    def __init__(self, probe: MemoryProbe) -> None:
         self._probe = probe
-        self._call = call
+        self.alive = probe.live_bytes
         self.begin()
 
     def begin(self) -> None:
         self._probe.reset()
-        self._before = self._probe.live_bytes()
+        self._before = self.alive()
 
     def peak(self) -> int:
-        """The most since `begin`, beyond what was alive then."""
+        """The most since `begin`."""
         return self._probe.peak_bytes() - self._before
 
-    def measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outputs = forward(*args, **kwargs)
-            self._call.graph = max(self._call.graph, self._probe.live_bytes() - self._before)
-            self._call.forward = max(self._call.forward, self.peak())
-            return outputs
-
-        return run
+    def left(self) -> int:
+        """What there is now."""
+        return self.alive() - self._before
 
 
 def _gather_from_zero(copy: DeviceCopy) -> None:
@@ -370,7 +325,3 @@ def _tensor_of(kept: StashEntry | Kept) -> Tensor:
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where `tensor` begins; on a device without memory, too."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

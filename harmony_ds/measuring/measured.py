@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
 
-_Gradient = Slot | GlueSink
+_Gradient = OutputGradient | InterLayerGradient
 
 
 @dataclass(slots=True, eq=False)
@@ -18,17 +18,17 @@ class SeenCall:
     Attributes:
         layer: that was called.
         alive, alive_and_stashed: before it, beyond what was there before the first call: what is not stashed, and what is.
-        gone: inputs that it took first and that nothing held any more when the forward pass was over.
+        gone: inputs that no earlier call took, and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
-        glue, glue_kept: the most in the code behind it, up to the next call, and what is left of that.
+        inter_layer, inter_layer_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
-        settle: the most while gradients ran through the code behind it, those that waited for that not counted.
+        settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
         leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
-        unlayered: bytes of those the unlayered parameters, by name, that it gave a gradient to.
+        unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
         made: gradients of its outputs.
-        taken: gradients that propagating through it hands on.
-        settled: gradients that running them through the code behind it hands on.
+        taken: gradients that come of propagating through it.
+        settled: gradients that come of propagating through the code behind it.
     """
 
     layer: int = -1
@@ -37,8 +37,8 @@ class SeenCall:
     gone: int = 0
     forward: int = 0
     graph: int = 0
-    glue: int = 0
-    glue_kept: int = 0
+    inter_layer: int = 0
+    inter_layer_kept: int = 0
     backward: int = 0
     settle: int = 0
     leaf: int = 0
@@ -49,9 +49,9 @@ class SeenCall:
     gradients: int = 0
     unlayered: dict[str, int] = field(default_factory=dict)
     needs_backward: bool = False
-    made: list[Slot] = field(default_factory=list)
+    made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
-    settled: list[Slot] = field(default_factory=list)
+    settled: list[OutputGradient] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Seen:
         lead: the most before the first call.
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
-        spans: places that share glue, see `Glue.spans`.
+        spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
     """
 
     calls: list[SeenCall] = field(default_factory=list)
@@ -90,14 +90,17 @@ class Seen:
 
     def _cost(self, position: int) -> CallCost:
         call = self.calls[position]
-        forward = max(call.forward, call.graph + call.glue)
+        forward = max(call.forward, call.graph + call.inter_layer)
         if position == 0:
             forward = max(forward, self.lead - call.alive)
-        behind = self._waiting(position + 1)
-        passing, again = self._around(position)
-        settle = behind + call.settle + self._largest_sum(call.settled, self._later(position + 1)) if call.settle else 0
-        backward = passing + self._nbytes(call.made) + call.backward + again + self._unlayered_sums(position)
-        waiting = self._waiting(position)
+        later = self._later(position + 1)
+        settle = 0
+        if call.settle:
+            settle = self._waiting(later, position + 1) + call.settle + self._largest_sum(call.settled, later)
+        others = [*later, *call.settled]  # all that there are while it is propagated through
+        backward = self._waiting(others, position) + self._nbytes(call.made) + call.backward
+        backward += self._largest_sum(call.taken, others) + self._unlayered_sums(position)
+        waiting = self._waiting(self._later(position), position)
         if position == 0:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return CallCost(
@@ -110,7 +113,7 @@ class Seen:
             stash_base_bytes=call.stash_base,
             shared_bytes=waiting,
             forward_bytes=forward,
-            graph_bytes=call.graph + call.glue_kept,
+            graph_bytes=call.graph + call.inter_layer_kept,
             settle_bytes=settle,
             backward_bytes=backward if call.needs_backward or position == 0 else 0,
             leaf_bytes=call.leaf,
@@ -124,44 +127,39 @@ class Seen:
         later = self.calls[position:]
         return [*self.tail.taken, *(g for call in later for g in (*call.taken, *call.settled))]
 
-    def _waiting(self, position: int) -> int:
-        """Bytes of those that wait then: of the outputs of earlier calls, and of glue between those."""
-        return self._waiting_among(self._later(position), position)
+    def _waiting(self, gradients: list[_Gradient], position: int) -> int:
+        """Bytes of those of `gradients` that wait for calls before `position`, or for the code between those.
 
-    def _waiting_among(self, gradients: list[_Gradient], position: int) -> int:
-        """Those of `gradients` that are needed before `position`.
-
-        One of glue is either where that ends, until all that uses it has been propagated, or, where the calls that use
-        it were run in one graph with it, behind it already. With several calls it may be both.
+        The gradient of a tensor that such code computed waits at that tensor, until every call that takes the tensor has
+        been propagated through. Where those calls were run in one graph with the code, it is propagated through that at
+        once, and waits at the outputs that the tensor was computed from. With several calls there may be both.
         """
         due = {id(g): g for g in gradients if _due(g) < position}
-        total = self._nbytes(g for g in due.values() if isinstance(g, Slot))
-        ends: dict[int, list[GlueSink]] = {}
+        total = self._nbytes(g for g in due.values() if isinstance(g, OutputGradient))
+        ends: dict[int, list[InterLayerGradient]] = {}
         for gradient in due.values():
-            if isinstance(gradient, GlueSink):
+            if isinstance(gradient, InterLayerGradient):
                 ends.setdefault(gradient.deadline, []).append(gradient)
-        for deadline, sinks in ends.items():
+        for deadline, targets in ends.items():
             call = self.calls[deadline] if deadline >= 0 else self.tail
-            here = self._nbytes(sinks)
-            behind = self._nbytes(slot for slot in call.settled if id(slot) not in due)
-            users = sum(any(_due(g) == deadline and isinstance(g, GlueSink) for g in c.taken) for c in self.calls)
-            total += here + behind if users > 1 else max(here, behind)
+            at_tensors = self._nbytes(targets)
+            at_outputs = self._nbytes(
+                output_gradient for output_gradient in call.settled if id(output_gradient) not in due
+            )
+            users = sum(
+                any(_due(g) == deadline and isinstance(g, InterLayerGradient) for g in c.taken) for c in self.calls
+            )
+            total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
         return total
 
-    def _around(self, position: int) -> tuple[int, int]:
-        """While the call at `position` is propagated through: what waits for earlier ones, and what sums take."""
-        call = self.calls[position]
-        others = [*self._later(position + 1), *call.settled]
-        return self._waiting_among(others, position), self._largest_sum(call.taken, others)
-
     def _unlayered_sums(self, position: int) -> int:
-        """Gradients of unlayered parameters that wait until all of a graph are added up: later ones for earlier ones."""
+        """Gradients of unlayered parameters that later calls gave, and that wait for those of calls up to here."""
         later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.unlayered.items()}
         earlier = {name for call in self.calls[: position + 1] for name in call.unlayered}
         return sum(nbytes for name, nbytes in later.items() if name in earlier)
 
     def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:
-        """A gradient that is added to one that waits takes the place of that only when the sum is there."""
+        """The most that a sum takes: of one of `new` and the same one among `known`, which are dropped behind it."""
         waiting = {id(g) for g in known}
         return max((self._rounded(g.nbytes) for g in new if id(g) in waiting), default=0)
 
@@ -173,5 +171,5 @@ class Seen:
 
 
 def _due(gradient: _Gradient) -> int:
-    """The call before whose propagation it is needed; glue is run right before that call."""
-    return gradient.call if isinstance(gradient, Slot) else gradient.deadline
+    """The call before whose propagation it is needed; one made by code behind that call is run through the code then."""
+    return gradient.call if isinstance(gradient, OutputGradient) else gradient.deadline

@@ -25,40 +25,49 @@ from harmony_ds.profiler.profile import Profile
 _logger = logging.getLogger(__name__)
 
 
-def profile_key(
-    graph: LayerGraph, calls: tuple[int, ...], shapes: object, dtypes: str, device: Device
-) -> dict[str, str]:
-    """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
-    structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
-    return {
-        "model": hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16],
-        "shapes": repr(shapes),
-        "dtypes": dtypes,
-        "torch": torch.__version__,
-        "device": _device_name(device),
-        "host": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "threads": str(torch.get_num_threads()),
-    }
+class ProfileFile:
+    """The file that profiles of one model on one device are kept in; without a path, none are."""
 
+    def __init__(self, path: Path | None, graph: LayerGraph, dtypes: str, device: Device) -> None:
+        self._path = path
+        self._graph = graph
+        self._dtypes = dtypes
+        self._device = device
 
-def load_profile(path: Path, key: Mapping[str, str]) -> Profile | None:
-    """The profile in `path` if it was measured on what `key` says; None, with a warning, if on something else."""
-    if not path.is_file():
-        return None
-    try:
-        profile = Profile.from_json(path.read_text(encoding="utf-8"))
-        profile.check(key)
-    except ProfileError as error:
-        _logger.warning("%s is not used, and will be replaced: %s", path, error)
-        return None
-    return profile
+    def key(self, calls: tuple[int, ...], shapes: object) -> dict[str, str]:
+        """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
+        graph = self._graph
+        structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
+        digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
+        device = self._device.torch_device
+        return {
+            "model": f"{len(structure)} layers of {sum(one.numel for one in graph.parameters):,} parameters, {digest}",
+            "shapes": repr(shapes),
+            "dtypes": self._dtypes,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else self._device.name,
+            "host": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "threads": str(torch.get_num_threads()),
+        }
 
+    def load(self, key: Mapping[str, str]) -> Profile | None:
+        """The profile, if it was measured on what `key` says; None, with a warning, if on something else."""
+        if self._path is None or not self._path.is_file():
+            return None
+        try:
+            profile = Profile.from_json(self._path.read_text(encoding="utf-8"))
+            profile.check(key)
+        except ProfileError as error:
+            _logger.warning("%s is not used, and will be replaced: %s", self._path, error)
+            return None
+        return profile
 
-def save_profile(path: Path, profile: Profile) -> None:
-    """Writes beside `path` and renames, so that a reader never sees half a file."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(profile.to_json(), encoding="utf-8")
-    beside.replace(path)
+    def save(self, profile: Profile) -> None:
+        """Writes beside the path and renames, so that a reader never sees half a file."""
+        if self._path is not None:
+            beside = self._path.with_name(self._path.name + ".new")
+            beside.write_text(profile.to_json(), encoding="utf-8")
+            beside.replace(self._path)
 
 
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
@@ -68,9 +77,3 @@ def with_times(table: CostTable, timed: CostTable) -> CostTable:
         for cost, known in zip(table.costs, timed.costs, strict=True)
     )
     return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)
-
-
-def _device_name(device: Device) -> str:
-    if device.torch_device.type == "cuda":
-        return torch.cuda.get_device_name(device.torch_device)
-    return device.name

@@ -8,7 +8,7 @@ forward passes must run one after another, if they must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,52 +16,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.attributes import Absent, Place, Snapshot, assignments, modules_in, places_of, undone
-from harmony_ds.calls.boundary import Glue, Sink, Slot, guarded_backward, sinks_behind
-from harmony_ds.calls.dead_end import DeadEnd
-from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.layer_buffers import Buffers, buffers_apart
-from harmony_ds.calls.lending import changes_buffers_unseen
+from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, guarded_backward, targets_behind
+from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
+from harmony_ds.calls.places import Absent, Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
-from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.row_probe import close
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.runtime.parts import Parts
 
 _ATTEMPTS = 8
 _BETWEEN = -1
 _ATOMS = (bool, int, float, str, bytes, type(None), Absent)
 
 
-class Rehearsal:
+class Rehearsal(Passes):
     """Runs one micro-batch through the model twice, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
-        self._parts = parts
-        self._layers = layers
-        self._unlayered = unlayered
-        self._all = parts.lending.modules
-        self._modules = {layer.index: tuple(layer.module.modules()) for layer in layers}
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._all = setup.parts.installation.modules
+        self._modules = {layer.index: tuple(layer.module.modules()) for layer in setup.layers}
         inner = {module for modules in self._modules.values() for module in modules}
         self._modules[_BETWEEN] = tuple(module for module in self._all if module not in inner)
         # A layer may also know modules of others in a way of its own (`self.first = [first_block]`).
         self._known = {layer: modules_in(self._modules[layer], set(self._all)) for layer in self._modules}
         self._known[_BETWEEN] = self._modules[_BETWEEN]
-        self._near = {layer: self._owners(known) | {_BETWEEN} for layer, known in self._known.items()}
+        self._near = {
+            layer: {other for other, own in self._modules.items() if not set(known).isdisjoint(own)} | {_BETWEEN}
+            for layer, known in self._known.items()
+        }
         self._own: dict[int, set[Place]] = {}
-        self._start: dict[int, Snapshot] = {}
+        self._start: dict[int, Noted] = {}
         self._touched: set[Place] = set()
         self._assigned: set[Place] = set()
         self._calls: list[int] = []
         self._first = True
         self._inside = False  # a layer
-        self._glue = Glue()
         self._outputs: list[Tensor] = []
 
-    def run(self, forward: Callable[[], Any], seed: int) -> str | None:
+    def rehearse(self, sample: Sample) -> str | None:
         """What forbids that forward passes of several micro-batches run side by side; None: nothing.
 
         Raises:
@@ -69,28 +67,16 @@ class Rehearsal:
             ModelError: a layer writes into its own parameters.
             BaseException: whatever the model raised.
         """
-        parts = self._parts
-        parts.lending.touched.clear()
-        copy = parts.residency.swap_in(self._unlayered)
-        copy.wait(parts.device)
-        parts.random.open()
-        try:
-            with (
-                parts.random.watching_others() as drawn,
-                undone(self._all),
-                parts.lending.lent(copy.leaves, keep_buffers=False),
-            ):
-                reason = self._run_twice(forward, seed)
-                self._check_written("the code between the layers", copy)
-        finally:
-            parts.random.close()
-            parts.residency.evict(copy)
+        watching = self._parts.random.watching_others()
+        with self._opened() as copy, watching as drawn, undone(self._all), self._lent(copy):
+            reason = self._run_twice(sample)
+            self._check_written("the code between the layers", copy)
         if drawn:
             return f"the model draws from {drawn[0]}, from one forward pass to the next"
         return reason
 
-    def _run_twice(self, forward: Callable[[], Any], seed: int) -> str | None:
-        self._pass(forward, seed)
+    def _run_twice(self, sample: Sample) -> str | None:
+        self._pass(sample)
         found = _Prints(self._all, self._touched)
         for layer in self._modules:
             if layer != _BETWEEN:
@@ -98,17 +84,17 @@ class Rehearsal:
         self._first = False
         outputs = self._outputs
         start = _Start(self._all, self._parts.random)
-        self._pass(forward, seed)
+        self._pass(sample)
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
         if not same and self._parts.device.has_values:
-            self._check_again(forward, seed, start)
+            self._check_again(sample, start)
         return self._compare(found, same or not self._parts.device.has_values)
 
-    def _check_again(self, forward: Callable[[], Any], seed: int, start: _Start) -> None:
+    def _check_again(self, sample: Sample, start: _Start) -> None:
         """Whether the last pass gives the same once more."""
         outputs, touched = self._outputs, self._touched
         with undone(self._all), start.again():
-            self._pass(forward, seed)
+            self._pass(sample)
         if not self._same(outputs, self._outputs):
             raise RecomputeError(
                 f"the forward pass of {type(self._all[0]).__name__} was run twice on the same arguments, attributes, "
@@ -118,31 +104,19 @@ class Rehearsal:
             )
         self._touched = touched
 
-    def _owners(self, modules: tuple[nn.Module, ...]) -> set[int]:
-        """The layers that `modules` are of."""
-        wanted = set(modules)
-        return {layer for layer, own in self._modules.items() if not wanted.isdisjoint(own)}
-
     def _watch_touched(self, layer: int) -> None:
         """What somebody has touched and `layer` knows is part of what its calls take and give."""
         places = [place for place in self._touched if self._owns(layer, place)]
         self._parts.layer_calls.watch(layer, places)
 
-    def _pass(self, forward: Callable[[], Any], seed: int) -> None:
+    def _pass(self, sample: Sample) -> None:
         """One forward pass; what it touches is in `_touched`."""
-        self._start = {key: Snapshot(places_of(modules)) for key, modules in self._modules.items()}
+        self._start = {key: Noted(places_of(modules)) for key, modules in self._modules.items()}
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
-        self._glue = Glue()
-        self._parts.random.start(self, seed)
-        with (
-            handled_by(self),
-            torch.enable_grad(),
-            guarded_backward(lambda: self._inside),
-            assignments() as self._assigned,
-        ):
-            outputs = forward()
+        with guarded_backward(lambda: self._inside), assignments() as self._assigned:
+            outputs = self._forward(sample)
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned
         for snapshot in self._start.values():
@@ -150,33 +124,28 @@ class Rehearsal:
 
     # ---- one call of a layer
 
-    def call(self, request: Request) -> Any:
-        """One layer call of the model."""
-        parts, layer = self._parts, request.layer
-        self._calls.append(layer)
-        for key in self._near[layer]:
+    def arrived(self, request: Request) -> None:
+        """Notes what the code since the last call has touched."""
+        self._calls.append(request.layer)
+        for key in self._near[request.layer]:
             self._touched |= self._start[key].changed()
         self._touched |= self._assigned
-        names = tuple(n for n in self._layers[layer].parameters if n not in self._unlayered)
-        copy = parts.residency.swap_in(names)
-        copy.wait(parts.device)
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Tries the call, the first time that it comes, before it is run."""
         self._inside = True
-        try:
-            if self._first:
-                self._try(request, copy)
-            number = len(self._calls) - 1
-            outputs, call = parts.layer_calls.forward(request, number, copy.leaves, self._glue, parts.random.snapshot)
-            if call is not None:
-                parts.layer_calls.forget(call)
-            return outputs
-        finally:
-            self._inside = False
-            parts.residency.evict(copy)
+        if self._first:
+            self._try(request, copy)
+        return super().run(request, copy)
+
+    def evicted(self) -> None:
+        """What runs now is the code behind the call."""
+        self._inside = False
 
     def _try(self, request: Request, copy: DeviceCopy) -> None:
         """Runs the call until it shows nothing new, and once more.
 
-        Raises: as `run`.
+        Raises: as `rehearse`.
         """
         calls, layer = self._parts.layer_calls, request.layer
         self._watch_touched(layer)
@@ -194,7 +163,7 @@ class Rehearsal:
         mixed = [(m, advanced[m] if changes_buffers_unseen(m) else own) for m, own in calls.copied_buffers(layer)]
         if self._same(outputs, self._trial(request, copy, mixed)[0]):
             return
-        calls.replayed.add(layer)
+        calls.replay_buffers(layer)
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
@@ -209,7 +178,7 @@ class Rehearsal:
         state = parts.random.snapshot()
         seen = tuple(dict.fromkeys((*self._known[request.layer], *self._modules[_BETWEEN])))
         with undone(seen), buffers_apart(buffers):
-            before = Snapshot(places_of(seen))
+            before = Noted(places_of(seen))
             with assignments() as assigned:
                 trial = parts.layer_calls.trial(request, copy.leaves)
             touched = before.changed() | assigned
@@ -218,13 +187,14 @@ class Rehearsal:
 
     def _same(self, outputs: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
         # Kernels of other devices may add up in any order.
-        equal = _equal if self.device_type == "cpu" or torch.are_deterministic_algorithms_enabled() else close
+        exact = self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        equal = _equal if exact else close
         return len(outputs) == len(again) and all(map(equal, outputs, again))
 
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
         """Whether gradients of a call's outputs go to that call alone."""
         name = self._layers[layer].name
-        others = {self._layer_of(sink) for sink in sinks_behind(outputs)} - {name}
+        others = {self._layer_of(target) for target in targets_behind(outputs)} - {name}
         if others:
             raise RecomputeError(
                 f"layer {name} computes with a tensor of {', '.join(sorted(others))} that it was not given: it comes "
@@ -232,10 +202,10 @@ class Rehearsal:
                 "gradient would be lost. Pass it as an argument."
             )
 
-    def _layer_of(self, sink: Sink) -> str:
-        if isinstance(sink, Slot):
-            return self._layers[self._calls[sink.call]].name
-        return sink.layer if isinstance(sink, DeadEnd) else "the code between the layers"
+    def _layer_of(self, target: GradientTarget) -> str:
+        if isinstance(target, OutputGradient):
+            return self._layers[self._calls[target.call]].name
+        return target.layer if isinstance(target, DeadEnd) else "the code between the layers"
 
     def _check_written(self, who: str, copy: DeviceCopy) -> None:
         written = self._parts.residency.written(copy)
@@ -251,8 +221,8 @@ class Rehearsal:
     def _compare(self, first: _Prints, same_outputs: bool) -> str | None:
         """Tells apart what every forward pass writes anew, and what goes on from one to the next.
 
-        What is the same each time may be read by the next forward pass all the same: it is not if nothing is given that
-        was not before (`same_outputs`), and a tensor, which is of its inputs, might be.
+        A value that is the same behind either pass might still be read by the next one. It is taken not to be where both
+        passes gave the same outputs and the value holds no tensor, which would come of the inputs.
         """
         model = set(self._all)  # a module that forward makes for itself (a loss function) is gone with it
         self._touched = {place for place in self._touched if place.module is None or place.module in model}
@@ -321,7 +291,7 @@ class _Start:
     def __init__(self, modules: Sequence[nn.Module], random: RandomStreams) -> None:
         self._random = random
         self._state = random.snapshot()
-        self._attributes = Snapshot(places_of(modules), copies=True)
+        self._attributes = Noted(places_of(modules), copies=True)
         self._buffers = [(m, {k: None if b is None else b.clone() for k, b in m._buffers.items()}) for m in modules]
 
     @contextmanager

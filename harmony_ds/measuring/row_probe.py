@@ -1,13 +1,13 @@
-"""Finds out which layers can be cut into pieces of a micro-batch's rows, and where their tensors hold the rows.
+"""Finds out which layers can be cut into slices of a micro-batch's rows, and where their tensors hold the rows.
 
 The model is run twice, with a few rows and with one more. What grows with the rows holds them. Then each layer is run
-in pieces on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
+in slices on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
 normalization, capacities of experts) does not, and is never cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import Glue
-from harmony_ds.calls.intercept import Request, handled_by
-from harmony_ds.calls.pieces import Cut, RowDims, Rows, row_dims
+from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import differ
-from harmony_ds.calls.recorded_call import Trial
+from harmony_ds.calls.slices import Cut, Shapes, row_dims
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.decomposer.find import Layer
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.sample import Sample
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.profiler.rows import RowDims, Rows
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Of the largest value: sums over other blocks round differently, rows that look at each other are far off."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """What can be cut, and why the rest cannot.
 
@@ -38,139 +38,90 @@ class Found:
         refused: by layer that is not in `dims`: the reason; none where nothing depends on the rows.
     """
 
-    dims: dict[int, RowDims]
-    drawing: frozenset[int]
-    refused: dict[int, str]
-
-    def rows(self, forward: int, backward: int) -> Rows:
-        """Calls cut into pieces of so many rows."""
-        return Rows(forward, backward, self.dims, set(self.drawing))
-
-
-@dataclass(slots=True)
-class _Shapes:
-    layer: int
-    inputs: list[torch.Size]
-    outputs: list[torch.Size]
-
-
-@dataclass(slots=True)
-class _State:
     dims: dict[int, RowDims] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)
     refused: dict[int, str] = field(default_factory=dict)
 
+    def rows(self, forward: int, backward: int) -> Rows:
+        """Calls cut into slices of so many rows."""
+        return Rows(forward, backward, self.dims, self.drawing)
 
-class RowProbe:
+
+class RowProbe(Passes):
     """Runs two small micro-batches through the model, layer by layer. Used once."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
-        self._parts = parts
-        self._layers = layers
-        self._unlayered = unlayered
-        self._found = _State()
-        self._few: list[_Shapes] = []
-        self._rows = (0, 0)
-        self._seen = 0
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._found = Found()
+        self._few: list[tuple[int, Shapes, Shapes]] = []
+        self._counts = (0, 0)
         self._comparing = False
-        self._glue = Glue()
 
-    def run(self, few: Callable[[], Any], more: Callable[[], Any], rows: tuple[int, int], seed: int) -> Found:
-        """What `few`, a forward pass over `rows[0]` rows, and `more`, one over `rows[1]`, show.
+    def probe(self, sample: Sample, rows: tuple[int, int]) -> Found:
+        """What forward passes over `rows[0]` rows and over `rows[1]`, which are more, show.
 
         Raises:
             BaseException: whatever the model raised.
         """
-        self._rows = rows
-        parts = self._parts
-        copy = parts.residency.swap_in(self._unlayered)
-        copy.wait(parts.device)
-        parts.random.open()
-        try:
-            with parts.lending.lent(copy.leaves, keep_buffers=False):
-                for self._comparing, forward in ((False, few), (True, more)):
-                    self._seen = 0
-                    self._glue = Glue()
-                    parts.random.start(self, seed)
-                    with handled_by(self), torch.enable_grad(), parts.random.others_kept():
-                        forward()
-        finally:
-            parts.random.close()
-            parts.residency.evict(copy)
+        self._counts = rows
+        with self._opened() as copy, self._lent(copy):
+            for self._comparing, count in zip((False, True), rows, strict=True):
+                with self._parts.random.others_kept():
+                    self._forward(sample, count)
         found = self._found
-        dims = {layer: dim for layer, dim in found.dims.items() if layer not in found.refused}
-        return Found(dims, frozenset(found.drawing), found.refused)
+        for layer in found.refused:
+            found.dims.pop(layer, None)
+        return found
 
-    def call(self, request: Request) -> Any:
-        """One layer call of the model."""
-        parts = self._parts
-        names = tuple(n for n in self._layers[request.layer].parameters if n not in self._unlayered)
-        copy = parts.residency.swap_in(names)
-        copy.wait(parts.device)
-        try:
-            before = parts.random.snapshot()
-            trial = parts.layer_calls.trial(request, copy.leaves)
-            if differ(before, parts.random.snapshot()):
-                self._found.drawing.add(request.layer)
-            if self._comparing:
-                self._compare(request, trial, copy.leaves)
-            else:
-                self._few.append(_Shapes(request.layer, _shapes(trial.inputs), _shapes(trial.outputs)))
-            del trial
-            self._seen += 1
-            outputs, call = parts.layer_calls.forward(
-                request, self._seen - 1, copy.leaves, self._glue, parts.random.snapshot
-            )
-            if call is not None:
-                parts.layer_calls.forget(call)
-            return outputs
-        finally:
-            parts.residency.evict(copy)
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Tries the call before it is run."""
+        random, layer = self._parts.random, request.layer
+        before = random.snapshot()
+        trial = self._parts.layer_calls.trial(request, copy.leaves)
+        if differ(before, random.snapshot()):
+            self._found.drawing.add(layer)
+        seen = layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
+        if self._comparing:
+            self._compare(request, trial.may_be_cut, seen, copy.leaves)
+        else:
+            self._few.append(seen)
+        del trial
+        return super().run(request, copy)
 
-    def _compare(self, request: Request, trial: Trial, copies: Mapping[str, Tensor]) -> None:
+    def _compare(
+        self, request: Request, may_be_cut: bool, more: tuple[int, Shapes, Shapes], copies: Mapping[str, Tensor]
+    ) -> None:
         """Notes where the rows of this call are, or why it cannot be cut."""
         found, layer = self._found, request.layer
-        if self._is_without_rows(layer, trial):
+        few = self._few[self._number] if self._number < len(self._few) else None
+        if few == more:  # whatever the rows: there is nothing to cut, or to tell
             found.refused.setdefault(layer, "")
             return
-        reason = None
-        dims = self._dims(layer, trial)
-        if not trial.may_be_cut:
-            reason = "it changes an input, a buffer, an attribute or an object that it is given"
+        dims = None
+        if few is not None and few[0] == layer:
+            dims = row_dims(few[1:], more[1:], self._counts)
+        if not may_be_cut:
+            found.refused[layer] = "it changes an input, a buffer, an attribute or an object that it is given"
         elif dims is None:
-            reason = "where its tensors hold the rows cannot be told from their shapes"
+            found.refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
         elif found.dims.get(layer, dims) != dims:
-            reason = "its calls hold the rows in different places"
-        elif not self._same_in_pieces(request, dims, copies):
-            reason = "its rows depend on each other"
-        if reason is not None or dims is None:
-            found.refused[layer] = reason or ""
-            return
-        found.dims[layer] = dims
+            found.refused[layer] = "its calls hold the rows in different places"
+        elif not self._same_in_slices(request, dims, copies):
+            found.refused[layer] = "its rows depend on each other"
+        else:
+            found.dims[layer] = dims
 
-    def _dims(self, layer: int, trial: Trial) -> RowDims | None:
-        if self._seen >= len(self._few) or self._few[self._seen].layer != layer:
-            return None
-        few = self._few[self._seen]
-        return row_dims((few.inputs, few.outputs), (_shapes(trial.inputs), _shapes(trial.outputs)), self._rows)
-
-    def _is_without_rows(self, layer: int, trial: Trial) -> bool:
-        """Whether the call takes and gives the same shapes whatever the rows: there is nothing to cut, or to tell."""
-        few = self._few[self._seen] if self._seen < len(self._few) else None
-        return few is not None and few == _Shapes(layer, _shapes(trial.inputs), _shapes(trial.outputs))
-
-    def _same_in_pieces(self, request: Request, dims: RowDims, copies: Mapping[str, Tensor]) -> bool:
+    def _same_in_slices(self, request: Request, dims: RowDims, copies: Mapping[str, Tensor]) -> bool:
         if not self._parts.device.has_values:
             return True
-        calls, rows = self._parts.layer_calls, self._rows[1]
+        calls, rows = self._parts.layer_calls, self._counts[1]
         cut = Cut(dims, rows, rows - 1, rows - 1)
         drawing = request.layer in self._found.drawing
-        # What draws random numbers is compared as it is without them: pieces draw others than the whole does.
+        # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
             whole = calls.trial(request, copies).outputs
-            pieces = calls.trial(request, copies, cut).outputs
-        return len(whole) == len(pieces) and all(map(close, whole, pieces))
+            slices = calls.trial(request, copies, cut).outputs
+        return len(whole) == len(slices) and all(map(close, whole, slices))
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -200,10 +151,6 @@ def few_rows(tree: Any, rows: int) -> Any:
         return tensor[torch.arange(rows, device=tensor.device) % total]
 
     return map_tensors(few, tree)
-
-
-def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors]
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -107,24 +106,7 @@ class DeviceOptimizer:
 
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Steps `parameters` (fp32, on the device) that have a gradient (the same) once."""
-        chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient
-            chosen[self._host.group_of(name)].append(parameters[name])
-        self._part.param_groups = [
-            {**self._values(values), "params": group} for values, group in zip(hyper, chosen, strict=True) if group
-        ]
-        try:
-            with self._alone():
-                type(self._part).step(self._part)
-        finally:
-            self._part.param_groups = []
-            for name in gradients:
-                parameters[name].grad = None
-
-    def _alone(self) -> AbstractContextManager[object]:
-        """DeepSpeed's compiled object keeps the hyper-parameters of a call in itself: one thread at a time."""
-        return self._host.lock if self._host.native and not self._replaced else nullcontext()
+        self._host.step_part(self._part, parameters, gradients, tuple(map(self._values, hyper)))
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Hyper-parameters as the optimizer on the device takes them."""
@@ -143,47 +125,49 @@ class DeviceOptimizer:
         """Whether the host's state is another one than before."""
         return self._host.was_replaced()
 
-    def take(self, name: str, parameter: nn.Parameter) -> int:
+    def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the host's state of `name`, if there is any, beside `parameter`; returns the bytes moved."""
         known = self._host.state_of(name)
         self.state.pop(parameter, None)
         if not known:
-            if self._replaced and isinstance(self._part, torch.optim.Adagrad):  # torch's makes it when constructed
-                self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+            if self._replaced:
+                self.state[parameter] = _first_state(self._part, parameter)
             return 0
         read = {key: value for key, value in known.items() if self._kept_as.get(key, key)}
         self.state[parameter] = {
-            self._kept_as.get(key, key): self._arrived(key, value, parameter) for key, value in read.items()
+            self._kept_as.get(key, key): self._on_device(key, value, parameter) for key, value in read.items()
         }
         return sum(_bytes(value) for value in read.values())
 
-    def peek(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_as_on_host(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The state beside `parameter` as the host's of `name` would be, but with the device's own tensors."""
-        here = {
-            key: self._returned(key, value, value) if isinstance(value, Tensor) and key == "step" else value
+        values = {
+            key: int(value) if self._replaced and key == "step" else value
             for key, value in self._named_as_on_host(self.state.get(parameter) or {}).items()
         }
-        return {**(self._host.state_of(name) or {}), **here} if self._replaced else here
+        return {**(self._host.state_of(name) or {}), **values} if self._replaced else values
 
     def _named_as_on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {self._kept_back.get(key, key): value for key, value in state.items()}
 
-    def give(self, name: str, parameter: nn.Parameter) -> int:
+    def copy_state_to_host(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
         state = self.state.get(parameter)
         if not state:
             return 0
         known = self._host.state_of(name) or {}
-        returned = self._named_as_on_host(state)
-        here = {key: self._returned(key, value, known.get(key)) for key, value in returned.items()}
-        self._host.put_state(name, {**known, **here} if self._replaced else here)
+        values = self.state_as_on_host(name, parameter)
+        own = self._named_as_on_host(state)
+        self._host.put_state(
+            name, {key: _into(known.get(key), value) if key in own else value for key, value in values.items()}
+        )
         return sum(_bytes(value) for value in state.values())
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drops the state beside `parameter`."""
         self.state.pop(parameter, None)
 
-    def _arrived(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+    def _on_device(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
         if self._replaced and key == "step" and not isinstance(self._part, Lion):
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor):
@@ -191,15 +175,6 @@ class DeviceOptimizer:
         if value.dim() == 0 and not self._fused:
             return value.clone()  # counters stay where the optimizer reads them
         return torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
-
-    def _returned(self, key: str, value: Any, known: Any) -> Any:
-        if self._replaced and key == "step":
-            return int(value)
-        if not isinstance(value, Tensor):
-            return value
-        if not isinstance(known, Tensor) or known.shape != value.shape or known.dtype != value.dtype:
-            known = torch.empty_like(value, device="cpu")
-        return known.copy_(value, non_blocking=True)
 
     # ---- memory
 
@@ -211,18 +186,16 @@ class DeviceOptimizer:
         """
         key = (shape, self._host.group_of(name))
         if key not in self._known:
-            failure: Exception | None = None
-            for place in ("meta", "cpu"):  # an optimizer that looks at values needs some
+            try:
+                self._known[key] = self._footprint(name, shape, "meta")
+            except Exception:  # noqa: BLE001 - an optimizer that looks at values needs some
                 try:
-                    self._known[key] = self._footprint(name, shape, place)
-                    break
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-                    failure = error
-            else:
-                raise OptimizerError(
-                    f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
-                    f"{failure!r}"
-                )
+                    self._known[key] = self._footprint(name, shape, "cpu")
+                except Exception as failure:
+                    raise OptimizerError(
+                        f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
+                        f"{failure!r}"
+                    ) from failure
         return self._known[key]
 
     def _footprint(self, name: str, shape: torch.Size, place: str) -> Footprint:
@@ -237,8 +210,8 @@ class DeviceOptimizer:
                 else deepcopy(value)
                 for key, value in (self._host.state_of(name) or {}).items()
             }
-        elif isinstance(part, torch.optim.Adagrad):
-            part.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros(shape, device=place)}
+        else:
+            part.state[parameter] = _first_state(part, parameter)
         values = self._host.hyper()[self._host.group_of(name)]
         known = {**part.defaults, **{k: v for k, v in values.items() if not self._host.native or k in part.defaults}}
         flags: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in known}
@@ -260,6 +233,21 @@ def _stand_in(row: OptimizerRow, optimizer: torch.optim.Optimizer) -> torch.opti
     cls: Any = Lion if row.on_device == "Lion" else getattr(torch.optim, "Adam" if coupled else row.on_device)
     stand_in: torch.optim.Optimizer = cls([nn.Parameter(torch.empty(0))])
     return stand_in
+
+
+def _first_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What torch's Adagrad makes when it is constructed; others make theirs at the first step."""
+    adagrad = isinstance(optimizer, torch.optim.Adagrad)
+    return {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)} if adagrad else {}
+
+
+def _into(known: Any, value: Any) -> Any:
+    """A copy of `value` on the host, in the memory of `known` if that has its form."""
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(known, Tensor) or known.shape != value.shape or known.dtype != value.dtype:
+        known = torch.empty_like(value, device="cpu")
+    return known.copy_(value, non_blocking=True)
 
 
 def _bytes(value: object) -> int:

@@ -1,12 +1,13 @@
 """Page-locked host memory that serves one tensor after another: page-locking is too slow for a step.
 
-Buffers come in size classes, and no more is kept than was asked for at one time: lengths that vary share what there is.
+No more is kept than was asked for at one time, and buffers come in size classes: lengths that vary share what there is.
 Every buffer is known here until it is given back to the device, also that of a user which was dropped without a word, as
 in a step that failed.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -39,26 +40,31 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Hands out buffers that the swap-out stream fills and the swap-in stream reads."""
+    """Hands out buffers that the swap-out stream fills; any thread may give one back."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, exact: bool = False) -> None:
+        """`exact`: the bytes that are asked for, instead of size classes."""
         self._device = device
+        self._exact = exact
         self._all: set[HostBuffer] = set()
-        self._spare: dict[int, list[HostBuffer]] = {}  # by size class
+        self._spare: dict[int, list[HostBuffer]] = {}  # by size
         self._dropped: deque[HostBuffer] = deque()  # filled by the garbage collector, on any thread
         self._asked_bytes = 0
         self._most_bytes = 0  # asked for at one time, so far
+        self._lock = threading.Lock()
         self.nbytes = 0
 
     def take(self, user: object, nbytes: int) -> HostBuffer:
         """A buffer of `nbytes` or more for `user`, until `give_back` or until `user` is gone; for the swap-out stream."""
-        self._collect()
-        size = size_class(nbytes)
-        self._asked_bytes += size
-        self._most_bytes = max(self._most_bytes, self._asked_bytes)
-        buffer = self._spare_of(size) or self._make(size)
-        buffer.asked = size
-        buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
+        size = nbytes if self._exact else size_class(nbytes)
+        with self._lock:
+            while self._dropped:
+                self._put_back(self._dropped.popleft(), None)
+            self._asked_bytes += size
+            self._most_bytes = max(self._most_bytes, self._asked_bytes)
+            buffer = self._spare_of(size) or self._make(size)
+            buffer.asked = size
+            buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
         return buffer
 
     def _spare_of(self, size: int) -> HostBuffer | None:
@@ -85,16 +91,13 @@ class HostBuffers:
 
     def give_back(self, buffer: HostBuffer, read: Event) -> None:
         """Its user is done with it; `read` is behind every copy out of it."""
+        with self._lock:
+            self._put_back(buffer, read)
+
+    def _put_back(self, buffer: HostBuffer, read: Event | None) -> None:
         self._asked_bytes -= buffer.asked
         buffer.user, buffer.read = None, read
         self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
-
-    def _collect(self) -> None:
-        while self._dropped:
-            buffer = self._dropped.popleft()
-            self._asked_bytes -= buffer.asked
-            buffer.user = buffer.read = None
-            self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
 
     def _free(self, buffer: HostBuffer) -> None:
         self._all.remove(buffer)
@@ -103,12 +106,13 @@ class HostBuffers:
 
     def destroy(self) -> None:
         """Gives every buffer to the device, in use or not."""
-        for buffer in list(self._all):
-            buffer.user = None
-            self._free(buffer)
-        self._spare.clear()
-        self._dropped.clear()
-        self._asked_bytes = 0
+        with self._lock:
+            for buffer in list(self._all):
+                buffer.user = None
+                self._free(buffer)
+            self._spare.clear()
+            self._dropped.clear()
+            self._asked_bytes = 0
 
 
 def size_class(nbytes: int) -> int:

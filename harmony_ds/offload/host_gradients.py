@@ -1,119 +1,138 @@
-"""Gradients on the host: slabs that packs' gradients are swapped out into, and the deliveries that lie in them.
+"""Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
 
-With updates as early as possible, a delivery lives until the host optimizer has used it, and a few slabs serve all
-packs in turn. With updates deferred until the norm is known, every pack keeps a slab of its own.
+With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
+packs in turn. With updates deferred until the norm is known, every pack keeps one of its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.gradient_sums import GradientSums
+from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.places import places_of
 
 
 @dataclass(slots=True, eq=False)
-class Delivery:
+class GradientTransfer:
     """The gradients of one pack on the host, valid once `arrived` has passed.
 
     Attributes:
         gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
-        slab: what they lie in; None if that is not the engine's.
+        buffer: what they lie in; None if that is not the engine's.
     """
 
     gradients: dict[str, Tensor]
     arrived: Event
-    slab: Tensor | None
+    buffer: HostBuffer | None
 
 
-class HostGradients:
-    """Hands out slabs and fills them."""
+class HostGradients(GradientSums):
+    """Swaps gradients out, and adds up what transfers carry."""
 
-    def __init__(self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None) -> None:
-        """`limit` slabs at most are handed out at a time (None: any number)."""
+    def __init__(
+        self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None, trains: Callable[[str], bool]
+    ) -> None:
+        """`limit` transfers at most are kept at a time (None: any number)."""
+        super().__init__(trains)
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
         self._limit = limit
-        self._slabs: list[Tensor] = []
-        self._spare: list[Tensor] = []
-        self._out = 0
-        self._freed = threading.Condition()
+        self._buffers = HostBuffers(device, exact=True)
+        self._transfers: dict[str, list[GradientTransfer]] = {}  # that carry a gradient, by parameter
+        self._kept = 0
+        self._released = threading.Condition()
 
     @property
     def host_bytes(self) -> int:
-        """Of all slabs, handed out or not."""
-        return sum(slab.numel() * slab.element_size() for slab in list(self._slabs))
+        """Of all buffers, in use or not."""
+        return self._buffers.nbytes
 
-    def swap_out(self, gradients: dict[str, Tensor], beyond: int | None) -> Delivery:
+    def swap_out(self, gradients: dict[str, Tensor], beyond: int | None) -> GradientTransfer:
         """Issues the copies of a pack's gradients to the host, behind what the compute stream does to them.
 
-        Waits for a slab while all are in use, and `beyond` more for deliveries that wait for something else than their
-        update (None: any number).
+        Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
+        their update (None: any number).
         """
-        device = self._device
-        counts = {
-            name: slab_bytes(g.numel(), self._dtype.itemsize) // self._dtype.itemsize for name, g in gradients.items()
-        }
-        slab = self._acquire(sum(counts.values()), beyond)
-        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
-        views: dict[str, Tensor] = {}
-        offset = 0
-        with torch.no_grad(), device.on(Stream.SWAP_OUT):
-            for name, gradient in gradients.items():
-                view = slab[offset : offset + gradient.numel()].view(gradient.shape)
-                view.copy_(gradient, non_blocking=True)
-                views[name] = view
-                offset += counts[name]
-                self._ledger.book_out(Kind.GRADIENTS, counts[name] * self._dtype.itemsize)
-        return Delivery(views, device.record(Stream.SWAP_OUT), slab)
-
-    def on_host(self, gradients: Mapping[str, Tensor]) -> Delivery:
-        """A delivery of what is on the host already, such as the gradients of a penalty that the user's loss adds."""
-        there = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
-        return Delivery(there, self._device.record(Stream.COMPUTE), None)
-
-    def _acquire(self, numel: int, beyond: int | None) -> Tensor:
-        with self._freed:
+        with self._released:
             if self._limit is not None and beyond is not None:
                 most = self._limit + beyond
-                self._freed.wait_for(lambda: self._out < most)
-            fitting = [slab for slab in self._spare if slab.numel() >= numel]
-            if fitting:
-                best = min(fitting, key=Tensor.numel)
-                self._spare = [slab for slab in self._spare if slab is not best]
-                self._out += 1
-                return best
-            if self._spare and self._limit is not None:
-                self._forget(self._spare.pop())  # too small for this pack: a larger one takes its place
-        slab = self._device.host_empty(numel, self._dtype)
-        with self._freed:
-            self._slabs.append(slab)
-            self._out += 1
-        return slab
+                self._released.wait_for(lambda: self._kept < most)
+            self._kept += 1
+        device = self._device
+        places, numel = places_of(gradients, self._dtype.itemsize)
+        buffer = self._buffers.take(self, numel * self._dtype.itemsize)
+        memory = buffer.memory.view(self._dtype)
+        on_host = {name: place.view(memory) for name, place in places.items()}
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+            for name, gradient in gradients.items():
+                on_host[name].copy_(gradient, non_blocking=True)
+        self._ledger.book_out(Kind.GRADIENTS, numel * self._dtype.itemsize)
+        return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer)
 
-    def release(self, delivery: Delivery) -> None:
-        """Nothing of `delivery` is needed any more; called from the update thread."""
-        if delivery.slab is None:
-            return
-        with self._freed:
-            self._out -= 1
-            self._spare.append(delivery.slab)
-            self._freed.notify_all()
+    def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
+        """What is on the host already, such as the gradients of a penalty that the user's loss adds."""
+        converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
+        return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
-    def _forget(self, slab: Tensor) -> None:
-        self._slabs = [known for known in self._slabs if known is not slab]
-        self._device.host_free(slab)
+    def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
+        """Takes a transfer over; returns the parameters that now have several."""
+        if not transfer.gradients:  # no micro-batch came through that pack
+            self._release(transfer)
+        several = tuple(name for name in transfer.gradients if name in self._transfers)
+        for name in transfer.gradients:
+            self._transfers.setdefault(name, []).append(transfer)
+        return several
+
+    # ---- called by the update thread
+
+    def arrive(self, names: Iterable[str]) -> None:
+        """Waits for all that carries a gradient of `names`."""
+        for name in names:
+            for transfer in self._transfers.get(name, ()):
+                transfer.arrived.synchronize()
+
+    def gradient(self, name: str) -> Tensor | None:
+        """What transfers carry is added up in their order of arrival, in the first one."""
+        transfers = self._transfers.get(name)
+        if not transfers:
+            return None
+        self.arrive((name,))
+        total = transfers[0].gradients[name]
+        while len(transfers) > 1:
+            later = transfers.pop(1)
+            total.add_(later.gradients[name])
+            self._used(name, later)
+        return total
+
+    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+        if names is None:
+            self.norms.clear()
+        for name in tuple(self._transfers) if names is None else names:
+            for transfer in self._transfers.pop(name, []):
+                self._used(name, transfer)
+
+    def _used(self, name: str, transfer: GradientTransfer) -> None:
+        del transfer.gradients[name]
+        if not transfer.gradients:
+            self._release(transfer)
+
+    def _release(self, transfer: GradientTransfer) -> None:
+        if transfer.buffer is not None:
+            self._buffers.give_back(transfer.buffer, transfer.arrived)
+            with self._released:
+                self._kept -= 1
+                self._released.notify_all()
 
     def destroy(self) -> None:
-        """Gives every slab back, also those of deliveries that nobody will use."""
-        with self._freed:
-            self._spare.clear()
-            while self._slabs:
-                self._forget(self._slabs[-1])
+        """Gives every buffer back, also those of transfers that nobody will use."""
+        self._buffers.destroy()

@@ -66,7 +66,7 @@ class HostOptimizer:
         """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
         self.is_stepping_whole = False
         self.native = is_native(optimizer)
-        self.lock = threading.Lock()  # held while DeepSpeed's compiled object, which has a memory of its own, steps
+        self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = part_of(optimizer)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
@@ -190,30 +190,38 @@ class HostOptimizer:
             self._step(gradients, hyper)
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        parameters: list[list[nn.Parameter]] = [[] for _ in hyper]
-        for name, gradient in gradients.items():
-            group = self._group_of.get(name)
-            if group is None:
-                continue
-            master = self._masters[name]
-            if self.native:
+        trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
+        if self.native:
+            for name, gradient in trained.items():
+                master = self._masters[name]
                 # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
                 assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
-            master.grad = gradient
-            parameters[group].append(master)
         # load_state_dict puts another one there
         self.part.state = plain(self.optimizer.state)  # type: ignore[assignment]
-        self.part.param_groups = [
-            {**values, "params": chosen} for values, chosen in zip(hyper, parameters, strict=True) if chosen
+        self.step_part(self.part, self._masters, trained, hyper)
+
+    def step_part(
+        self,
+        part: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: Mapping[str, Tensor],
+        hyper: Hyper,
+    ) -> None:
+        """Steps those of `parameters` that have a gradient once, by `part`, whose groups are empty between steps."""
+        chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+            chosen[self._group_of[name]].append(parameters[name])
+        part.param_groups = [
+            {**values, "params": members} for values, members in zip(hyper, chosen, strict=True) if members
         ]
         try:
-            with self.lock if self.native else nullcontext():
-                type(self.part).step(self.part)
+            with self._lock if is_native(part) else nullcontext():
+                type(part).step(part)
         finally:
-            self.part.param_groups = []
-            for chosen in parameters:
-                for master in chosen:
-                    master.grad = None
+            part.param_groups = []
+            for name in gradients:
+                parameters[name].grad = None
 
     def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
         """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""

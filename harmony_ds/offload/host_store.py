@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Decomposition
-from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
+from harmony_ds.offload.places import Place, places_of
 from harmony_ds.offload.process_memory import MappedFiles, return_freed
 from harmony_ds.parallel import Alone
 
@@ -33,22 +34,11 @@ _WORTH_RETURNING = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class SlabPlace:
-    """Where a parameter lies: elements `start` to `start + numel` of a slab, `padded` with what aligns the next one."""
-
-    slab: int
-    start: int
-    numel: int
-    padded: int
-    shape: torch.Size
-
-
-@dataclass(frozen=True, slots=True)
 class SlabPart:
-    """Host memory that one copy moves, and the parameters in it: (name, first element in the piece, place)."""
+    """Host memory that one copy moves, and where in it the parameters lie."""
 
     memory: Tensor
-    parameters: tuple[tuple[str, int, SlabPlace], ...]
+    places: dict[str, Place]
 
 
 class HostStore:
@@ -72,7 +62,7 @@ class HostStore:
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
         self._slabs: list[Tensor] = []
-        self._places: dict[str, SlabPlace] = {}
+        self._places: dict[str, tuple[int, Place]] = {}  # a slab, and where in it
         mapped = MappedFiles()
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
@@ -86,32 +76,26 @@ class HostStore:
     def _settle(self, names: list[str], mapped: MappedFiles) -> int:
         """Moves `names` into a slab; returns how many bytes they took before."""
         freed_bytes = 0
-        places: dict[str, SlabPlace] = {}
-        end = 0
-        for name in names:
-            parameter = self.parameters[name]
-            padded = slab_bytes(parameter.numel(), self.dtype.itemsize) // self.dtype.itemsize
-            places[name] = SlabPlace(len(self._slabs), end, parameter.numel(), padded, parameter.shape)
-            end += padded
+        places, end = places_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
         # Slabs that torch allocates are aligned already; so is every place in them.
         slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
-        self._slabs.append(slab)
         for name, place in places.items():
             parameter = self.parameters[name]
-            view = slab[place.start : place.start + place.numel].view(place.shape)
+            view = place.view(slab)
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
                 if self._world.speaks:
                     view.copy_(parameter)
-                    slab[place.start + place.numel : place.start + place.padded].zero_()
+                    slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
             mapped.release(before)
             freed_bytes += before.numel() * before.element_size()
             del before  # the last reference, unless the caller holds one: its memory goes now
-        self._places |= places
+            self._places[name] = (len(self._slabs), place)
+        self._slabs.append(slab)
         return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -124,8 +108,8 @@ class HostStore:
 
     def weight(self, name: str) -> Tensor:
         """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
-        place = self._places[name]
-        return self._slabs[place.slab][place.start : place.start + place.numel].view(place.shape)
+        slab, place = self._places[name]
+        return place.view(self._slabs[slab])
 
     @torch.no_grad()
     def follow_masters(self, names: Iterable[str]) -> None:
@@ -136,37 +120,21 @@ class HostStore:
                 piece = self._world.piece(copy.numel())
                 copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
-    def take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What backward passes of the user's own have left on the host parameters `names`; takes it from there."""
-        taken: dict[str, Tensor] = {}
-        with ungated():
-            for name in names:
-                gradient = self.parameters[name].grad
-                if gradient is not None:
-                    taken[name] = gradient
-                    self.parameters[name].grad = None
-        return taken
-
     def pieces(self, names: Iterable[str]) -> list[SlabPart]:
         """The fewest contiguous runs of host memory that hold `names`."""
-        places = sorted(((self._places[name], name) for name in names), key=lambda p: (p[0].slab, p[0].start))
-        pieces: list[SlabPart] = []
-        run: list[tuple[str, int, SlabPlace]] = []
-        start = end = slab = -1
-        for place, name in places:
-            if place.slab != slab or place.start != end:
-                self._close_run(pieces, run, slab, start, end)
-                run, slab, start = [], place.slab, place.start
-            run.append((name, place.start - start, place))
-            end = place.start + place.padded
-        self._close_run(pieces, run, slab, start, end)
-        return pieces
+        runs: list[list[tuple[int, Place, str]]] = []
+        for name in sorted(names, key=lambda name: (self._places[name][0], self._places[name][1].start)):
+            slab, place = self._places[name]
+            if not runs or (runs[-1][-1][0], runs[-1][-1][1].end) != (slab, place.start):
+                runs.append([])
+            runs[-1].append((slab, place, name))
+        return [self._part(run) for run in runs]
 
-    def _close_run(
-        self, pieces: list[SlabPart], run: list[tuple[str, int, SlabPlace]], slab: int, start: int, end: int
-    ) -> None:
-        if run:
-            pieces.append(SlabPart(self._slabs[slab][start:end], tuple(run)))
+    def _part(self, run: list[tuple[int, Place, str]]) -> SlabPart:
+        slab, first, _ = run[0]
+        start, end = first.start, run[-1][1].end
+        places = {name: Place(place.start - start, place.end - start, place.shape) for _, place, name in run}
+        return SlabPart(self._slabs[slab][start:end], places)
 
     def upload_copy(self, name: str) -> Tensor | None:
         """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from harmony_ds.config.hints import check_params
 from harmony_ds.config.optimizers import OPTIMIZERS, OptimizerRow, of_class
 from harmony_ds.errors import CompilerMissingError
 from harmony_ds.offload import compiled
@@ -41,9 +42,10 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     Raises:
         CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
-    _check_compiler(name)
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
+    check_params("optimizer.params", cls, options)
+    _check_compiler(name)
     with compiled.instead_of_torch():
         optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer
@@ -59,7 +61,6 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     assert row is not None and row.native is not None
     native = row.native
     op = getattr(optimizer, native.op)
-    _check_compiler(native.cls)
     flags = {"extra_cflags": [f"-D{native.macro}", "-O1"], "extra_ldflags": [op.__file__]}
     name = f"harmony_gil_free_{native.update}"
     extension = _or_explain(native.cls, lambda: compiled.load(name, [str(_SOURCE)], **flags))
@@ -86,6 +87,7 @@ def _check_compiler(name: str) -> None:
 
 
 def _or_explain(name: str, make: Callable[[], Any]) -> Any:
+    _check_compiler(name)
     try:
         return make()
     except (RuntimeError, OSError, ImportError) as error:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Section
+from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
 from harmony_ds.offload.native import make_native
@@ -124,15 +125,21 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
-    for known in dir(torch.optim):
-        cls = getattr(torch.optim, known)
-        if known.lower() == section.type.lower() and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-            optimizer: torch.optim.Optimizer = cls(groups, **section.params)
-            return optimizer
-    raise ContradictionError(
-        f"{section.type} is not a supported DeepSpeed Optimizer: name Adam, AdamW, Adagrad, Lion or one of torch.optim in "
-        "the ds_config, or hand an optimizer object to initialize."
-    )
+    torchs = {
+        name.lower(): one
+        for name, one in vars(torch.optim).items()
+        if isinstance(one, type) and issubclass(one, torch.optim.Optimizer)
+    }
+    cls = torchs.get(section.type.lower())
+    if cls is None:
+        near = nearest(section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(one.__name__ for one in torchs.values())])
+        raise ContradictionError(
+            f"{section.type} is not a supported DeepSpeed Optimizer{f', did you mean {near}?' if near else ':'} Name Adam, "
+            "AdamW, Adagrad, Lion or one of torch.optim in the ds_config, or hand an optimizer object to initialize."
+        )
+    check_params("optimizer.params", cls, section.params)
+    optimizer: torch.optim.Optimizer = cls(groups, **section.params)
+    return optimizer
 
 
 def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:
@@ -147,6 +154,7 @@ def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = Fals
     for name in ("bias_correction", "fp32_optimizer_states", "foreach"):
         options.pop(name, None)
     cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    check_params("optimizer.params", cls, options)
     return cls(parameters, fused=True, **options)
 
 

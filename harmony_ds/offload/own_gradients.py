@@ -26,7 +26,13 @@ class OwnGradients:
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Those of `names`, which are taken from there."""
-        return self._store.take_gradients(name for name in names if not self.is_updating(name))
+        taken: dict[str, Tensor] = {}
+        with ungated():
+            for name in names:
+                parameter = self._store.parameters[name]
+                if parameter.grad is not None and not self.is_updating(name):
+                    taken[name], parameter.grad = parameter.grad, None
+        return taken
 
     def is_updating(self, name: str) -> bool:
         """Whether what is on the `.grad` of `name` is an update's."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -86,31 +85,16 @@ class PieceOptimizer(HostOptimizer):
         return super().hyper()
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        chosen: list[list[str]] = [[] for _ in hyper]
+        mine: dict[str, Tensor] = {}
         for name, gradient in gradients.items():
-            group = self._group_of.get(name)
-            if group is not None:
-                piece = self._pieces[name]
+            if self.trains(name):
                 self._load(name)
-                piece.grad = torch.zeros_like(piece) if name in self._scratch else gradient.reshape(-1).contiguous()
-                chosen[group].append(name)
+                piece = self._pieces[name]
+                mine[name] = torch.zeros_like(piece) if name in self._scratch else gradient.reshape(-1).contiguous()
         self.part.state = self._states
-        self.part.param_groups = [
-            {**values, "params": [self._pieces[name] for name in names]}
-            for values, names in zip(hyper, chosen, strict=True)
-            if names
-        ]
-        try:
-            with self.lock if self.native else nullcontext():
-                type(self.part).step(self.part)
-        finally:
-            self.part.param_groups = []
-            for names in chosen:
-                for name in names:
-                    self._pieces[name].grad = None
-        for names in chosen:
-            for name in names:
-                self._keep(name)
+        self.step_part(self.part, self._pieces, mine, hyper)
+        for name in mine:
+            self._keep(name)
 
     # ---- state
 

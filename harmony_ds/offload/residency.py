@@ -81,8 +81,7 @@ class Residency:
                 target = buffer[offset : offset + piece.memory.numel()]
                 target.copy_(piece.memory, non_blocking=True)
                 self._ledger.book_in(kind, piece.memory.numel() * piece.memory.element_size())
-                for name, start, place in piece.parameters:
-                    views[name] = target[start : start + place.numel].view(place.shape)
+                views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
         arrived = self._reading = self._device.record(Stream.SWAP_IN)
         with ungated():
@@ -101,8 +100,8 @@ class Residency:
         return [
             name
             for piece in self._store.pieces(copy.leaves)
-            for name, start, place in piece.parameters
-            if not _same_bits(copy.leaves[name].detach(), piece.memory[start : start + place.numel])
+            for name, place in piece.places.items()
+            if not _same_bits(copy.leaves[name].detach(), place.view(piece.memory))
         ]
 
     def accumulate(self, copy: DeviceCopy) -> None:
@@ -173,4 +172,4 @@ def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: T
 
 
 def _same_bits(on_device: Tensor, on_host: Tensor) -> bool:
-    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(torch.uint8))
+    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(-1).view(torch.uint8))

@@ -8,7 +8,7 @@ Each parameter carries its link under the names that DeepSpeed's helpers look fo
 `get_full_hp_param`, ...), so that `deepspeed.utils.safe_get_full_fp32_param` and its like work as ours do.
 """
 
-from harmony_ds.parameters.link import Owner, ParameterLink, link_of, take_over
+from harmony_ds.parameters.link import Owner, link_of, links_of, take_over
 from harmony_ds.parameters.links import ParameterLinks
 
-__all__ = ["Owner", "ParameterLink", "ParameterLinks", "link_of", "take_over"]
+__all__ = ["Owner", "ParameterLinks", "link_of", "links_of", "take_over"]

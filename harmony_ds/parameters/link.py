@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.piece_optimizer import checksum
 
 
-class Owner:
-    """What an engine lets its parameters' links do; this one, that of no engine, does nothing."""
+class Owner(Protocol):
+    """What an engine lets its parameters' links do."""
 
     def finish(self) -> None:
         """Makes every weight, master and state on the host true."""
 
-    def look(self, name: str) -> None:
+    def materialize(self, name: str) -> None:
         """Makes the weight `name` on the host true."""
 
     def run_queued(self, why: str) -> None:
@@ -29,76 +29,52 @@ class Owner:
 
     def has_queued(self) -> bool:
         """Whether micro-batches are queued that have not run to their end."""
-        return False
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name`, itself, not scaled: what is written into it is used."""
-        return None
 
     def is_updating(self, name: str) -> bool:
         """Whether an update of `name` is pending, whose gradient is on it."""
-        return False
 
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
 
-    @property
     def is_shared(self) -> bool:
         """Whether several processes have one copy of weights, masters and state."""
-        return False
 
     def refuse_shared(self, what: str) -> None:
         """Raises UnsupportedError for `what` if so."""
 
 
 class ParameterLink:
-    """One parameter, its master and its state. Copies and pickles of it are empty."""
+    """One parameter, its place in its slab, its master if it is trained, and that one's state."""
 
-    weight: Tensor | None = None
-    """The parameter's place in its slab."""
-
-    def __init__(
-        self,
-        name: str = "",
-        parameter: nn.Parameter | None = None,
-        master: nn.Parameter | None = None,
-        optimizer: HostOptimizer | None = None,
-        owner: Owner | None = None,
-    ) -> None:
+    def __init__(self, name: str, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
         self.name = name
-        self._parameter = parameter
-        self._master = master
+        self.owner = owner
+        self._parameter = store.parameters[name]
+        self._weight = store.weight(name)
         self._optimizer = optimizer
-        self._owner = owner or Owner()
+        trained = optimizer is not None and optimizer.trains(name)
+        self._master = store.masters[name] if trained else None
+        self._apart = None if self._master is self._parameter else self._master  # the master that has to follow
         self._aliases: list[weakref.ref[Tensor]] = []
         self._handed_out: Tensor | None = None  # its values when somebody got at its memory while micro-batches wait
         self._seen: int | None = None  # where memory is shared: a checksum of what somebody may have written into
         self._lent_out = False  # where memory is shared: somebody has its address
         self._touched = False  # somebody may have written into the parameter, and not into its master
 
-    @property
-    def owner(self) -> Owner:
-        """The engine, as far as the link knows it."""
-        return self._owner
-
-    def finish(self) -> None:
-        """Makes every weight, master and state on the host true."""
-        self._owner.finish()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterLink, ()
-
     # ---- what the user does to the parameter itself
 
     def before(self, writes: bool, aliases: bool = False) -> None:
         """The parameter's values are about to be read, changed (`writes`) or handed out (`aliases`)."""
         if writes:
-            self._owner.refuse_shared(f"changing {self.name} by hand, which every process would do again")
-            self._owner.run_queued(f"{self.name} is about to be changed")
-        self._owner.look(self.name)
+            self.owner.refuse_shared(f"changing {self.name} by hand, which every process would do again")
+            self.owner.run_queued(f"{self.name} is about to be changed")
+        self.owner.materialize(self.name)
         self._touched = True
-        if aliases and self._handed_out is None and self.weight is not None and self._owner.has_queued():
-            self._handed_out = self.weight.clone()
+        if aliases and self._handed_out is None and self.owner.has_queued():
+            self._handed_out = self._weight.clone()
 
     def replace(self, value: Tensor) -> None:
         """`parameter.data = value`: its values, in the parameter's own memory.
@@ -106,8 +82,7 @@ class ParameterLink:
         Raises:
             ModelError: it has another shape, dtype or device.
         """
-        own = self.weight
-        assert own is not None
+        own = self._weight
         if value.shape != own.shape or value.dtype != own.dtype or value.device != own.device:
             raise ModelError(
                 f"{self.name} is to become {tuple(value.shape)}, {value.dtype}, on {value.device}, but its engine trains "
@@ -123,25 +98,25 @@ class ParameterLink:
 
     def note_alias(self, result: Tensor) -> None:
         """`result` came of the parameter: whoever keeps it may share its memory."""
-        if result is not self._parameter and self.weight is not None and _same_memory(result, self.weight):
-            self._aliases = [*self._alive(), weakref.ref(result)]
+        if result is not self._parameter and _same_memory(result, self._weight):
+            self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(result)]
             self.watch()
 
     def note_address(self) -> None:
         """Somebody may write into the parameter's memory from now on, for as long as he likes."""
-        self._lent_out = self._owner.is_shared
+        self._lent_out = self.owner.is_shared()
         self.watch()
 
     def watch(self) -> None:
         """Where memory is shared: what is written into the parameter from now on is noticed."""
-        if self._owner.is_shared and self._seen is None and self.weight is not None:
-            self._seen = checksum(self.weight)
+        if self.owner.is_shared() and self._seen is None:
+            self._seen = checksum(self._weight)
 
     def check_unwritten(self) -> None:
         """Raises UnsupportedError if several processes have the parameter, and it was written into."""
         seen, self._seen = self._seen, None
-        if seen is not None and self.weight is not None and seen != checksum(self.weight):
-            self._owner.refuse_shared(
+        if seen is not None and seen != checksum(self._weight):
+            self.owner.refuse_shared(
                 f"changing {self.name} through .data, .detach() or the like, which every process has done again"
             )
 
@@ -152,19 +127,15 @@ class ParameterLink:
     @property
     def is_held(self) -> bool:
         """Whether somebody keeps a tensor that shares the parameter's memory."""
-        self._aliases = self._alive()
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
         return bool(self._aliases) or self._lent_out
-
-    def _alive(self) -> list[weakref.ref[Tensor]]:
-        return [alias for alias in self._aliases if alias() is not None]
 
     def _give_away(self, copy: Tensor) -> None:
         """Lets those who keep the parameter's memory have a copy of it: the parameter gets another, as they see it."""
-        assert self.weight is not None
         for reference in self._aliases:
             alias = reference()
             if alias is not None:
-                offset = (alias.data_ptr() - self.weight.data_ptr()) // copy.element_size()
+                offset = (alias.data_ptr() - self._weight.data_ptr()) // copy.element_size()
                 alias.data = copy.as_strided(alias.shape, alias.stride(), copy.storage_offset() + offset)
         self._aliases.clear()
 
@@ -174,7 +145,6 @@ class ParameterLink:
         Raises:
             UnsupportedError: it was frozen when the engine was made, which keeps no master and no state of it.
         """
-        assert self._parameter is not None
         with ungated():
             changes = self._parameter.requires_grad != wanted
         if changes and wanted and self._master is None and self._optimizer is not None:
@@ -186,7 +156,7 @@ class ParameterLink:
 
     def read_grad(self) -> Tensor | None:
         """`parameter.grad`: what has gathered since the last step; writing into it changes what is used."""
-        total = self._owner.gradient(self.name)  # whose backward pass takes what is here
+        total = self.owner.gradient(self.name)  # whose backward pass takes what is here
         own = self._own_grad()
         if total is None:
             return own
@@ -198,37 +168,30 @@ class ParameterLink:
 
     def write_grad(self, value: Tensor | None = None) -> None:
         """`parameter.grad = value`: it is used in the place of what has gathered."""
-        self._owner.drop(self.name)
+        self.owner.drop(self.name)
         if value is not None:
-            self._owner.look(self.name)  # behind a pending update, which takes away what is there
-        if not self._owner.is_updating(self.name):
+            self.owner.materialize(self.name)  # behind a pending update, which takes away what is there
+        if not self.owner.is_updating(self.name):
             self._put_grad(value)
 
     def _own_grad(self) -> Tensor | None:
-        assert self._parameter is not None
-        if self._owner.is_updating(self.name):
+        if self.owner.is_updating(self.name):
             return None
         with ungated():
             return self._parameter.grad
 
     def _put_grad(self, value: Tensor | None) -> None:
-        assert self._parameter is not None
         with ungated():
             self._parameter.grad = value
 
     def check_memory(self) -> None:
         """Raises ModelError if the parameter has been given other memory. To be called ungated."""
-        if self.weight is None or self._parameter is None or self._parameter.data_ptr() == self.weight.data_ptr():
+        if self._parameter.data_ptr() == self._weight.data_ptr():
             return
         raise ModelError(
             f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a library "
             "that assigns storages): copy values into it instead, or initialize again."
         )
-
-    @property
-    def is_to_be_settled(self) -> bool:
-        """Whether somebody may have written into the parameter."""
-        return self._touched or self._handed_out is not None or self._seen is not None
 
     def settle(self) -> None:
         """What was written into the parameter by hand reaches its master.
@@ -236,19 +199,20 @@ class ParameterLink:
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        if self._handed_out is not None and self.weight is not None:
+        if self._handed_out is not None:
             before, self._handed_out = self._handed_out, None
-            if self._owner.has_queued() and not torch.equal(before, self.weight):
+            if self.owner.has_queued() and not torch.equal(before, self._weight):
                 raise CallChangedError(
                     f"{self.name} was changed through .data, .detach() or the like while micro-batches wait that were "
                     "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
                     "them run first, or change it behind engine.step()."
                 )
-        self.check_unwritten()
+        if self._seen is not None:
+            self.check_unwritten()
         if self._touched:
             self._touched = False
-            if not self._owner.is_shared and self._master is not None and self._master is not self._parameter:
-                self.finish()  # the master, too, may be newer on the device
+            if self._apart is not None and not self.owner.is_shared():
+                self.owner.finish()  # the master, too, may be newer on the device
                 self.take_over()
 
     # ---- masters, state and gradients, under DeepSpeed's names
@@ -259,7 +223,7 @@ class ParameterLink:
         Raises:
             ValueError: there is no such state (yet).
         """
-        self.finish()
+        self.owner.finish()
         if self._master is None:
             return None
         source = self._master if optim_state_key is None else self._state(optim_state_key)
@@ -267,8 +231,8 @@ class ParameterLink:
 
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the master (and the weight with it), or the optimizer state of that name."""
-        self._owner.refuse_shared(f"replacing the master or the optimizer state of {self.name}")
-        self.finish()
+        self.owner.refuse_shared(f"replacing the master or the optimizer state of {self.name}")
+        self.owner.finish()
         if self._master is None:
             return
         with torch.no_grad():
@@ -276,8 +240,8 @@ class ParameterLink:
                 self._state(optim_state_key).copy_(value)
                 return
             self._master.copy_(value)
-            if self._parameter is not self._master and self.weight is not None:
-                self.weight.copy_(self._master)
+            if self._apart is not None:
+                self._weight.copy_(self._master)
 
     def _state(self, key: str) -> Tensor:
         assert self._optimizer is not None and self._master is not None
@@ -302,12 +266,13 @@ class ParameterLink:
     def take_over(self) -> None:
         """Makes the master follow the parameter, where that was changed by hand."""
         self.check_unwritten()
-        if self._owner.is_shared or self._master is None or self.weight is None or self._parameter is self._master:
+        master = self._apart
+        if master is None or self.owner.is_shared():
             return
         with torch.no_grad():
-            changed = self.weight != self._master.to(self.weight.dtype)
+            changed = self._weight != master.to(self._weight.dtype)
             if changed.any():
-                self._master.copy_(torch.where(changed, self.weight.to(self._master.dtype), self._master))
+                master.copy_(torch.where(changed, self._weight.to(master.dtype), master))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -320,10 +285,15 @@ def link_of(parameter: object) -> ParameterLink | None:
     return link if isinstance(link, ParameterLink) else None
 
 
-def take_over(parameters: Iterable[object]) -> None:
-    """Makes the masters of `parameters` follow them, where they were changed by hand."""
+def links_of(parameters: Iterable[object]) -> list[ParameterLink]:
+    """The links of those of `parameters` that have one, whose engines have made every value on the host true."""
     links = [link for parameter in parameters if (link := link_of(parameter)) is not None]
     for owner in {link.owner for link in links}:
         owner.finish()
-    for link in links:
+    return links
+
+
+def take_over(parameters: Iterable[object]) -> None:
+    """Makes the masters of `parameters` follow them, where they were changed by hand."""
+    for link in links_of(parameters):
         link.take_over()

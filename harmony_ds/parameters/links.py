@@ -24,9 +24,7 @@ class ParameterLinks(Added):
         self._links: list[ParameterLink] = []
         leave_out_added(model)
         for name, parameter in store.parameters.items():
-            trained = optimizer is not None and optimizer.trains(name)
-            link = ParameterLink(name, parameter, store.masters[name] if trained else None, optimizer, owner)
-            link.weight = store.weight(name)
+            link = ParameterLink(name, store, optimizer, owner)
             self._links.append(link)
             parameter.__dict__["_hp_mapping"] = link
             for attribute in ATTRIBUTES:
@@ -47,7 +45,12 @@ class ParameterLinks(Added):
             )
 
     def settle(self) -> None:
-        """Before weights are used: what was written into them by hand reaches their masters.
+        """Before weights are used: what was written into them by hand reaches their masters."""
+        for link in self._links:
+            link.settle()
+
+    def check_memory(self) -> None:
+        """Before the first call of a step, and before what was called is run.
 
         Raises:
             ModelError: a parameter has been given other memory.
@@ -55,9 +58,6 @@ class ParameterLinks(Added):
         with ungated():
             for link in self._links:
                 link.check_memory()
-        for link in self._links:
-            if link.is_to_be_settled:
-                link.settle()
 
     def held(self) -> list[str]:
         """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""

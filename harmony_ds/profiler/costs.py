@@ -88,7 +88,7 @@ class CostTable:
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
         held_and_stashed_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
-        in_pieces: whether layer calls are cut into pieces of a micro-batch's rows. The fused pack then keeps no graph:
+        in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
             it runs forward and backward as any other does.
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
         margin_bytes: the most that a step has taken beyond its plan.
@@ -103,7 +103,7 @@ class CostTable:
     held_and_stashed_bytes: int = 0
     head_ms: float = 0.0
     tail_ms: float = 0.0
-    in_pieces: bool = False
+    in_slices: bool = False
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""

@@ -19,6 +19,7 @@ UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
 _FORMAT = 2
+_SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 
 
@@ -154,11 +155,16 @@ class Profile:
         """Raises ProfileError, naming what differs, unless this was measured on what `key` says."""
         differing = [name for name in {**self.key, **key} if self.key.get(name) != key.get(name)]
         if differing:
-            name = differing[0]
-            raise ProfileError(
-                f"the profile was made for something else: {name} was {self.key.get(name)!r} and is {key.get(name)!r} "
-                f"now ({len(differing)} of {len(key)} entries differ). Delete the file, or profile again."
-            )
+            what = "; ".join(f"{name} {_difference(self.key.get(name, ''), key.get(name, ''))}" for name in differing)
+            raise ProfileError(f"the profile was made for something else: {what}. Delete the file, or profile again.")
+
+
+def _difference(before: str, now: str) -> str:
+    """What was and what is, from where they begin to differ."""
+    same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
+    begin = 0 if max(len(before), len(now)) <= _SHOWN else max(0, same - _SHOWN // 3)
+    was, is_now = (f"{'...' if begin else ''}{text[begin : begin + _SHOWN]!r}" for text in (before, now))
+    return f"was {was} and is {is_now} now"
 
 
 def _between(below: CostTable, above: CostTable, share: float) -> CostTable:

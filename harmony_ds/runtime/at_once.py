@@ -5,8 +5,8 @@ from __future__ import annotations
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.gathered import GatheredGradients
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.work import UNCALLED, Outcome
 
 
 def step_whole(parts: Parts, gathered: GatheredGradients, clipping: Clipping, outcome: Outcome) -> None:
@@ -48,5 +48,5 @@ def update_own(
         updater.measure(names)
         outcome.norm = updater.norm(clipping)
     outcome.updates_issued = 1
-    updater.update(UNCALLED, names, hyper, outcome.norm)
+    updater.update(0, names, hyper, outcome.norm)
     updater.wait_all()

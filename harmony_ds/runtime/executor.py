@@ -2,7 +2,7 @@
 
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
 EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-SWAP_OUT       host_gradients.swap_out        BACKWARD   glue.settle, layer_calls.backward, in reverse
+SWAP_OUT       host_gradients.swap_out        BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
 FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
 UPDATE         updater.update                 NORM       updater.norm
 UPDATE_ON_DEVICE                              device_store.update
@@ -11,12 +11,11 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import Glue
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_optimizer import Hyper
@@ -26,12 +25,11 @@ from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.unlayered import Unlayered
-from harmony_ds.runtime.work import UNCALLED, UNLAYERED, Outcome, Work, owners_of
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind, suspended
 
-Progress = Callable[[int, int, Task], None]
+_NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 
 
 class Executor:
@@ -39,17 +37,20 @@ class Executor:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._unlayered = Unlayered(parts)
-        self._packs: tuple[Pack, ...] = ()  # whose numbers pending updates go by
+        self._plan = _NOTHING
+        self._held_deliveries = 0  # of the plan, as what follows
+        self._suspended: frozenset[int] = frozenset()
+        self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave
+        self._micro_batches: Mapping[int, MicroBatch] = {}
         self._copies: dict[int, DeviceCopy] = {}
         self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
+        self._done = 0  # tasks
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
-        self.on_progress: Progress | None = None
-        self.gathered = GatheredGradients(parts, self._unlayered)
+        self.gathered = GatheredGradients(parts, lambda: self._unlayered)
         self.outcome = Outcome()
-        self._handlers: dict[TaskKind, Callable[[Work, Task], None]] = {
+        self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
@@ -64,44 +65,74 @@ class Executor:
             TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
         }
 
-    def run(self, work: Work, hyper: Hyper = (), clipping: Clipping | None = None) -> None:
-        """Executes every task of `work`.
+    @property
+    def begun(self) -> bool:
+        """Whether a plan that has been run left the unlayered parameters on the device, for another one to go on with."""
+        return bool(self._unlayered)
+
+    def run(
+        self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
+    ) -> None:
+        """Executes every task of `plan`.
 
         Args:
+            micro_batches: those of the plan's tasks.
             hyper: hyper-parameters for the updates.
             clipping: if given, updates wait for the norm of all gradients.
 
         Raises:
-            OffPlanError: a micro-batch called a layer that `work` has no place for; nothing has been updated.
+            OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
             BaseException: whatever the model, the loss, the optimizer or the device raised.
         """
         parts = self._parts
+        self._take(plan)
         self._hyper, self._clipping = hyper, clipping
-        self._to_send = Counter(task.pack for task in work.tasks if task.kind is TaskKind.SWAP_OUT)
-        self.outcome = Outcome()
-        self._number_packs(work)
-        self._unlayered.swap_in(work.unlayered)
-        self._hold_packs(work)
+        self._to_send, self._done = self._sends.copy(), 0
+        self.begin()
+        self._hold_packs()
+        self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
         parts.random.open()
         try:
-            with parts.lending.lent(self._unlayered.leaves):
-                total = len(work.tasks)
-                for done, (task, nbytes) in enumerate(zip(work.tasks, work.activation_bytes, strict=True)):
-                    parts.device.charge(nbytes, f"the activations and gradients of task {task}")
-                    try:
-                        with parts.timeline.task(task), self._as_called(work, task):
-                            self._handlers[task.kind](work, task)
-                    finally:
-                        parts.device.discharge(nbytes)
-                    if self.on_progress is not None:
-                        self.on_progress(done + 1, total, task)
+            first = next((place for place, task in enumerate(plan.tasks) if task.micro_batch >= 0), len(plan.tasks))
+            self._execute(plan.part(0, first))
+            if first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
+                with parts.installation.installed(
+                    {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
+                ):
+                    self._execute(plan.part(first))
         except BaseException:
             parts.random.undo()
             raise
         finally:
             parts.random.close()
-            for index in work.policy.resident:
+            self._micro_batches = {}
+            for index in plan.policy.resident:
                 del self._copies[index]
+
+    def _execute(self, part: Plan) -> None:
+        parts = self._parts
+        for task, nbytes in zip(part.tasks, part.activation_bytes, strict=True):
+            parts.device.charge(nbytes, f"the activations and gradients of task {task}")
+            try:
+                with parts.timeline.task(task), self._as_called(task):
+                    self._handlers[task.kind](task)
+            finally:
+                parts.device.discharge(nbytes)
+            self._done += 1
+            self._parts.progress.note(self._done, len(self._plan.tasks), task)
+
+    def begin(self) -> Outcome:
+        """What is to be known of a step that begins, and of no earlier one."""
+        self.outcome = Outcome()
+        return self.outcome
+
+    def promise_norm(self) -> None:
+        """Where no update waits for the norm of all gradients: it will be known when all are made."""
+        updater = self._parts.updater
+        if self.outcome.norm is None and updater is not None:
+            updater.add_norms(self._parts.device_store.take_norms())
+            self.outcome.norm = updater.norm_of_updates()
+        self._wait_for_host()
 
     def abandon(self) -> None:
         """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
@@ -110,60 +141,64 @@ class Executor:
         self._parts.device_store.forget_gradients()
         for copy in self._copies.values():
             self._parts.residency.evict(copy)
-        self._unlayered.evict()
         self._copies.clear()
         while self._leaving:
             self._free(next(iter(self._leaving)))
         self._parts.stash.abandon()
 
     @contextmanager
-    def _as_called(self, work: Work, task: Task) -> Iterator[None]:
+    def _as_called(self, task: Task) -> Iterator[None]:
         """What the calls of a micro-batch saw, around its tasks."""
         if task.micro_batch < 0:
             yield
             return
-        micro_batch = work.micro_batches[task.micro_batch]
+        micro_batch = self._micro_batches[task.micro_batch]
         with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
             yield
 
-    def release_unlayered(self, work: Work) -> None:
-        """SWAP_OUT and EVICT of the parameters that no layer owns."""
-        copy = self._unlayered.copy
-        if copy is None:
-            return
-        with self._parts.timeline.unlayered():
-            self._send(work, UNLAYERED, copy, self._unlayered.names)
-        self._free(UNLAYERED)
-        self._unlayered.evict()
-
     # ---- weights
 
-    def _number_packs(self, work: Work) -> None:
-        """Updates are waited for by the numbers of their packs, so none may be pending under another plan's."""
-        if work.packs != self._packs and self._parts.updater is not None:
-            self._parts.updater.wait_all()
-        self._packs = work.packs
+    def _take(self, plan: Plan) -> None:
+        """What is to be known of `plan` for all of its tasks."""
+        if plan is self._plan:
+            return
+        if plan.packs != self._plan.packs:
+            # Updates are waited for by the places of their packs, so none may be pending under another plan's.
+            if self._parts.updater is not None:
+                self._parts.updater.wait_all()
+            self._copies = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
+        self._plan = plan
+        self._held_deliveries = plan.held_transfers
+        self._suspended = suspended(plan.packs, plan.tasks)
+        self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
 
-    def _hold_packs(self, work: Work) -> None:
+    @property
+    def _unlayered(self) -> list[DeviceCopy]:
+        """The copy of the unlayered parameters, while it is on the device."""
+        return [self._copies[pack.index] for pack in self._plan.packing.always if pack.index in self._copies]
+
+    def _hold_packs(self) -> None:
         """Resident packs: what the host still has to update of them comes to the device once."""
-        resident = work.policy.resident
-        names = [work.packs[index].parameters for index in resident]
+        resident = self._plan.policy.resident
+        names = [self._plan.packs[index].parameters for index in resident]
         if self._parts.updater is not None and not self._parts.device_store.holds(names):
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
         for index in resident:
             self._parts.residency.follow(self._copies[index])
 
-    def _swap_in(self, work: Work, task: Task) -> None:
-        pack = work.packs[task.pack]
+    def _swap_in(self, task: Task) -> None:
+        pack = self._plan.packs[task.pack]
         if self._parts.updater is not None:
-            for owner in owners_of(work.packs, pack):
-                self._parts.updater.wait(owner)
+            for owner in self._plan.owners_of(pack):
+                self._parts.updater.wait(owner.needed_at)
         self._parts.timeline.waited()
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
         self._parts.residency.follow(copy)
+        if not pack.positions:  # used by code that asks for nothing first
+            copy.wait(self._parts.device)
 
-    def _evict(self, work: Work, task: Task) -> None:
+    def _evict(self, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Mapping[str, Tensor]:
@@ -174,15 +209,20 @@ class Executor:
 
     # ---- compute
 
-    def _forward(self, work: Work, task: Task) -> None:
-        micro_batch = work.micro_batches[task.micro_batch]
-        pack = work.packs[task.pack]
+    def _suspends(self, task: Task) -> bool:
+        """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
+        plan = self._plan
+        return task.micro_batch in self._suspended and plan.packs[task.pack].positions[-1] == len(plan.calls) - 1
+
+    def _forward(self, task: Task) -> None:
+        plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
+        pack = plan.packs[task.pack]
         leaves = self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
         lane = self._enter(micro_batch)
         while lane.request is not None:
-            position = micro_batch.place(lane.request.layer, work.order)
+            position = micro_batch.place(lane.request.layer, plan.calls)
             if position > pack.positions[-1]:
                 return
             number = micro_batch.pass_position(position)
@@ -190,130 +230,116 @@ class Executor:
                 lane.request,
                 number,
                 leaves,
-                micro_batch.glue,
+                micro_batch.inter_layer,
                 self._parts.random.snapshot,
+                plan.rows,
             )
             if call is not None:
                 if not pack.needs_backward:  # it returned its input when it was measured
                     raise OffPlanError
-                micro_batch.calls.append((position, call))
-            if position == len(work.order) - 1 and work.parks(task):
-                micro_batch.parked.append(outputs)
+                micro_batch.record(position, call)
+            if position == len(plan.calls) - 1 and self._suspends(task):
+                micro_batch.suspend(outputs)
                 return
             lane.resume(outputs)
             del outputs
         micro_batch.finish()
 
-    def _fused(self, work: Work, task: Task) -> None:
-        micro_batch = work.micro_batches[task.micro_batch]
+    def _fused(self, task: Task) -> None:
+        plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if work.in_pieces:
-            # One graph of all rows would need the memory that pieces save: this pack is recomputed as the others are.
-            self._forward(work, task)
+        if plan.rows.cuts:
+            # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
+            self._forward(task)
         elif not micro_batch.forwarded:
             lane = self._enter(micro_batch)
             while lane.request is not None:
-                micro_batch.pass_position(micro_batch.place(lane.request.layer, work.order))
+                micro_batch.pass_position(micro_batch.place(lane.request.layer, plan.calls))
                 lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
             micro_batch.finish()
-        self._propagate_loss(micro_batch)
-        if not work.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
+        micro_batch.propagate_loss()
+        if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if work.in_pieces:
-            self._backward(work, task)
+        if plan.rows.cuts:
+            self._backward(task)
             return
-        self._settle(micro_batch)
+        micro_batch.settle()
         self._accumulate(task.pack)
-
-    def _propagate_loss(self, micro_batch: MicroBatch) -> None:
-        loss = micro_batch.objective(micro_batch.outputs)
-        micro_batch.outputs = None
-        if loss is not None and loss.requires_grad:
-            glue = micro_batch.glue
-            loss.backward(retain_graph=not glue.is_trivial and glue.touches(loss))
 
     def _run_to_end(self, micro_batch: MicroBatch) -> None:
         """What comes behind the last call."""
-        if micro_batch.parked:  # it may have ended without that call
+        if micro_batch.is_suspended:  # it may have ended without that call
             lane = self._enter(micro_batch)
-            lane.resume(micro_batch.parked.pop())
+            lane.resume(micro_batch.take_suspended())
             if lane.request is not None:
                 raise OffPlanError
             micro_batch.finish()
 
-    def _backward(self, work: Work, task: Task) -> None:
-        micro_batch = work.micro_batches[task.micro_batch]
+    def _backward(self, task: Task) -> None:
+        micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if work.parks(task):
+        if self._suspends(task):
             self._run_to_end(micro_batch)
-            self._propagate_loss(micro_batch)
-        for call in micro_batch.take_calls(work.packs[task.pack]):
-            micro_batch.glue.settle(call.number)
+            micro_batch.propagate_loss()
+        for call in micro_batch.take_calls(self._plan.packs[task.pack]):
+            micro_batch.inter_layer.settle(call.number)
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
             call.propagated()
-        self._settle(micro_batch)
+        micro_batch.settle()
         self._accumulate(task.pack)
 
-    def _settle(self, micro_batch: MicroBatch) -> None:
-        """Once every layer is behind: what is left leads to resident parameters and to the user's own leaves."""
-        if not micro_batch.calls:
-            micro_batch.glue.settle(-1)
-            micro_batch.glue = Glue()
-
     def _accumulate(self, pack: int) -> None:
-        self._parts.residency.accumulate(self._copies[pack])
-        self._unlayered.accumulate()
+        for copy in (self._copies[pack], *self._unlayered):
+            self._parts.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:
         """The micro-batch's lane, with its random stream current; started if it was not."""
-        if micro_batch.lane is None:
-            self._parts.random.start(micro_batch, micro_batch.seed)
-            micro_batch.lane = Lane(
-                micro_batch.forward, micro_batch.grad, micro_batch.autocast, self._parts.device, micro_batch.context
-            )
-            micro_batch.lane.resume()
-        else:
+        if micro_batch.lane is not None:
             self._parts.random.switch(micro_batch)
-        return micro_batch.lane
+            return micro_batch.lane
+        self._parts.random.start(micro_batch, micro_batch.seed)
+        return micro_batch.start(self._parts.device)
 
     # ---- stash
 
-    def _stash_out(self, work: Work, task: Task) -> None:
-        self._parts.stash.move_out(_entries(work, task))
+    def _stash_out(self, task: Task) -> None:
+        self._parts.stash.move_out(self._entries(task))
 
-    def _stash_in(self, work: Work, task: Task) -> None:
-        self._parts.stash.bring_in(_entries(work, task))
+    def _stash_in(self, task: Task) -> None:
+        self._parts.stash.bring_in(self._entries(task))
+
+    def _entries(self, task: Task) -> list[StashEntry]:
+        calls = self._micro_batches[task.micro_batch].calls_in(self._plan.packs[task.pack])
+        return [entry for call in calls for entry in call.entries]
 
     # ---- gradients and updates
 
-    def _swap_out(self, work: Work, task: Task) -> None:
+    def _swap_out(self, task: Task) -> None:
+        parts, pack = self._parts, self._plan.packs[task.pack]
+        assert parts.gradients is not None and parts.updater is not None
+        copy = self._copies[task.pack]
+        kind = f"of pack {task.pack}"
+        gradients = parts.world.reduce(kind, parts.device, copy.leaves, parts.residency.gradients(copy))
+        self.outcome.others_update |= self._clipping is None and parts.world.size > 1
+        held = self._held_deliveries if self._clipping is None else None
+        transfer = parts.gradients.swap_out(gradients, held)
+        self._leaving[task.pack] = (gradients, transfer.arrived)
+        parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
-        complete = not self._to_send[task.pack]
-        self._send(work, task.pack, self._copies[task.pack], work.packs[task.pack].owned if complete else ())
-        self._wait_for_host(work)
+        if not self._to_send[task.pack]:  # the last of theirs that will come
+            self.gathered.receive_own(pack.owned)
+            if self._clipping is not None and pack.owned:
+                parts.updater.measure(pack.owned)
+        self._wait_for_host()
 
-    def _send(self, work: Work, pack: int, copy: DeviceCopy, owned: tuple[str, ...]) -> None:
-        """`owned`: parameters of which this is the last that will come."""
-        assert self._parts.gradients is not None and self._parts.updater is not None
-        gradients = self._parts.world.reduce(
-            f"pack {pack}", self._parts.device, copy.leaves, self._parts.residency.gradients(copy)
-        )
-        self.outcome.others_update |= self._clipping is None and self._parts.world.size > 1
-        delivery = self._parts.gradients.swap_out(gradients, work.held_deliveries if self._clipping is None else None)
-        self._leaving[pack] = (gradients, delivery.arrived)
-        self._parts.updater.receive(delivery)
-        self.gathered.receive_own(owned)
-        if self._clipping is not None and owned:
-            self._parts.updater.measure(owned)
-
-    def _wait_for_host(self, work: Work) -> None:
+    def _wait_for_host(self) -> None:
         """Where updates do not overlap: until the host has done what it was asked for."""
-        if not work.policy.overlap_update and self._parts.updater is not None:
+        if not self._plan.policy.overlap_update and self._parts.updater is not None:
             self._parts.updater.wait_all()
 
-    def _free_gradients(self, work: Work, task: Task) -> None:
+    def _free_gradients(self, task: Task) -> None:
         self._free(task.pack)
 
     def _free(self, pack: int) -> None:
@@ -321,19 +347,17 @@ class Executor:
         # Their memory belongs to the compute stream: its next owner there comes behind the copy.
         self._parts.device.wait(Stream.COMPUTE, copied)
 
-    def _norm(self, work: Work, task: Task) -> None:
+    def _norm(self, task: Task) -> None:
         assert self._parts.updater is not None and self._clipping is not None
-        self.release_unlayered(work)
         store, updater = self._parts.device_store, self._parts.updater
-        for pack in work.packs:
-            if pack.index in work.policy.resident:
+        for pack in self._plan.packs:
+            if pack.index in self._plan.policy.resident:
                 self.gathered.to_device(pack.owned)
                 store.measure(pack.owned)
             else:  # behind the backward pass of the step's last part
                 self.gathered.receive_own(pack.owned, measure=True)
-        self.gathered.receive_own(work.uncalled, measure=True)
         updater.add_norms(store.take_norms())
-        self._parts.world.agree("norm")
+        self._parts.world.agree("norm")  # from here on, weights change
         self.outcome.others_update = self._parts.world.size > 1
         self.outcome.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
@@ -341,61 +365,27 @@ class Executor:
             updater.discard()
             store.forget_gradients()
 
-    def _update(self, work: Work, task: Task) -> None:
+    def _update(self, task: Task) -> None:
         assert self._parts.updater is not None
         if self.outcome.overflow:
             return
+        pack = self._plan.packs[task.pack]
+        if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
+            self.gathered.receive_own(pack.owned)
         self.outcome.updates_issued += 1
-        self._parts.updater.update(task.pack, work.packs[task.pack].owned, self._hyper, self.outcome.norm)
-        self._wait_for_host(work)
+        self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
+        self._wait_for_host()
 
-    def _update_on_device(self, work: Work, task: Task) -> None:
+    def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:
             return
         self.outcome.updates_issued += 1
-        coefficient = None if self.outcome.norm is None else self.outcome.norm.result().coefficient
-        owned = work.packs[task.pack].owned
-        if self.outcome.norm is None:
+        norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
+        coefficient = None if norm is None else norm.result().coefficient
+        if norm is None:
             self.gathered.to_device(owned)
         self._parts.timeline.computes()
-        self._parts.device_store.update(owned, self._hyper, coefficient, measured=self.outcome.norm is not None)
-
-    def _update_uncalled(self, work: Work) -> None:
-        if not work.uncalled or self._parts.updater is None or self.outcome.overflow:
-            return
-        if self.outcome.norm is None:
-            self.gathered.receive_own(work.uncalled)
-        self._parts.updater.update(UNCALLED, work.uncalled, self._hyper, self.outcome.norm)
-
-    def finish_step(self, work: Work) -> None:
-        """What no layer owns leaves the device (unless the norm needed it earlier) and is updated; the norm is promised."""
-        self.release_unlayered(work)
-        updater = self._parts.updater
-        if work.unlayered and updater is not None and not self.outcome.overflow:
-            self.outcome.updates_issued += 1
-            with self._parts.timeline.unlayered():
-                updater.update(UNLAYERED, work.unlayered, self._hyper, self.outcome.norm)
-        self._update_uncalled(work)
-        if self.outcome.norm is None and updater is not None:
-            updater.add_norms(self._parts.device_store.take_norms())
-            self.outcome.norm = updater.norm_of_updates()
-        self._wait_for_host(work)
-
-    def release(self, work: Work | None) -> Outcome:
-        """Before a step that the executor does not take: the gradients on the device leave it. What is to be told of it."""
-        self.outcome = Outcome()
-        if work is not None:
-            self.release_unlayered(work)
-        return self.outcome
-
-    def finish_forward(self) -> None:
-        """After a step without gradients: the device is free of what no layer owns."""
-        self._unlayered.evict()
-
-
-def _entries(work: Work, task: Task) -> list[StashEntry]:
-    calls = work.micro_batches[task.micro_batch].calls_in(work.packs[task.pack])
-    return [entry for call in calls for entry in call.entries]
+        self._parts.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)
 
 
 __all__ = ["Executor", "OffPlanError"]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.unlayered import Unlayered
 
 
 class GatheredGradients:
     """Finds them, changes their place, and drops them."""
 
-    def __init__(self, parts: Parts, unlayered: Unlayered) -> None:
+    def __init__(self, parts: Parts, unlayered: Callable[[], Sequence[DeviceCopy]]) -> None:
+        """`unlayered`: the copy of the unlayered parameters, if it is on the device."""
         self._parts = parts
         self._unlayered = unlayered
         self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
@@ -56,10 +57,11 @@ class GatheredGradients:
         store = self._parts.device_store
         if self._moved and store.leaves((name,)):
             self.to_device((name,))
-        for found in (self._unlayered.gradient(name), store.gradient(name), self._parts.updater.gradient(name)):
-            if found is not None:
+        for copy in self._unlayered():
+            if (found := self._parts.residency.gradient(copy, name)) is not None:
                 return found
-        return None
+        found = store.gradient(name)
+        return self._parts.updater.gradient(name) if found is None else found
 
     def changed(self, names: Iterable[str]) -> None:
         """Those of `names` may have been changed: their norms are taken again."""
@@ -71,8 +73,9 @@ class GatheredGradients:
         assert self._parts.updater is not None
         self._parts.updater.drop(tuple(names))
         self._parts.device_store.forget_gradients(names)
-        for name in names:
-            self._unlayered.forget_gradient(name)
+        for copy in self._unlayered():
+            for name in names:
+                self._parts.residency.forget_gradient(copy, name)
 
     def used(self) -> None:
         """The step is over."""

@@ -57,7 +57,7 @@ class Lane:
         self._thread.start()
 
     @property
-    def parked(self) -> bool:
+    def suspended(self) -> bool:
         """Whether it waits at a layer call."""
         return self.request is not None
 
@@ -77,6 +77,11 @@ class Lane:
             failure, self._failure = self._failure, None
             raise failure
 
+    def take_result(self) -> Any:
+        """What `function` returned, which is kept no longer."""
+        result, self.result = self.result, None
+        return result
+
     def close(self) -> None:
         """Ends the thread wherever it is."""
         if self._running:  # the engine's thread was interrupted while it waited for this lane
@@ -91,7 +96,7 @@ class Lane:
     # ---- on the lane's thread
 
     def call(self, request: Request) -> Any:
-        """Parks at a layer call and returns what the engine made of it."""
+        """Suspends at a layer call and returns what the engine made of it."""
         self.request = request
         self._back.release()
         self._go.acquire()

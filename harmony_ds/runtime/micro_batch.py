@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.attributes import Place
-from harmony_ds.calls.boundary import Glue, cut
+from harmony_ds.calls.boundary import InterLayerGraph, cut, outlet
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.places import Place
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import exchange, map_tensors, tensors_in
+from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.scheduler.plan import Pack
@@ -61,8 +62,8 @@ class MicroBatch:
     forwarded: bool = False
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
-    glue: Glue = field(default_factory=Glue)
-    parked: list[Any] = field(default_factory=list)
+    inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
+    _suspended: list[Any] = field(default_factory=list)
     """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
     _numbers: int = 0
@@ -71,6 +72,22 @@ class MicroBatch:
     def modes(self) -> bytes:
         """What it was called in: training and requires_grad flags."""
         return b"" if self.state is None else self.state.modes
+
+    def serve(self, objective: Objective) -> None:
+        """Whoever waits for it says what to propagate back from."""
+        self.objective = objective
+
+    def note_caller(self, autocast: Autocast | None) -> None:
+        """Whoever propagates back from it does so under `autocast`."""
+        self.backward_autocast = autocast
+
+    # ---- its forward pass
+
+    def start(self, device: Device) -> Lane:
+        """Runs forward up to the first layer call."""
+        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context)
+        self.lane.resume()
+        return self.lane
 
     def place(self, layer: int, order: tuple[int, ...]) -> int:
         """The position of the call of `layer` that comes next.
@@ -89,6 +106,22 @@ class MicroBatch:
         self._numbers += 1
         return self._numbers - 1
 
+    def record(self, position: int, call: RecordedCall) -> None:
+        """Keeps a call for the backward pass."""
+        self.calls.append((position, call))
+
+    def suspend(self, outputs: Any) -> None:
+        """What comes behind the last call, which gave `outputs`, waits."""
+        self._suspended.append(outputs)
+
+    @property
+    def is_suspended(self) -> bool:
+        return bool(self._suspended)
+
+    def take_suspended(self) -> Any:
+        """The outputs of the last call, which nobody keeps from now on."""
+        return self._suspended.pop()
+
     def calls_in(self, pack: Pack) -> list[RecordedCall]:
         """The recorded calls of `pack`."""
         return [call for position, call in self.calls if position in pack.positions]
@@ -105,11 +138,32 @@ class MicroBatch:
     def finish(self) -> None:
         """Takes the outputs off a lane that ran to its end."""
         assert self.lane is not None
-        outputs, self.lane.result = self.lane.result, None
+        outputs = self.lane.take_result()
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.lane.close()
         self.lane = None
         self.forwarded = True
+
+    def lead_outside(self, inputs: list[Tensor]) -> None:
+        """Whoever propagates back from its outputs gets to `inputs`, which require gradients."""
+        self.outputs = map_tensors(lambda tensor: outlet(tensor, inputs), self.outputs)
+
+    # ---- its backward pass
+
+    def propagate_loss(self) -> None:
+        """Back from its outputs, which are kept no longer, through what came behind its last call."""
+        loss = self.objective(self.outputs)
+        self.outputs = None
+        if loss is not None and loss.requires_grad:
+            loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
+
+    def settle(self) -> None:
+        """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""
+        if not self.calls:
+            self.inter_layer.settle(-1)
+            self.inter_layer = InterLayerGraph()
+
+    # ---- what becomes of it
 
     def cut_outputs(self, written: Iterable[Any], left: Iterable[Place]) -> None:
         """Parts what came of it from code that layers depend on as well: whoever propagates back from it frees its graph.
@@ -120,14 +174,14 @@ class MicroBatch:
         """
 
         def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or not self.glue.touches(tensor):
+            if not tensor.requires_grad or not self.inter_layer.touches(tensor):
                 return tensor
-            own = cut([tensor.detach()], [self.glue.sink(tensor)])[0]
+            own = cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
             if tensor.retains_grad:
                 tensor.register_hook(partial(_show_grad, weakref.ref(own)))
             return own
 
-        if self.glue.is_trivial:
+        if self.inter_layer.is_trivial:
             return
         self.outputs = map_tensors(own, self.outputs)
         for container in written:
@@ -143,8 +197,8 @@ class MicroBatch:
         self.lane = None
         self.outputs = None
         self.calls.clear()
-        self.parked.clear()
-        self.glue = Glue()
+        self._suspended.clear()
+        self.inter_layer = InterLayerGraph()
         self.forwarded = False
         self._cursor = self._numbers = 0
 

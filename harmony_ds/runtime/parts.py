@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.lending import Lending
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
@@ -18,6 +18,7 @@ from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.parallel import Alone
+from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 
 
@@ -32,11 +33,12 @@ class Parts:
     gradients: HostGradients | None
     optimizer: HostOptimizer | None
     updater: Updater | None
-    lending: Lending
+    installation: Installation
     calls: CallStates
     layer_calls: LayerCalls
     random: RandomStreams
     timeline: StepTimeline
+    progress: Progress
     own: OwnGradients
     world: Alone
     follow_masters: Callable[[Iterable[str]], None]

@@ -1,7 +1,8 @@
-"""Forward passes without gradients, one at a time: evaluation and `generate`.
+"""Forward passes on the calling thread, one at a time and layer by layer: evaluation, `generate`, and all measuring.
 
 Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it. What
-is on the device already is used there. A parameter that is used outside its layer's calls stays to the end.
+is on the device already is used there. A parameter that is used outside its layer's calls stays to the end. How a call
+is run is for an observer to say.
 """
 
 from __future__ import annotations
@@ -20,17 +21,38 @@ from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
 
 
+class Observer:
+    """Runs the layer calls of a forward pass, and looks at what it wants to know. As it is, it wants to know nothing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def arrived(self, request: Request) -> None:
+        """The model has come to a layer call; the layer is not waited for yet."""
+
+    def swapped_in(self, copy: DeviceCopy) -> None:
+        """Parameters are on the device: those that no layer owns before all calls, a layer's before each of its own."""
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Runs a layer call on its parameters; returns the outputs for the model."""
+        return self._parts.layer_calls.attached(request, copy.leaves)
+
+    def evicted(self) -> None:
+        """The call is over, and its layer has left the device."""
+
+
 class Streamer:
     """Handles layer calls on the calling thread."""
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...], observer: Observer | None = None) -> None:
+        """`observer`: None: without gradients, and nothing is looked at."""
         self.device_type = parts.device.torch_device.type
         self._device = parts.device
         self._layers = layers
         self._residency = parts.residency
         self._device_store = parts.device_store
-        self._lending = parts.lending
-        self._calls = parts.layer_calls
+        self._installation = parts.installation
+        self._observer = observer or Observer(parts)
         self._unlayered: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
         self._ahead: tuple[int, DeviceCopy] | None = None
@@ -43,18 +65,29 @@ class Streamer:
         if self._open:
             yield
             return
-        self._open = True
+        self._device_store.refresh()
+        with (
+            self.on_device(unlayered, order) as copy,
+            self._installation.installed(copy.leaves),
+            handled_by(self),
+            torch.no_grad(),
+        ):
+            yield
+
+    @contextmanager
+    def on_device(self, unlayered: tuple[str, ...], order: tuple[int, ...] = ()) -> Iterator[DeviceCopy]:
+        """While open, `unlayered` are on the device, and layer calls may be handled. Nothing stays."""
         self._unlayered = frozenset(unlayered)
         self._next = dict(pairwise(order))
-        self._device_store.refresh()
         copy = self._residency.swap_in(unlayered)
-        copy.wait(self._device)
+        self._open = True
         try:
-            self._lending.fetch = self._fetch
-            with self._lending.lent(copy.leaves), handled_by(self), torch.no_grad():
-                yield
+            copy.wait(self._device)
+            self._observer.swapped_in(copy)
+            self._installation.fetch = self._fetch
+            yield copy
         finally:
-            self._lending.fetch = None
+            self._installation.fetch = None
             self._open = False
             for fetched in (copy, *self._fetched.values()):
                 self._residency.evict(fetched)
@@ -65,15 +98,19 @@ class Streamer:
 
     def call(self, request: Request) -> Any:
         """Runs one layer call at once."""
+        self._observer.arrived(request)
         copy = self._take(request.layer)
-        following = self._next.get(request.layer)
-        if following is not None and following != request.layer:
-            self._ahead = (following, self._swap_in(following))
         try:
+            following = self._next.get(request.layer)
+            if following is not None and following != request.layer:
+                self._ahead = (following, self._swap_in(following))
             copy.wait(self._device)
-            return self._calls.attached(request, copy.leaves)
+            self._observer.swapped_in(copy)
+            return self._observer.run(request, copy)
         finally:
             self._residency.evict(copy)
+            del copy  # its memory
+            self._observer.evicted()
 
     def _fetch(self, name: str) -> Tensor:
         held = self._device_store.leaves((name,))
@@ -82,7 +119,7 @@ class Streamer:
         if name not in self._fetched:
             self._fetched[name] = self._residency.swap_in((name,))
             self._fetched[name].wait(self._device)
-        return self._fetched[name].leaves[name]
+        return self._fetched[name].leaves[name].detach()
 
     def _take(self, layer: int) -> DeviceCopy:
         ahead, self._ahead = self._ahead, None

@@ -27,9 +27,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(slots=True)
 class _Entry:
-    """One task, or the unlayered parameters (`task` is None): when it was issued, and what it did on which stream."""
+    """One task: when it was issued, and what it did on which stream."""
 
-    task: Task | None
+    task: Task
     begin_ms: float
     end_ms: float = 0.0
     device_bytes: int = 0
@@ -37,15 +37,10 @@ class _Entry:
     computes: Moment | None = None
     host_ms: list[tuple[float, float]] = field(default_factory=list)  # appended by the update thread
 
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        return () if self.task is None else (self.task,)
-
 
 @dataclass(slots=True)
 class _Step:
     plan: Plan
-    tasks: tuple[Task, ...]
     begin_ms: float
     entries: list[_Entry] = field(default_factory=list)
 
@@ -82,12 +77,12 @@ class StepTimeline:
         executed.extend(map(self._read, recorded))
 
     @contextmanager
-    def step(self, plan: Plan, tasks: tuple[Task, ...]) -> Iterator[None]:
-        """Around one optimizer step, which executes `tasks`."""
+    def step(self, plan: Plan) -> Iterator[None]:
+        """Around one optimizer step, which executes `plan`."""
         if self._steps is None:
             yield
             return
-        self._step = _Step(plan, tasks, _now_ms())
+        self._step = _Step(plan, _now_ms())
         try:
             yield
             self._steps.append(self._step)
@@ -98,15 +93,10 @@ class StepTimeline:
         """Around the handler of `task`."""
         return _NOTHING if self._step is None else self._entry(self._step, task)
 
-    def unlayered(self) -> AbstractContextManager[None]:
-        """Around work for the parameters that no layer owns, in a task or between tasks."""
-        return _NOTHING if self._step is None else self._entry(self._step, None)
-
     @contextmanager
-    def _entry(self, step: _Step, task: Task | None) -> Iterator[None]:
-        outer, entry = self._open, _Entry(task, _now_ms())
+    def _entry(self, step: _Step, task: Task) -> Iterator[None]:
+        entry = self._open = _Entry(task, _now_ms())
         step.entries.append(entry)
-        self._open = entry
         try:
             yield
         finally:
@@ -114,7 +104,7 @@ class StepTimeline:
                 entry.copies.append((Stream.COMPUTE, entry.computes, self._device.moment(Stream.COMPUTE)))
             entry.end_ms = _now_ms()
             entry.device_bytes = self._device.allocated_bytes()
-            self._open = outer
+            self._open = None
 
     def waited(self) -> None:
         """The task that is open had to wait until now for an earlier update."""
@@ -146,24 +136,22 @@ class StepTimeline:
 
     def _read(self, step: _Step) -> ExecutedStep:
         begin = step.begin_ms
-        issued = [entry for entry in step.entries if entry.task is not None]
         spans = [span for entry in step.entries for span in self._host_spans(entry, begin)]
         spans += self._device_spans(step)
         return ExecutedStep(
             plan=step.plan,
-            tasks=step.tasks,
-            issued_ms=tuple((entry.begin_ms - begin, entry.end_ms - begin) for entry in issued),
-            device_bytes=tuple(entry.device_bytes for entry in issued),
+            issued_ms=tuple((entry.begin_ms - begin, entry.end_ms - begin) for entry in step.entries),
+            device_bytes=tuple(entry.device_bytes for entry in step.entries),
             spans=tuple(sorted(spans, key=lambda span: (span.begin_ms, span.end_ms))),
         )
 
     def _host_spans(self, entry: _Entry, step_ms: float) -> Iterator[Span]:
         # Where nothing overlaps, the host's part in a task is the task itself.
-        if self._device.copies_overlap and entry.task is not None:
-            yield Span(HOST, entry.begin_ms - step_ms, entry.end_ms - step_ms, entry.tasks)
+        if self._device.copies_overlap:
+            yield Span(HOST, entry.begin_ms - step_ms, entry.end_ms - step_ms, (entry.task,))
         if entry.host_ms:
             begin, end = entry.host_ms[0][0], entry.host_ms[-1][1]
-            yield Span(UPDATE, begin - step_ms, end - step_ms, entry.tasks)
+            yield Span(UPDATE, begin - step_ms, end - step_ms, (entry.task,))
 
     def _device_spans(self, step: _Step) -> Iterator[Span]:
         """One span for all that a task did on a stream."""
@@ -176,7 +164,7 @@ class StepTimeline:
                 first.setdefault(stream, next(times))
                 last[stream] = next(times)
             for stream, begin in first.items():
-                yield Span(_TRACKS[stream], begin, last[stream], entry.tasks)
+                yield Span(_TRACKS[stream], begin, last[stream], (entry.task,))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -36,7 +36,7 @@ class Candidate:
 
 
 def candidates(
-    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request, bounds: TimeBounds
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest, bounds: TimeBounds
 ) -> Iterator[Candidate]:
     """Everything to be compared; the same whatever the budget."""
     for packing, cut in packings(graph, costs, element, request):
@@ -49,7 +49,7 @@ def candidates(
 
 
 def packings(
-    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: Request
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest
 ) -> Iterator[tuple[Packing, str]]:
     """Every way to cut both passes, each once, and its name."""
     packer = Packer(graph, costs, element)
@@ -73,7 +73,7 @@ def packings(
                 )
 
 
-def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: Request) -> Iterator[tuple[Bounds, str]]:
+def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest) -> Iterator[tuple[Bounds, str]]:
     count = len(graph.calls)
     if request.settings.pack_layers is not None:
         yield (
@@ -115,7 +115,7 @@ def _ladder(count: int) -> list[int]:
 # ---- what to do with spare memory
 
 
-def policies(packing: Packing, copies_overlap: bool, request: Request) -> Iterator[tuple[Policy, str]]:
+def policies(packing: Packing, copies_overlap: bool, request: PlanRequest) -> Iterator[tuple[Policy, str]]:
     """Every policy for these packs, each once, and its name."""
     seen: set[Policy] = set()
     base = request.policy
@@ -132,7 +132,7 @@ def policies(packing: Packing, copies_overlap: bool, request: Request) -> Iterat
                     yield policy, f"{stash_name}{name}{', prefetch' if prefetch else ''}"
 
 
-def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
+def _stashes(packing: Packing, request: PlanRequest) -> list[tuple[int, str]]:
     count = len(packing.forward)
     if request.settings.stash == "device" or not count:
         return [(0, "stash on the device")]
@@ -142,7 +142,7 @@ def _stashes(packing: Packing, request: Request) -> list[tuple[int, str]]:
     return [(n, f"stash of {n} of {count} packs on the host" if n else "stash on the device") for n in counts]
 
 
-def _stays(packing: Packing, request: Request) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
+def _stays(packing: Packing, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
     """Kept packs, resident packs and a name: none, kept ones, resident ones, both."""
     if isinstance(request.settings.residency, int):
         chosen = resident_packs(packing, request.settings.residency)

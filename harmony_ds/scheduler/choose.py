@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, UnlayeredParameters
+from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """What a plan is wanted for.
 
     Attributes:
@@ -21,17 +21,15 @@ class Request:
         micro_batches: the size of the group.
         budget_bytes: device memory for the plan (None: unlimited).
         beside_bytes: what was taken off for what is no part of a plan.
-        unlayered_bytes: what stays on the device besides packs: unlayered parameters, their gradients, buffers.
+        resident_bytes: what stays on the device besides packs: buffers.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
-        unlayered: the part of `unlayered_bytes` that is swapped.
     """
 
     settings: HarmonySettings
     micro_batches: int
     budget_bytes: int | None
-    unlayered_bytes: int
+    resident_bytes: int
     policy: Policy
-    unlayered: UnlayeredParameters = field(default_factory=UnlayeredParameters)
     beside_bytes: int = 0
 
     @property
@@ -50,37 +48,46 @@ class Request:
         return self.settings.pack_layers is not None
 
 
-def resident_bytes(packing: Packing, policy: Policy, request: Request) -> int:
-    """Everything that stays on the device: the unlayered parameters, and weights and optimizer state of resident packs."""
-    return request.unlayered_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
+def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> int:
+    """Everything that stays on the device from step to step, with weights and optimizer state of resident packs."""
+    return request.resident_bytes + sum(packing.packs[index].resident_bytes for index in policy.resident)
 
 
-def make_plan(packing: Packing, costs: CostTable, request: Request, policy: Policy) -> Plan:
+def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
     """The plan over given packs, validated, with its peak."""
-    plan = draft_plan(packing, request, policy, 0)
+    plan = draft_plan(packing, costs, request, policy)
     validate(packing, plan.tasks, Group.of(request.micro_batches), policy)
-    peak = plan.resident_bytes + walk_memory(packing.packs, plan.tasks, costs).peak_bytes
-    return replace(plan, peak_bytes=peak)
+    walked = walk_memory(packing.packs, plan.tasks, costs)
+    peak = plan.resident_bytes + walked.peak_bytes
+    return replace(plan, peak_bytes=peak, activation_bytes=walked.activation_bytes)
 
 
-def draft_plan(packing: Packing, request: Request, policy: Policy, peak_bytes: int) -> Plan:
+def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:
     """The plan over given packs, its peak known from elsewhere, to be compared with others."""
-    tasks = compose_step(packing, Group.of(request.micro_batches), policy)
-    stays = resident_bytes(packing, policy, request)
-    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes, request.unlayered)
+    return Plan(
+        packing,
+        policy,
+        compose_step(packing, Group.of(request.micro_batches), policy),
+        request.micro_batches,
+        resident_bytes(packing, policy, request),
+        peak_bytes,
+        costs.calls,
+    )
 
 
-def explain(plan: Plan, request: Request) -> str:
+def explain(plan: Plan, request: PlanRequest) -> str:
     """Why nothing fits, with the smallest plan that was found, and what to do about it."""
     assert request.budget_bytes is not None
-    weights = max(pack.weight_bytes for pack in plan.packs)
-    gradients = max(pack.gradient_bytes for pack in plan.packs)
-    rest = plan.peak_bytes - plan.resident_bytes - min(2, len(plan.packs)) * weights - gradients
+    packs = plan.packing.covering
+    weights = max(pack.weight_bytes for pack in packs)
+    gradients = max(pack.gradient_bytes for pack in packs)
+    stays = plan.resident_bytes + sum(pack.weight_bytes + pack.gradient_bytes for pack in plan.packing.always)
+    rest = plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
-        f"gradients, {plan.resident_bytes:,} that are resident, and about {max(rest, 0):,} of activations of "
+        f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "
         f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
         f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.settings.pack_layers or 'chosen'}); "
         "(4) name smaller layers in harmony.layers"

@@ -5,6 +5,9 @@
     backward    (I n-3) B n-2.*  G n-1  O n-2  E n-2 ...  recompute and propagate back
     update      U p behind O p, or all of them in forward order behind N, where the norm of the gradients is known
 
+Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: in front of N, if there is one.
+U u updates them, and U v those that the model does not use.
+
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
 last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
 
@@ -28,10 +31,12 @@ class Group:
     Attributes:
         fresh: those of which nothing has run yet.
         forwarded: those whose forward pass ran earlier, because somebody looked at its result.
+        begun: something of their step has run: the unlayered parameters are on the device.
     """
 
     fresh: tuple[int, ...]
     forwarded: tuple[int, ...] = ()
+    begun: bool = False
 
     @staticmethod
     def of(count: int) -> Group:
@@ -49,16 +54,50 @@ class Group:
         return [Group((m,)) if m in self.fresh else Group((), (m,)) for m in self.all]
 
 
-def compose_forward(packing: Packing, micro_batch: int, policy: Policy) -> tuple[Task, ...]:
-    """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now."""
-    return tuple(_Composer(packing, Group((micro_batch,)), policy).forward_alone())
+def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
+    """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now, and may want gradients
+    later on, so that the unlayered parameters stay on the device.
+    """
+    return (*_begin(packing, group), *_Composer(packing, group, policy).forward_alone())
+
+
+def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
+    """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+    tasks = [*_begin(packing, group)]
+    for index in packing.backward:
+        runs = [Task(TaskKind.FORWARD, index, m) for m in group.fresh]
+        if index not in policy.resident:
+            runs = [Task(TaskKind.SWAP_IN, index), *runs, Task(TaskKind.EVICT, index)]
+        tasks += runs
+    tasks += [Task(TaskKind.EVICT, pack.index) for pack in packing.always if not group.begun]
+    return tuple(tasks)
 
 
 def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    """Everything between the first micro-batch of a group and the update of the last pack."""
+    """Everything between the first micro-batch of a group and the last update."""
     rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
-    tasks = [task for part in rounds[:-1] for task in part.passes(last=False)]
-    return (*tasks, *rounds[-1].passes(last=True), *_updates_last(packing, policy))
+    tasks = [*_begin(packing, group)]
+    for part in rounds:
+        tasks += part.passes(last=part is rounds[-1])
+    return (*tasks, *compose_end(packing, policy))
+
+
+def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
+    """What of a step comes behind its last backward pass."""
+    tasks: list[Task] = []
+    away = [
+        Task(kind, pack.index)
+        for pack in packing.always
+        for kind in (TaskKind.SWAP_OUT, TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
+    ]
+    if policy.deferred_update:
+        tasks += [*away, Task(TaskKind.NORM, 0)]
+    if policy.updates_last:  # in forward order: what is needed first goes first
+        tasks += [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
+    if not policy.deferred_update:
+        tasks += away
+    tasks += [_update(index, policy) for index in (packing.unlayered, packing.uncalled) if index is not None]
+    return tuple(tasks)
 
 
 def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
@@ -69,12 +108,8 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
     return set(away), taking
 
 
-def _updates_last(packing: Packing, policy: Policy) -> Iterator[Task]:
-    """Updates behind the backward pass, in forward order: what is needed first goes first."""
-    if policy.deferred_update:
-        yield Task(TaskKind.NORM, 0)
-    if policy.updates_last:
-        yield from (_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward)
+def _begin(packing: Packing, group: Group) -> tuple[Task, ...]:
+    return () if group.begun else tuple(Task(TaskKind.SWAP_IN, pack.index) for pack in packing.always)
 
 
 def _update(index: int, policy: Policy) -> Task:

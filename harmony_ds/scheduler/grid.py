@@ -62,7 +62,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     policy, packing = plan.policy, plan.packing
-    cuts = "the same packs both ways" if len(plan.packs) == len(packing.backward) else "cut differently"
+    cuts = "the same packs both ways" if len(packing.covering) == len(packing.backward) else "cut differently"
     yield (
         f"{len(packing.forward)} packs forward, {len(packing.backward)} backward ({cuts}), "
         f"{plan.micro_batches} micro-batches in a group"
@@ -76,7 +76,7 @@ def _head(plan: Plan) -> Iterator[str]:
         yield "no overlap of updates: all else waits for them"
     if policy.forward_rows or policy.backward_rows:
         yield (
-            f"micro-batches go through layers in pieces of {policy.forward_rows or 'all'} rows forward and "
+            f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
     yield f"stash {stash}; updates {_when(policy)}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
@@ -185,6 +185,10 @@ def _legend(plan: Plan) -> Iterator[str]:
     stays = plan.policy.kept or not plan.policy.fuse_last_pack
     kept = " A kept pack waits on the device for its backward pass." if stays else ""
     yield f"B recompute and backward.{kept}"
+    if plan.packing.unlayered is not None:
+        yield f"pack {plan.packing.unlayered}: parameters that no layer call covers, on the device for the whole step"
+    if plan.packing.uncalled is not None:
+        yield f"pack {plan.packing.uncalled}: parameters that the model does not use, updated on the host"
 
 
 def _cut(text: str, width: int = _WIDEST_CELL) -> str:

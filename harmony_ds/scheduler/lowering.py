@@ -32,7 +32,7 @@ class Lowering:
 
     Attributes:
         jobs: of all steps so far.
-        work: for each job, its stream and the tasks behind it (none: the unlayered parameters).
+        work: for each job, its stream and the tasks behind it.
     """
 
     def __init__(self, plan: Plan, costs: CostTable, machine: Machine) -> None:
@@ -60,14 +60,8 @@ class Lowering:
         """Queues one step; returns the places of its jobs."""
         first = len(self.jobs)
         self._sent.clear()
-        resident = self._plan.unlayered
-        if resident.weight_bytes:
-            self._compute_after.append(self._copy_in((), resident.weight_bytes, self._owner_updates(("",))))
         for tasks in self._runs:
             self._issue(tasks)
-        if resident.gradient_bytes:
-            out = self._copy_out((), resident.gradient_bytes)
-            self._updated[""] = self._update((), resident.update_elements, (out,))
         return range(first, len(self.jobs))
 
     # ---- one task
@@ -80,6 +74,8 @@ class Lowering:
             case TaskKind.SWAP_IN:
                 after = self._owner_updates(pack.parameters)
                 self._arrived[task.pack] = self._copy_in((task,), pack.weight_bytes, after)
+                if not pack.positions:  # any call may need it
+                    self._compute_after.append(self._arrived[task.pack])
             case TaskKind.EVICT:
                 self._swap_in_after = list(self._latest(COMPUTE))
             case TaskKind.SWAP_OUT:
@@ -107,7 +103,8 @@ class Lowering:
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
-            done = self._update((task,), pack.update_elements, (self._gone[task.pack], *normed))
+            gone = (self._gone[task.pack],) if task.pack in self._gone else ()
+            done = self._update((task,), pack.update_elements, (*gone, *normed))
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -205,11 +202,11 @@ class Lowering:
 
 
 class _PackTimes:
-    """How long one micro-batch takes through a pack; `parked`: the one whose backward pass begins with the loss."""
+    """How long one micro-batch takes through a pack; `suspended`: the one whose backward pass begins with the loss."""
 
-    def __init__(self, costs: CostTable, parked: Pack | None) -> None:
+    def __init__(self, costs: CostTable, suspended: Pack | None) -> None:
         self._costs = costs
-        self._parked = parked
+        self._suspended = suspended
         self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
 
     def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
@@ -223,7 +220,7 @@ class _PackTimes:
         if kind is TaskKind.FORWARD:
             return sum(cost.forward_ms for cost in costs)
         if kind is TaskKind.BACKWARD:
-            tail_ms = self._costs.tail_ms if pack is self._parked else 0.0
+            tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
             return tail_ms + sum(cost.backward_ms for cost in costs)
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 

@@ -15,12 +15,12 @@ from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind, parked
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind, suspended
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Per task: bytes of swapped-in weights, and of everything else but the unlayered parameters."""
+    """Per task: bytes of swapped-in weights, and of everything else but what stays from step to step."""
 
     weight_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
@@ -48,8 +48,12 @@ class MemoryWalks:
         away = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
         if away not in self._known:
             costs = with_stash_on_host(self._packs, self._costs) if away else self._costs
-            self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs]
-        walk = _Walk(self._packs, *self._known[away], parked(self._packs, tasks))
+            self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs if pack.positions]
+        walk = _Walk(self._packs, *self._known[away], suspended(self._packs, tasks))
+        swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
+        for pack in self._packs:
+            if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
+                walk.bring(pack.index)
         rows = [walk.step(task) for task in tasks]
         return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
@@ -80,10 +84,10 @@ class _Total:
 
 class _Walk:
     def __init__(
-        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], parked: frozenset[int]
+        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], suspended: frozenset[int]
     ) -> None:
         self._costs = costs
-        self._parked = parked
+        self._suspended = suspended
         self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
@@ -112,7 +116,7 @@ class _Walk:
             return self._weights.total, activations + self._gradients.total
         match task.kind:
             case TaskKind.SWAP_IN:
-                self._weights.put(task.pack, self._packs[task.pack].weight_bytes)
+                self.bring(task.pack)
             case TaskKind.STASH_OUT:
                 self._stash_out(self._packs[task.pack], task)
             case TaskKind.STASH_IN:
@@ -126,6 +130,15 @@ class _Walk:
         if task.kind is TaskKind.UPDATE_ON_DEVICE:
             self._free_updated(task.pack)
         return held
+
+    def bring(self, index: int) -> None:
+        """Weights come; those of no call with their gradients, which any call may give them."""
+        pack = self._plan_packs[index]
+        if pack.positions:
+            self._weights.put(index, self._packs[index].weight_bytes)
+        else:
+            self._weights.put(index, pack.weight_bytes)
+            self._gradients.put(index, pack.gradient_bytes)
 
     def _free_updated(self, pack: int) -> None:
         """Gradients of a parameter that resident packs share are kept until its owner's update."""
@@ -152,7 +165,7 @@ class _Walk:
         following = pack.last + 1
         if following < len(self._costs.costs):
             return self._costs.costs[following].alive_bytes
-        if task.micro_batch in self._parked:
+        if task.micro_batch in self._suspended:
             last = self._costs.costs[-1]
             return max(self._held_by(task), last.alive_bytes + last.graph_bytes)
         return self._held_by(task)
@@ -185,7 +198,7 @@ class _Walk:
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
         backward = self._held_by(task) + excess + pack.backward_bytes[again]
-        if task.micro_batch in self._parked and pack.is_last:
+        if task.micro_batch in self._suspended and pack.is_last:
             backward = max(backward, pack.forward_bytes)  # which holds the loss
         most = self._between + backward
         self._leave(pack, task)

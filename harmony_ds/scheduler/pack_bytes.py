@@ -13,7 +13,7 @@ from harmony_ds.scheduler.plan import Pack
 
 def with_stash_on_host(packs: Sequence[Pack], costs: CostTable) -> CostTable:
     """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
-    firsts = {pack.positions[0] for pack in packs}
+    firsts = {pack.positions[0] for pack in packs if pack.positions}
     calls = (
         replace(
             call,
@@ -49,7 +49,7 @@ class PackBytes:
         tied = self._tied(pack)
         self.backward_bytes = (self._backward(first), self._backward(all_there))
         self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
-        if costs.in_pieces:
+        if costs.in_slices:
             held = costs.held_bytes + 2 * costs.scalar_bytes
             self.fused_bytes = (
                 max(self.forward_bytes, held + self.backward_bytes[0]),

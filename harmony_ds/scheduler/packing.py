@@ -27,7 +27,7 @@ class Packer:
         self._costs = costs.costs
         self._element = element
         self._specs = {spec.name: spec for spec in graph.parameters}
-        self._resident = frozenset(graph.unlayered)
+        self._unlayered = frozenset(graph.unlayered)
 
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
         """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.
@@ -37,8 +37,7 @@ class Packer:
             forward: from 0 to where the fused pack begins (None: the bounds of the backward pass).
         """
         packs = self.packs(backward)
-        if forward is None:
-            return Packing.reused(packs)
+        forward = backward[:-1] if forward is None else forward
         known = {pack.positions: pack.index for pack in packs}
         everything, order = list(packs), []
         for first, last in pairwise(forward):
@@ -47,11 +46,16 @@ class Packer:
                 known[positions] = len(everything)
                 everything.append(self._pack(len(everything), positions, None))
             order.append(known[positions])
-        return Packing(tuple(everything), tuple(order), tuple(range(len(packs))))
+        graph, without_calls = self._graph, []
+        for names, on_device in ((graph.unlayered, True), (graph.uncalled, False)):
+            without_calls.append(len(everything) if names else None)
+            if names:
+                everything.append(self._without_calls(len(everything), names, on_device))
+        return Packing(tuple(everything), tuple(order), tuple(range(len(packs))), *without_calls)
 
     def packs(self, bounds: tuple[int, ...]) -> tuple[Pack, ...]:
         """The packs between `bounds`, each owning the parameters that no earlier one owns."""
-        owned_by_earlier = set(self._resident)
+        owned_by_earlier = set(self._unlayered)
         packs: list[Pack] = []
         for first, last in pairwise(bounds):
             packs.append(self._pack(len(packs), tuple(range(first, last)), owned_by_earlier))
@@ -62,7 +66,7 @@ class Packer:
         graph, element = self._graph, self._element
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
-        parameters = tuple(n for n in names if n not in self._resident)
+        parameters = tuple(n for n in names if n not in self._unlayered)
         needs_backward = any(self._costs[p].needs_backward for p in positions)
         # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
         owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
@@ -82,6 +86,23 @@ class Packer:
             update_elements=sum(self._specs[n].numel for n in owned if self._specs[n].trainable),
             resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
             update_bytes=self._update_bytes(owned),
+        )
+
+    def _without_calls(self, index: int, names: tuple[str, ...], on_device: bool) -> Pack:
+        """Parameters that no call covers; of those that are never on the device, nothing moves."""
+        element = self._element
+        specs = [self._specs[name] for name in names]
+        trained = [spec for spec in specs if spec.trainable]
+        return Pack(
+            index=index,
+            positions=(),
+            layers=(),
+            parameters=names if on_device else (),
+            owned=names,
+            weight_bytes=sum(slab_bytes(spec.numel, element.weight) for spec in specs) if on_device else 0,
+            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained) if on_device else 0,
+            needs_backward=True,
+            update_elements=sum(spec.numel for spec in trained) if on_device else 0,
         )
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.choose import Request, resident_bytes
+from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.plan import Packing, Policy, TaskKind
@@ -23,7 +23,7 @@ _Place = tuple[tuple[TaskKind, int, int], int]
 class Peaks:
     """Peaks of plans for one request."""
 
-    def __init__(self, costs: CostTable, request: Request) -> None:
+    def __init__(self, costs: CostTable, request: PlanRequest) -> None:
         self._costs = costs
         self._request = request
         self._stash = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
@@ -61,6 +61,7 @@ class Peaks:
         weights = 0 if fused.index in policy.resident else fused.weight_bytes
         stash = wanted * max(0, self._stash[end] - self._stash[min(first, end)])
         most = max(most, kept + weights + fused.gradient_bytes + stash + self._working(fused.positions))
+        most += sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
         return most + resident_bytes(packing, policy, self._request)
 
     def _working(self, positions: tuple[int, ...]) -> int:

@@ -5,17 +5,21 @@ it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` reco
 pack's gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0`
 and `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
 the whole model is known; `D2` updates pack 2, which never leaves the device, there.
+
+Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
+the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from harmony_ds.config.harmony import PlanSwitches
+from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
 class TaskKind(Enum):
@@ -57,11 +61,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Contiguous calls that are swapped and run together.
+    """Contiguous calls that are swapped and run together; or, without calls, parameters that no call covers.
 
     Attributes:
         index: its number in the plan.
-        positions: the positions in the call order that it covers.
+        positions: the positions in the call order that it covers; none: of a pack that is on the device for all of them.
         layers: the layers behind them, each once.
         parameters: canonical names of their parameters, each once.
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
@@ -87,6 +91,13 @@ class Pack:
     resident_bytes: int = 0
     update_bytes: int = 0
 
+    @property
+    def needed_at(self) -> int:
+        """The position at which a step first needs its weights: updates are made in that order."""
+        if self.positions:
+            return self.positions[0]
+        return -1 if self.parameters else _NEVER
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -94,14 +105,19 @@ class Packing:
 
     Attributes:
         packs: those of the backward pass, in forward order and numbered from 0; then those that only the forward pass
-            has. The last pack of the backward pass is fused.
+            has; then those without calls. The last pack of the backward pass is fused.
         forward: the numbers of the forward pass's packs; they cover every call before the fused pack.
         backward: the numbers of the backward pass's packs; they cover every call.
+        unlayered: the number of the pack of the unlayered parameters, which are on the device for the whole step.
+        uncalled: the number of the pack of trained parameters that the model does not use: only backward passes of the
+            program's own reach them, so that nothing of it is ever on the device.
     """
 
     packs: tuple[Pack, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    unlayered: int | None = None
+    uncalled: int | None = None
 
     @staticmethod
     def reused(packs: tuple[Pack, ...]) -> Packing:
@@ -113,12 +129,22 @@ class Packing:
     def fused(self) -> Pack:
         return self.packs[self.backward[-1]]
 
+    @property
+    def always(self) -> tuple[Pack, ...]:
+        """The pack of the unlayered parameters, if there is one."""
+        return () if self.unlayered is None else (self.packs[self.unlayered],)
+
+    @property
+    def covering(self) -> tuple[Pack, ...]:
+        """The packs that have calls."""
+        return tuple(pack for pack in self.packs if pack.positions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy(PlanSwitches):
     """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
 
-    Of one kind of update (`deferred_update`), and one size of pieces, every policy gives the same bits.
+    Of one kind of update (`deferred_update`), and one size of slices, every policy gives the same bits.
 
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
@@ -153,37 +179,25 @@ class Policy(PlanSwitches):
         return self.updates_last or not self.grouping
 
 
-@dataclass(frozen=True, slots=True)
-class UnlayeredParameters:
-    """Parameters that no layer call covers: on the device from the first task of a step to the last.
-
-    Attributes:
-        weight_bytes: swapped in at the beginning.
-        gradient_bytes: swapped out at the end.
-        update_elements: trainable elements.
-    """
-
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    update_elements: int = 0
-
-
+_NEVER = 2**30
 ALL_PACKS = 2**31
 """For `Policy.stash_on_host`: however many there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the executor does in one optimizer step, in order, and what it will take.
+    """Everything the executor does in one optimizer step (or in a part of it), in order, and what it will take.
 
     Attributes:
         packing: the packs of both passes.
         policy: where things wait.
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
-        resident_bytes: everything that stays on the device for the whole step, resident packs included.
+        resident_bytes: everything that is on the device from step to step: buffers, resident packs.
         peak_bytes: predicted device peak.
-        unlayered: the part of `resident_bytes` that crosses the link in every step.
+        calls: the call order, by the layers' indices: what packs' positions refer to.
+        activation_bytes: what each task holds beside weights, in the order of `tasks`.
+        rows: how layer calls are cut into slices of a micro-batch's rows. Where they are, the fused pack keeps no graph.
     """
 
     packing: Packing
@@ -192,36 +206,68 @@ class Plan:
     micro_batches: int
     resident_bytes: int
     peak_bytes: int
-    unlayered: UnlayeredParameters = field(default_factory=UnlayeredParameters)
+    calls: tuple[int, ...] = ()
+    activation_bytes: tuple[int, ...] = ()
+    rows: Rows = WHOLE_CALLS
 
     @property
     def packs(self) -> tuple[Pack, ...]:
         return self.packing.packs
 
+    @property
+    def held_transfers(self) -> int:
+        """Packs whose gradients must wait on the host: for other micro-batches' or other packs' of a parameter that both
+        have, or for the end of the backward pass.
+        """
+        packing = self.packing
+        if self.policy.gradients_wait:
+            return len(packing.backward)
+        transferred: set[str] = set()
+        held = 0
+        packs = [packing.packs[index] for index in reversed(packing.backward)]
+        for pack in (pack for pack in packs if pack.needs_backward):
+            first = set(pack.parameters) - transferred
+            held += bool(first - set(pack.owned))
+            transferred |= first
+        return held
+
+    def owners_of(self, pack: Pack) -> list[Pack]:
+        """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
+        shared = set(pack.parameters) - set(pack.owned)
+        return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
+
+    def until(self, kind: TaskKind) -> Plan:
+        """The tasks before the first one of that kind."""
+        return self.part(0, next(place for place, task in enumerate(self.tasks) if task.kind is kind))
+
+    def part(self, begin: int, end: int | None = None) -> Plan:
+        """The tasks from one place to before another."""
+        part = slice(begin, end)
+        return replace(self, tasks=self.tasks[part], activation_bytes=self.activation_bytes[part])
+
     def to_json(self) -> str:
-        return json.dumps({**asdict(replace(self, tasks=())), "tasks": [str(task) for task in self.tasks]})
+        data = asdict(replace(self, tasks=(), rows=WHOLE_CALLS))
+        del data["rows"]  # whoever runs the plan has found them out
+        return json.dumps({**data, "tasks": [str(task) for task in self.tasks]})
 
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
         packing = data["packing"]
-        packs = tuple(Pack(**_tuples(pack)) for pack in packing["packs"])
-        return Plan(
-            Packing(packs, tuple(packing["forward"]), tuple(packing["backward"])),
-            Policy(**_tuples(data["policy"])),
-            tuple(Task.parse(task) for task in data["tasks"]),
-            data["micro_batches"],
-            data["resident_bytes"],
-            data["peak_bytes"],
-            UnlayeredParameters(**data["unlayered"]),
-        )
+        packs = tuple(Pack(**_tuples(pack)) for pack in packing.pop("packs"))
+        data |= {
+            "packing": Packing(packs, **_tuples(packing)),
+            "policy": Policy(**_tuples(data["policy"])),
+            "tasks": tuple(Task.parse(task) for task in data["tasks"]),
+        }
+        return Plan(**_tuples(data))
 
 
-def parked(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
+def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
     """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
     its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
     """
-    last = max(packs, key=lambda pack: pack.positions[-1]).index
+    last = max(packs, key=lambda pack: pack.positions[-1:]).index
     there = {task.micro_batch for task in tasks if task.kind is TaskKind.FORWARD and task.pack == last}
     if not there:
         return frozenset()

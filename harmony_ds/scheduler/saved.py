@@ -10,7 +10,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import Request, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
@@ -18,7 +18,7 @@ from harmony_ds.scheduler.simulate import simulate
 
 
 def adopt(
-    plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: Request
+    plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest
 ) -> Choice:
     """The choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
 
@@ -44,7 +44,7 @@ def _rebuilt(packing: Packing, resident: tuple[int, ...], packer: Packer, calls:
     if saved != calls:
         raise ConfigError(f"harmony.plan was made for a model of {saved} layer calls; this one makes {calls}.")
     rebuilt = packer.packing(_bounds(packing, packing.backward), _bounds(packing, packing.forward))
-    for pack, now in zip(packing.packs, rebuilt.packs, strict=True):
+    for pack, now in zip(packing.covering, rebuilt.covering, strict=True):
         if _compared(pack, pack.index in resident) != _compared(now, pack.index in resident):
             raise ConfigError(
                 f"harmony.plan does not match this model or its dtypes: pack {pack.index} holds {pack.weight_bytes:,} "

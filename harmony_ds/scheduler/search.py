@@ -21,7 +21,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Candidate, candidates
-from harmony_ds.scheduler.choose import Request, draft_plan, explain, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, draft_plan, explain, make_plan
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Plan
@@ -48,7 +48,7 @@ class Choice:
 
 
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: Request, top: int = 1
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
 ) -> tuple[Choice, ...]:
     """The `top` fastest plans that fit, best first.
 
@@ -70,21 +70,21 @@ def search(
         peak = peaks.of(candidate.packing, candidate.policy)
         if request.budget_bytes is not None and peak > request.budget_bytes:
             continue
-        plan = draft_plan(candidate.packing, request, candidate.policy, peak)
+        plan = draft_plan(candidate.packing, costs, request, candidate.policy, peak)
         found.add(Choice(plan, simulate(plan, costs, machine), candidate.reason))
     if not found.choices:
         raise DoesNotFitError(explain(_smallest(every, costs, peaks, request), request))
     return tuple(_checked(choice, costs, request) for choice in found.choices)
 
 
-def _checked(choice: Choice, costs: CostTable, request: Request) -> Choice:
+def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
     """The same choice with its plan validated and its memory walked in full."""
     plan = make_plan(choice.plan.packing, costs, request, choice.plan.policy)
     assert plan.peak_bytes == choice.plan.peak_bytes, (plan.peak_bytes, choice.plan.peak_bytes)
     return replace(choice, plan=plan)
 
 
-def _smallest(every: Iterable[Candidate], costs: CostTable, peaks: Peaks, request: Request) -> Plan:
+def _smallest(every: Iterable[Candidate], costs: CostTable, peaks: Peaks, request: PlanRequest) -> Plan:
     """The plan that needs least, among those that need least at least."""
     few = heapq.nsmallest(_SMALLEST, every, key=lambda c: peaks.at_least(c.packing, c.policy))
     smallest = min(few, key=lambda c: peaks.of(c.packing, c.policy))

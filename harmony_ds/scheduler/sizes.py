@@ -1,7 +1,7 @@
 """How many rows of a micro-batch go through a layer at a time, forward and backward.
 
 Fewer rows need less working memory, so that packs may be larger or more may stay on the device; more rows keep the
-device busier. Both are known from cost tables of the same micro-batch in pieces of several sizes.
+device busier. Both are known from cost tables of the same micro-batch in slices of several sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GAIN = 0.99
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sizes:
-    """Rows of a piece in the forward packs, and in the backward pass; 0: whole micro-batches."""
+    """Rows of a slice in the forward packs, and in the backward pass; 0: whole micro-batches."""
 
     forward: int = 0
     backward: int = 0
@@ -55,19 +55,19 @@ def doubling(rows: int, smallest: int = 1) -> Iterator[int]:
 
 
 def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
-    """Costs of a micro-batch of `rows` rows in pieces of `sizes`.
+    """Costs of a micro-batch of `rows` rows in slices of `sizes`.
 
     Args:
-        profile: tables of it by the size of its pieces, the same in both passes.
+        profile: tables of it by the size of its slices, the same in both passes.
     """
     there, back = profile.at(sizes.forward or rows), profile.at(sizes.backward or rows)
-    in_pieces = there.in_pieces or back.in_pieces or min(sizes.forward or rows, sizes.backward or rows) < rows
-    costs = tuple(_both(f, b, in_pieces) for f, b in zip(there.costs, back.costs, strict=True))
-    return replace(back, costs=costs, in_pieces=in_pieces)
+    in_slices = there.in_slices or back.in_slices or min(sizes.forward or rows, sizes.backward or rows) < rows
+    costs = tuple(_both(f, b, in_slices) for f, b in zip(there.costs, back.costs, strict=True))
+    return replace(back, costs=costs, in_slices=in_slices)
 
 
-def _both(there: CallCost, back: CallCost, in_pieces: bool) -> CallCost:
-    fused = there.forward_ms + back.backward_ms if in_pieces else back.fused_ms
+def _both(there: CallCost, back: CallCost, in_slices: bool) -> CallCost:
+    fused = there.forward_ms + back.backward_ms if in_slices else back.fused_ms
     return replace(back, forward_bytes=there.forward_bytes, forward_ms=there.forward_ms, fused_ms=fused)
 
 
@@ -75,7 +75,7 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
     """Sizes that fit, those of the fastest plan first.
 
     Args:
-        choose: the best plan with given costs in pieces of these sizes; raises DoesNotFitError.
+        choose: the best plan with given costs in slices of these sizes; raises DoesNotFitError.
 
     Raises:
         DoesNotFitError: none fits.

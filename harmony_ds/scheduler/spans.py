@@ -12,21 +12,16 @@ HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = STREAMS = ("host", "swap_in", "comput
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it.
-
-    `tasks` is empty for the unlayered parameters, which no task of the plan moves.
-    """
+    """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it."""
 
     stream: str
     begin_ms: float
     end_ms: float
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[Task, ...]
 
     @property
     def name(self) -> str:
         """As its tasks print; what the host does with gradients that have arrived is their norm, or their sum."""
-        if not self.tasks:
-            return "unlayered parameters"
         first, more = self.tasks[0], len(self.tasks) - 1
         arrived = self.stream == UPDATE and first.kind is TaskKind.SWAP_OUT
         return f"{'gradients ' if arrived else ''}{first}{f'+{more}' if more else ''}"

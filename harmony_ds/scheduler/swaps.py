@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
+from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Plan, TaskKind
 
@@ -25,7 +25,7 @@ class Swaps:
 
 def swaps_of(plan: Plan, costs: CostTable) -> Swaps:
     """The bytes that the tasks of `plan` move; what the ledger will count."""
-    weights, gradients, out, back = plan.unlayered.weight_bytes, plan.unlayered.gradient_bytes, 0, 0
+    weights = gradients = out = back = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
     for task in plan.tasks:
         pack = plan.packs[task.pack]
@@ -48,12 +48,9 @@ def stash_bytes(pack: Pack, costs: CostTable) -> int:
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
 
 
-def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient_bytes: int) -> int:
+def lower_bound_bytes(plan: Plan) -> int:
     """Weights in once per pack and pass (the fused last pack, kept packs and unlayered parameters once), gradients out once
     per pack; nothing of resident packs.
-
-    Args:
-        weight_bytes, gradient_bytes: per element on the link.
     """
     packing = plan.packing
     policy = plan.policy
@@ -63,10 +60,8 @@ def lower_bound_bytes(plan: Plan, graph: LayerGraph, weight_bytes: int, gradient
     kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
     again = sum(pack.weight_bytes for pack in backward if pack.index not in kept)
     gradients = sum(pack.gradient_bytes for pack in backward)
-    resident = [graph.parameter(name) for name in graph.unlayered]
-    forward += sum(slab_bytes(spec.numel, weight_bytes) for spec in resident)
-    gradients += sum(slab_bytes(spec.numel, gradient_bytes) for spec in resident if spec.trainable)
-    return forward + again + gradients
+    always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
+    return forward + again + gradients + always
 
 
 def zero3_offload_bytes(graph: LayerGraph, weight_bytes: int, micro_batches: int) -> int:

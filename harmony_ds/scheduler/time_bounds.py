@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import Request
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import stash_moves
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
 
@@ -20,12 +20,11 @@ from harmony_ds.scheduler.plan import Pack, Packing, Policy
 class TimeBounds:
     """Times below which no step of a candidate can be."""
 
-    def __init__(self, costs: CostTable, machine: Machine, request: Request) -> None:
+    def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
         self.copies_overlap = machine.copies_overlap
         self._machine = machine
         self._micro_batches = request.micro_batches
         self._deferred = request.policy.deferred_update
-        self._set = request.unlayered
         self._costs = costs
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)
@@ -41,8 +40,9 @@ class TimeBounds:
         there = [packs[i] for i in (*packing.forward, packing.backward[-1]) if i not in stay]
         back = [p for p in backward[:-1] if p.index not in stay and p.index not in policy.kept]
         out = [p for p in backward if p.needs_backward and p.index not in stay]
-        in_bytes = self._set.weight_bytes + rounds * sum(p.weight_bytes for p in (*there, *back))
-        out_bytes = self._set.gradient_bytes + rounds * sum(p.gradient_bytes for p in out)
+        always = packing.always
+        in_bytes = sum(p.weight_bytes for p in always) + rounds * sum(p.weight_bytes for p in (*there, *back))
+        out_bytes = sum(p.gradient_bytes for p in always) + rounds * sum(p.gradient_bytes for p in out)
         stash = self._micro_batches * self._stash_bytes(packing, policy)
         swap_in = (
             rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
@@ -50,7 +50,8 @@ class TimeBounds:
         swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
         compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
-        update = sum(self._update_ms(p) for p in out) + self._set.update_elements / machine.update_elements_per_ms
+        update = sum(self._update_ms(p) for p in out)
+        update += sum(p.update_elements for p in always) / machine.update_elements_per_ms
         swap_bytes = in_bytes + out_bytes
         # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
         # next step's first swap-in waits for the update as well.

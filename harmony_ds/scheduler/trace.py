@@ -33,7 +33,6 @@ _COLOURS = {
     TaskKind.UPDATE_ON_DEVICE: "cq_build_running",
 }
 """Of those that chrome://tracing knows; Perfetto colours by name."""
-_RESIDENT_COLOUR = "generic_work"
 _US_PER_MS = 1e3
 _Event = dict[str, Any]
 
@@ -43,18 +42,21 @@ class ExecutedStep:
     """When everything in one executed optimizer step happened, in ms from its beginning.
 
     Attributes:
-        plan: that was executed.
-        tasks: of the group that ran, in their order.
+        plan: that was executed, with the tasks of the group that ran.
         issued_ms: for each task, from when to when the host was busy with it, waiting for earlier updates apart.
         device_bytes: for each task, what was in use when it had been issued.
         spans: work on the streams, in order of its beginning. Updates may end behind the step.
     """
 
     plan: Plan
-    tasks: tuple[Task, ...]
     issued_ms: tuple[tuple[float, float], ...]
     device_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """In their order."""
+        return self.plan.tasks
 
     @property
     def step_ms(self) -> float:
@@ -135,14 +137,14 @@ class _Process:
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})
         for span in sorted(spans, key=lambda span: (span.begin_ms, span.end_ms)):
-            if span.stream == COMPUTE and span.tasks and span.tasks[0] in bytes_of:
+            if span.stream == COMPUTE and span.tasks[0] in bytes_of:
                 yield self._event("C", "device memory", span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
             begin, end = _us(span.begin_ms), _us(span.end_ms)
             yield {
                 **self._event("X", span.name, span.begin_ms, STREAMS.index(span.stream) + 1, args=self._args(span)),
-                "cat": span.tasks[0].kind.name.lower() if span.tasks else "unlayered",
+                "cat": span.tasks[0].kind.name.lower(),
                 "dur": round(end - begin, 3),
-                "cname": _COLOURS[span.tasks[0].kind] if span.tasks else _RESIDENT_COLOUR,
+                "cname": _COLOURS[span.tasks[0].kind],
             }
 
     def _meta(self, name: str, tid: int, args: _Event) -> _Event:
@@ -153,8 +155,6 @@ class _Process:
 
     def _args(self, span: Span) -> _Event:
         """The same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
-        if not span.tasks:
-            return {"task": span.name, "pack": -1, "layers": "", "micro_batch": -1, "bytes": 0}
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM
         pack = self._plan.packs[task.pack]
@@ -167,6 +167,8 @@ class _Process:
         }
 
     def _layers(self, pack: Pack) -> str:
+        if not pack.layers:
+            return "parameters that no layer call covers"
         names = [self._layer_names[i] if self._layer_names else str(i) for i in pack.layers]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 

@@ -22,7 +22,7 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     the pack's weights and its own stash on the device; every gradient is swapped out once (without grouping, once for
     each micro-batch), behind the last backward, freed as often, and updated once behind that (and behind the norm, if
     there is one, or the backward pass, as the policy says); and nothing is left on the device but the resident packs,
-    which are never swapped and share no parameter with others.
+    which are never swapped and share no parameter with others. The unlayered parameters are there while anything runs.
     """
     resident = policy.resident
     _check_cover(packing)
@@ -44,12 +44,12 @@ def _check_cover(packing: Packing) -> None:
     packs = packing.packs
     if [pack.index for pack in packs] != list(range(len(packs))):
         raise PlanError(f"the packs are not numbered in order: {[pack.index for pack in packs]}")
-    unused = set(range(len(packs))) - {*packing.forward, *packing.backward}
+    unused = set(range(len(packs))) - {*packing.forward, *packing.backward, packing.unlayered, packing.uncalled}
     if unused or not packing.backward:
         raise PlanError(f"packs {sorted(unused)} belong to no pass" if unused else "there is no pack")
     _check_pass("backward", packing, packing.backward, packs[packing.backward[-1]].positions[-1] + 1)
     _check_pass("forward", packing, packing.forward, packing.fused.positions[0])
-    owned = [name for index in packing.backward for name in packs[index].owned]
+    owned = [name for pack in packs for name in pack.owned]
     if len(owned) != len(set(owned)):
         raise PlanError("a parameter is owned by two packs")
 
@@ -70,16 +70,20 @@ class _Walk:
         self._packing = packing
         self._last = packing.backward[-1]
         self._resident = frozenset(policy.resident)
-        self._wanted = [index for index in packing.backward if packs[index].needs_backward]
+        self._always = frozenset(pack.index for pack in packing.always)
+        through_packs = [index for index in packing.backward if packs[index].needs_backward]
+        without_calls = [index for index in (packing.unlayered, packing.uncalled) if index is not None]
+        self._wanted = [*through_packs, *without_calls]
         rounds = len(group.rounds(policy.grouping))
-        self._swapped = [index for index in self._wanted if index not in self._resident for _ in range(rounds)]
+        self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
+        self._swapped += self._always
         through = packing.forward if policy.fuse_last_pack else (*packing.forward, self._last)
         self._forward = {m: [*through] for m in group.fresh} | {m: [] for m in group.forwarded}
         self._backward = {
             m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
         self._norm_missing = deferred
-        self._inside: set[int] = set(policy.resident)
+        self._inside: set[int] = {*policy.resident, *(self._always if group.begun else ())}
         self._gathered: set[int] = set()  # packs with gradients that have not been swapped out
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._out: Counter[int] = Counter()
@@ -135,13 +139,15 @@ class _Walk:
             return "there is no such micro-batch"
         if task.pack not in self._inside:
             return "its weights are not on the device"
+        if not self._always <= self._inside:
+            return "the unlayered parameters are not on the device"
         if self._out[task.pack] > self._freed[task.pack]:
             return "its earlier gradients have not been freed"
         return None
 
     def _run_forward(self, task: Task) -> str | None:
         order = self._forward.get(task.micro_batch, [])
-        if order[:1] == [task.pack] and task.pack in self._inside:
+        if order[:1] == [task.pack] and self._inside.issuperset((task.pack, *self._always)):
             order.pop(0)
             return None
         return self._not_ready(task) or "out of forward order"
@@ -162,11 +168,13 @@ class _Walk:
         if order[:1] != [task.pack]:
             return "out of backward order"
         order.pop(0)
-        self._gathered.add(task.pack)
+        self._gathered.update((task.pack, *self._always))
         return None
 
     def _unfinished(self, task: Task) -> bool:
         """Whether gradients of the pack are still to come."""
+        if not self._positions(task):
+            return any(self._backward.values())
         return any(task.pack in order for order in self._backward.values())
 
     def _swap_out(self, task: Task) -> str | None:
@@ -208,6 +216,7 @@ class _Walk:
             return "updated before the backward pass is over"
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
         there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered)
+        there = there or task.pack == self._packing.uncalled
         if (
             self._unfinished(task)
             or self._updated[task.pack]

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import outlet
 from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import LeftTensors, hooked_as_a_module
+from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError
@@ -63,15 +62,8 @@ class StepGroup:
     """Collects micro-batches until the boundary and runs them."""
 
     def __init__(self, parts: GroupParts, step: int) -> None:
-        self._module = parts.module
-        self._device = parts.device
-        self._ledger = parts.ledger
+        self._parts = parts
         self._runner = parts.runner
-        self._seed = parts.seed
-        self._kinds = parts.kinds
-        self._looked = parts.looked
-        self._propagating = parts.propagating
-        self._propagate = parts.propagate
         self._world = parts.runner.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
@@ -93,14 +85,14 @@ class StepGroup:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         check_saved_tensors()
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
-        kind = self._kinds.get(args, kwargs)
+        kind = self._parts.kinds.get(args, kwargs)
         assert kind is not None
         if self._runner.at_their_calls:
             self.catch_up(ticket)
             self._run_forward(ticket)
         if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
-        loss = PendingLoss.of(ticket, kind.dtype, self._device.torch_device)
+        loss = PendingLoss.of(ticket, kind.dtype, self._parts.device.torch_device)
         return loss if kind.bare else PendingOutput(loss, ticket.outputs)
 
     def queue(
@@ -117,13 +109,11 @@ class StepGroup:
             aside: makes the context that measuring runs in.
         """
         refuse_around_engine()
-        call = call or self._module
-        micro_batch = self._micro_batch(len(self._queue), arguments, True, call)
+        call = call or self._parts.module
+        micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
-        planner = self._runner.planner
-        known = self._kinds.get(*micro_batch.inputs) is not None and planner.covers(
-            micro_batch.inputs, micro_batch.modes
-        )
+        inputs, planner = micro_batch.inputs, self._runner.planner
+        known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
         if self._world.any("call the model", not known):
             self._measure(ticket)
         if self._runner.in_order:
@@ -131,8 +121,11 @@ class StepGroup:
         self._queue.append(ticket)
         return ticket
 
-    def _micro_batch(self, index: int, arguments: Arguments, grad: bool, call: Callable[..., Any]) -> MicroBatch:
-        check_modes("a call of the engine", self._device.modes)
+    def _micro_batch(
+        self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
+    ) -> MicroBatch:
+        """`reduce`: of one without gradients, what is kept of its outputs."""
+        check_modes("a call of the engine", self._parts.device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
             raise BatchError(
@@ -147,8 +140,9 @@ class StepGroup:
             outputs = call(*given, **named)
             if [tensor._version for tensor in tensors] != versions:
                 raise BatchError(
-                    f"the forward of {type(self._module).__name__} writes into a tensor that it was given. It runs later "
-                    "than it was called, on a copy, so that its caller does not see that: clone the tensor in forward."
+                    f"the forward of {type(self._parts.module).__name__} writes into a tensor that it was given. It runs "
+                    "later than it was called, on a copy, so that its caller does not see that: clone the tensor in "
+                    "forward."
                 )
             give_back()
             return outputs
@@ -156,19 +150,20 @@ class StepGroup:
         return MicroBatch(
             index=index,
             # As if one process had taken the micro-batches of all in turn.
-            seed=micro_batch_seed(self._seed, self._step, index * self._world.size + self._world.rank),
+            seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
             forward=forward,
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
             state=self._calls.take(arguments.functions),
-            grad=grad,
+            grad=reduce is None,
+            reduce=reduce,
             inputs=inputs,
         )
 
     def autocast(self) -> Autocast | None:
         """The calling thread's, on the device."""
-        return Autocast.current(self._device.torch_device.type)
+        return Autocast.current(self._parts.device.torch_device.type)
 
     def call_now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls with tensors on the device, whatever they are in."""
@@ -182,15 +177,15 @@ class StepGroup:
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.device.type != "cpu":
-            return tensor.to(self._device.torch_device)
-        self._ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
-        return self._device.upload(tensor)
+            return tensor.to(self._parts.device.torch_device)
+        self._parts.ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
+        return self._parts.device.upload(tensor)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with (
-            self._ledger.aside(),
+            self._parts.ledger.aside(),
             ticket.aside(),
             Autocast.entered(micro_batch.autocast),
             self._calls.running(),
@@ -211,7 +206,7 @@ class StepGroup:
             return outputs
 
         def objective(outputs: Any) -> Tensor | None:
-            self._kinds.learn(args, kwargs, outputs, writes)
+            self._parts.kinds.learn(args, kwargs, outputs, writes)
             try:
                 return ticket.loss_fn(outputs)
             except BatchError:
@@ -228,9 +223,9 @@ class StepGroup:
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
         """Somebody looks at a micro-batch of this group before the boundary."""
-        kind = self._kinds.get(*ticket.micro_batch.inputs)
+        kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
         if kind is not None and kind.pending:
-            self._looked()
+            self._parts.looked()
         self.catch_up(ticket)
         self._run_forward(ticket)
 
@@ -258,37 +253,25 @@ class StepGroup:
                 self._measure(ticket)
         else:
             raise _other_layers_each_time()
-        ticket.micro_batch.cut_outputs(ticket.arguments.written, self._runner.left)
-        if ticket.leads_outside:
-            inputs = ticket.arguments.tensors
-            ticket.micro_batch.outputs = map_tensors(lambda t: outlet(t, inputs), ticket.micro_batch.outputs)
-        ticket.keep_graph()
-        if ticket.wanted:
-            ticket.backward_now()
-            ticket.received = True
-        outputs = tensors_in(ticket.micro_batch.outputs)
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(lambda grad: ticket.receive())
-        ticket.left = LeftTensors(self._runner.left, outputs)
+        ticket.forward_ran(self._runner.left)
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
-        self._propagating()
+        self._parts.propagating()
         if not later:
-            check_modes("backward from a loss of the engine", self._device.modes)
+            check_modes("backward from a loss of the engine", self._parts.device.modes)
         ticket.left.check()
         if not ticket.leads_outside and not self._runner.hooked:
             return
         if not later:
-            self._propagate()
+            self._parts.propagate()
         elif not self._called_back:
             self._called_back = True
             torch.autograd.Variable._execution_engine.queue_callback(self._called)
 
     def _called(self) -> None:
         self._called_back = False
-        self._propagate()
+        self._parts.propagate()
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
@@ -385,13 +368,12 @@ class StepGroup:
         self.catch_up()
         micro_batches: list[MicroBatch] = []
         for index, arguments in enumerate(batches):
-            micro_batch = self._micro_batch(index, arguments, False, self._module)
+            micro_batch = self._micro_batch(index, arguments, self._parts.module, reduce=loss_fn or loss_of)
             if self._world.any("evaluate", not self._runner.planner.covers(micro_batch.inputs)):
-                ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._module)
+                ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
                 self._measure(ticket)
-            micro_batch.reduce = loss_fn or loss_of
             micro_batches.append(micro_batch)
-        with self._ledger.aside():
+        with self._parts.ledger.aside():
             self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 

@@ -15,8 +15,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from harmony_ds.calls.call_code import is_function
-from harmony_ds.calls.generators import is_generator
-from harmony_ds.calls.trees import Made, changed, flatten, unflatten
+from harmony_ds.calls.random_streams import is_generator
+from harmony_ds.calls.trees import Contents, changed, flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss
 
@@ -35,7 +35,7 @@ class Arguments:
         own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
         self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
         self._callers = [_weak(leaf) for leaf in leaves]
-        self._seen = self._containers()
+        self._seen = self._shape.contents()
         self.written: list[Any] = []
         """The caller's containers that something was written into."""
 
@@ -63,22 +63,24 @@ class Arguments:
             BatchError: (the latter) somebody else has written into the caller's containers since they were taken over.
         """
         copies = {id(leaf): to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves}
-        made: list[Made] = []
+        made: list[Contents] = []
         inputs = self._build([copies[id(leaf)] for leaf in self._leaves], made)
 
         def give_back() -> bool:
-            written = list(changed(made))
-            if written and any(True for _ in changed(self._seen)):
+            written = changed(made)
+            if written and changed(self._seen):
                 raise BatchError(
                     "forward writes into a container that it was given, and so did another micro-batch of the same step, "
                     "or the program meanwhile: give each call a container of its own."
                 )
             callers = {id(copies[id(leaf)]): weak() for leaf, weak in zip(self._leaves, self._callers, strict=True)}
             callers |= {id(one.value): one.branch.original for one in made}
-            for one, children in written:
-                one.give_back([child if callers.get(id(child)) is None else callers[id(child)] for child in children])
-            self.written = [one.branch.original for one, _ in written]
-            self._seen = self._containers()
+            for one in written:
+                one.give_back(
+                    [child if callers.get(id(child)) is None else callers[id(child)] for child in one.children]
+                )
+            self.written = [one.branch.original for one in written]
+            self._seen = self._shape.contents()
             return bool(written)
 
         return inputs, give_back
@@ -88,13 +90,9 @@ class Arguments:
         self._leaves, self._callers, self._seen, self.written = [], [], [], []
         self._shape.forget_originals()
 
-    def _build(self, leaves: list[Any], made: list[Made]) -> Inputs:
+    def _build(self, leaves: list[Any], made: list[Contents]) -> Inputs:
         args, values = unflatten(leaves, self._shape, made)
         return args, dict(zip(self._names, values, strict=True))
-
-    def _containers(self) -> list[Made]:
-        """The caller's, as they are now."""
-        return [Made(b, b.original, *b.kind.open(b.original)) for b in self._shape.mutable]
 
 
 def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:

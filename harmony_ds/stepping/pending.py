@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import sinks_of
+from harmony_ds.calls.boundary import targets_of
 from harmony_ds.errors import UnsupportedError
 
 _LAZY = frozenset(
@@ -52,31 +53,36 @@ class Ticket(Protocol):
         """Propagate back from `loss`, which depends on this ticket alone, when the group runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """A function, and what it is to be called with, pending losses among it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def operands(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.args, self.kwargs
+
+
 class PendingLoss(torch.Tensor):
     """A scalar over the losses of queued micro-batches."""
 
-    _ticket: Ticket | None
-    _function: Callable[..., Any] | None
-    _args: tuple[Any, ...]
-    _kwargs: dict[str, Any]
+    _source: Ticket | _Applied
     _attached: bool
 
     @staticmethod
     def of(ticket: Ticket, dtype: torch.dtype, device: torch.device) -> PendingLoss:
         """The loss of one micro-batch."""
-        return _make(ticket, None, (), {}, True, dtype, device)
+        return _make(ticket, True, dtype, device)
 
     @property
     def tickets(self) -> set[Ticket]:
         """The micro-batches whose losses it depends on."""
-        if self._ticket is not None:
-            return {self._ticket}
-        return {ticket for loss in _pending_in((self._args, self._kwargs)) for ticket in loss.tickets}
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether gradients flow through it."""
-        return self._attached
+        if isinstance(self._source, _Applied):
+            return {ticket for loss in _pending_in(self._source.operands) for ticket in loss.tickets}
+        return {self._source}
 
     @property
     def resolved(self) -> bool:
@@ -85,12 +91,12 @@ class PendingLoss(torch.Tensor):
 
     def evaluate(self, loss: Callable[[Ticket], Tensor]) -> Any:
         """Its value, given the losses."""
-        if self._ticket is not None:
-            value = loss(self._ticket)
-            return value if self._attached else value.detach()
-        assert self._function is not None
-        args, kwargs = _replace((self._args, self._kwargs), lambda p: p.evaluate(loss))
-        value = self._function(*args, **kwargs)
+        source = self._source
+        if isinstance(source, _Applied):
+            args, kwargs = _replace(source.operands, lambda p: p.evaluate(loss))
+            value = source.function(*args, **kwargs)
+        else:
+            value = loss(source)
         return value if self._attached or not isinstance(value, Tensor) else value.detach()
 
     def value(self) -> Any:
@@ -99,9 +105,9 @@ class PendingLoss(torch.Tensor):
 
     def _leads_outside(self) -> bool:
         """Whether gradients go to what is not the engine's, whose owner expects them when backward is done."""
-        if self._function is None:
+        if not isinstance(self._source, _Applied):
             return False
-        for leaf in torch.utils._pytree.tree_iter((self._args, self._kwargs)):
+        for leaf in torch.utils._pytree.tree_iter(self._source.operands):
             if isinstance(leaf, PendingLoss):
                 if leaf._leads_outside():
                     return True
@@ -133,7 +139,7 @@ class PendingLoss(torch.Tensor):
             if name == "backward":
                 return first.propagate(*args[1:], **kwargs)
             if name in ("detach", "data"):
-                return _make(None, torch.clone, (first,), {}, False, first.dtype, first.device)
+                return _make(_Applied(torch.clone, (first,), {}), False, first.dtype, first.device)
             if name in _IN_PLACE:
                 func, name = _IN_PLACE[name], "add"
         if func is torch.autograd.grad:
@@ -171,18 +177,10 @@ class PendingLoss(torch.Tensor):
             self.value().backward(*args, **kwargs)
 
 
-def _make(  # noqa: PLR0913, PLR0917 - a constructor that a tensor subclass cannot have
-    ticket: Ticket | None,
-    function: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    attached: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PendingLoss:
+def _make(source: Ticket | _Applied, attached: bool, dtype: torch.dtype, device: torch.device) -> PendingLoss:
     # requires_grad stays False in C++, so that code which bypasses Python fails loudly instead of losing a gradient.
     loss: PendingLoss = torch.Tensor._make_wrapper_subclass(PendingLoss, (), dtype=dtype, device=device)
-    loss._ticket, loss._function, loss._args, loss._kwargs, loss._attached = ticket, function, args, kwargs, attached
+    loss._source, loss._attached = source, attached
     return loss
 
 
@@ -193,7 +191,7 @@ def _lazily(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     with torch.no_grad():
         like = func(*_replace(args, _stand_in), **_replace(kwargs, _stand_in))
     attached = torch.is_grad_enabled() and any(p._attached for p in pending)
-    return _make(None, func, args, kwargs, attached, like.dtype, like.device)
+    return _make(_Applied(func, args, kwargs), attached, like.dtype, like.device)
 
 
 def _of_now(operand: Any) -> Any:
@@ -212,7 +210,7 @@ def _is_own(node: Any) -> bool:
         variable = getattr(node, "variable", None)
         if variable is not None and not hasattr(variable, "_hp_mapping"):
             return False
-        if sinks_of(node) is not None:
+        if targets_of(node) is not None:
             return False
         todo += [following for following, _ in node.next_functions if following is not None]
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -16,14 +16,14 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.rows import WHOLE_CALLS
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.work import Work
-from harmony_ds.scheduler.choose import Request
-from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind, UnlayeredParameters, parked
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -34,6 +34,7 @@ from harmony_ds.scheduler.validate import validate
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
+_Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
 class Planner:
@@ -54,8 +55,9 @@ class Planner:
         self._graph = graph
         self._costs: CostTable | None = None
         self._sizes = WHOLE
+        self._rows = WHOLE_CALLS
         self._measured: list[tuple[Shapes, bytes]] = []
-        self._works: dict[tuple[Group, Policy], Work] = {}
+        self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self.choices: tuple[Choice, ...] = ()
@@ -75,7 +77,7 @@ class Planner:
 
     @property
     def sizes(self) -> Sizes:
-        """Rows of the pieces that layer calls are cut into."""
+        """Rows of the slices that layer calls are cut into."""
         return self._sizes
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
@@ -97,47 +99,54 @@ class Planner:
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
-        wanted = self.wanted_sizes
-        if wanted is not None:
-            moved = self._adopt(iter([(wanted, self.measuring.table(sample, wanted))]))
-        else:
-            moved = self._adopt(self._by_size(sample))
+        moved = self._adopt(self._by_size(sample))
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs in pieces of every size that promises to fit, the fastest first."""
-        profile = self.measuring.profile(sample)
-        graph = replace(self._graph, calls=profile.calls, unlayered=self.measuring.unlayered)
+        """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
+        wanted = self.wanted_sizes
+        profile = self.measuring.profile(sample, wanted)
+        if wanted is not None:
+            yield wanted, profile.tables[0][1]
+            return
+        graph = self._graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes)[0]
 
         for sizes in rank_sizes(profile, sample.rows, choose):
-            yield sizes, self.measuring.in_pieces(sample, profile, sizes)
+            yield sizes, self.measuring.in_slices(sample, profile, sizes)
 
     def _adopt(self, tables: Iterator[tuple[Sizes, CostTable]]) -> tuple[int, ...]:
         """Plans with the first of `tables` with which anything fits."""
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
-            graph = replace(self._graph, calls=table.calls, unlayered=self.measuring.unlayered)
+            graph = self._graph_with(table.calls)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
                 failure = error
                 continue
             moved = positions_of(self._graph.calls, table.calls)
-            self._costs, self._graph, self._sizes = table, graph, sizes
-            self._works.clear()
+            self._costs, self._graph, self._sizes, self._rows = table, graph, sizes, self.measuring.rows(sizes)
+            self._plans.clear()
             return moved
         assert failure is not None
         raise failure
 
+    def _graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
+        """What is known of the model, now that it has been seen to make these calls."""
+        graph = replace(self._graph, calls=calls, unlayered=self.measuring.unlayered)
+        used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)
+        trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
+        return replace(graph, uncalled=tuple(name for name in trained if name not in used))
+
     def _agreed(self, table: CostTable) -> CostTable:
         """What covers the micro-batches of all processes, and what they found out about the model."""
         found = self._parts.world.all("costs", (table, self.measuring.unlayered))
-        self.measuring.unlayered = tuple(dict.fromkeys(name for _, names in found for name in names))
+        self.measuring.join_unlayered(name for _, names in found for name in names)
         return reduce(CostTable.worst, (one for one, _ in found))
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
@@ -155,17 +164,16 @@ class Planner:
                 _logger.warning("%s", reason)
         return choices
 
-    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> Request:
+    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """What is asked of the search for a plan."""
         budget, beside = self._parts.device.budget_bytes, self.beside_bytes
-        return Request(
+        return PlanRequest(
             settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
-            unlayered_bytes=self._unlayered_bytes(graph),
+            resident_bytes=self._resident_bytes(graph),
             policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
-            unlayered=self._unlayered(graph),
         )
 
     @property
@@ -176,106 +184,69 @@ class Planner:
             device.reserve_bytes(self._group_size) + self._parts.world.reduce_bytes(device) + (self._before_bytes or 0)
         )
 
-    def _unlayered(self, graph: LayerGraph) -> UnlayeredParameters:
-        element = self._element
-        specs = [graph.parameter(name) for name in graph.unlayered]
-        trained = [spec for spec in specs if spec.trainable]
-        return UnlayeredParameters(
-            sum(slab_bytes(spec.numel, element.weight) for spec in specs),
-            sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
-            sum(spec.numel for spec in trained),
-        )
-
-    def _unlayered_bytes(self, graph: LayerGraph) -> int:
-        resident = self._unlayered(graph)
-        gradients = resident.gradient_bytes
-        if not self._parts.residency.accumulates_in_place:  # autograd's own, on their way into the sums
-            trained = [graph.parameter(name) for name in graph.unlayered]
-            gradients += sum(slab_bytes(s.numel, self._element.weight) for s in trained if s.trainable)
-        return resident.weight_bytes + gradients + self._parts.lending.buffer_bytes
+    def _resident_bytes(self, graph: LayerGraph) -> int:
+        """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""
+        trained = [spec for name in graph.unlayered if (spec := graph.parameter(name)).trainable]
+        made = 0 if self._parts.residency.accumulates_in_place else self._element.weight
+        return self._parts.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
     # ---- what is to be done
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> Work:
-        """What a step over `micro_batches` does."""
-        return self._step(micro_batches, self._plan_for(len(micro_batches)).policy)
+    def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """The step over `micro_batches`; `begun`: something of it has run."""
+        plan = self._plan_for(len(micro_batches))
+        return self._of_group(compose_step, micro_batches, begun, plan.policy)
 
-    def part_of_step(self, micro_batches: Sequence[MicroBatch], first: bool) -> tuple[Work, Work]:
-        """What a step does over some of its micro-batches, up to the norm of all gradients, and from there on.
+    def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
+        """The step over some of its micro-batches, up to their last backward pass, and from there on.
 
         Behind the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
         """
         policy = self._plan_for(len(micro_batches)).policy
-        work = self._step(micro_batches, replace(policy, deferred_update=True, grouping=policy.grouping and first))
-        split = next(place for place, task in enumerate(work.tasks) if task.kind is TaskKind.NORM)
-        return _part_of(work, slice(0, split)), replace(_part_of(work, slice(split, None)), micro_batches={})
+        policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
+        plan = self._of_group(compose_step, micro_batches, begun, policy)
+        split = len(plan.tasks) - len(compose_end(plan.packing, policy))
+        return plan.part(0, split), plan.part(split)
+
+    def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
+        """The forward pass of one micro-batch for itself."""
+        return self._of_group(compose_forward, [micro_batch], begun, self._plan_for(1).policy)
+
+    def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+        return self._of_group(compose_evaluation, micro_batches, begun, self._plan_for(1).policy)
 
     def _plan_for(self, micro_batches: int) -> Plan:
         assert self.plan is not None and self._costs is not None
         if self._outgrown or micro_batches > self.plan.micro_batches:
             size = max(micro_batches, self.plan.micro_batches)
             self.choices = self._choose(self._graph, self._costs, size, self._sizes)
-            self._works.clear()
+            self._plans.clear()
             self._outgrown = False
         return self.choices[0].plan
 
-    def _step(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> Work:
+    def _of_group(self, compose: _Compose, micro_batches: Sequence[MicroBatch], begun: bool, policy: Policy) -> Plan:
+        """The plan that is in force, for these micro-batches."""
         group = Group(
             tuple(m.index for m in micro_batches if not m.forwarded),
             tuple(m.index for m in micro_batches if m.forwarded),
+            begun,
         )
-        work = self._works.get((group, policy))
-        if work is None:
-            packing = self.choices[0].plan.packing
-            tasks = compose_step(packing, group, policy)
-            validate(packing, tasks, group, policy)
-            work = self._works[group, policy] = self._work(tasks, policy)
-        return replace(work, micro_batches={m.index: m for m in micro_batches})
-
-    def forward(self, micro_batch: MicroBatch) -> Work:
-        """The forward pass of one micro-batch for itself."""
-        plan = self._plan_for(1)
-        tasks = compose_forward(plan.packing, micro_batch.index, plan.policy)
-        return replace(self._work(tasks, plan.policy), micro_batches={micro_batch.index: micro_batch})
-
-    def evaluation(self, micro_batches: Sequence[MicroBatch]) -> Work:
-        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
-        plan = self._plan_for(1)
-        assert self._costs is not None
-        tasks = [
-            task
-            for index in plan.packing.backward
-            for task in (
-                Task(TaskKind.SWAP_IN, index),
-                *(Task(TaskKind.FORWARD, index, m.index) for m in micro_batches),
-                Task(TaskKind.EVICT, index),
+        key = (compose, group, policy)
+        if key not in self._plans:
+            plan, costs = self.choices[0].plan, self._costs
+            assert costs is not None
+            tasks = compose(plan.packing, group, policy)
+            if compose is compose_step:
+                validate(plan.packing, tasks, group, policy)
+            if compose is compose_evaluation:  # keeps nothing
+                calls = tuple(replace(cost, stash_bytes=0) for cost in costs.costs)
+                costs = replace(costs, costs=calls, held_bytes=0)
+            held = walk_memory(plan.packs, tasks, costs).activation_bytes
+            self._plans[key] = replace(
+                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held, rows=self._rows
             )
-            if task.kind is TaskKind.FORWARD or index not in plan.policy.resident
-        ]
-        nothing_kept = replace(
-            self._costs, costs=tuple(replace(cost, stash_bytes=0) for cost in self._costs.costs), held_bytes=0
-        )
-        work = self._work(tuple(tasks), plan.policy, nothing_kept)
-        return replace(work, micro_batches={m.index: m for m in micro_batches}, parked=frozenset())
-
-    def _work(self, tasks: tuple[Task, ...], policy: Policy, costs: CostTable | None = None) -> Work:
-        plan = self.choices[0].plan
-        assert self._costs is not None
-        trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
-        called = {name for pack in plan.packs for name in pack.parameters}.union(self._graph.unlayered)
-        return Work(
-            packs=plan.packs,
-            tasks=tasks,
-            activation_bytes=walk_memory(plan.packs, tasks, costs or self._costs).activation_bytes,
-            order=self._graph.calls,
-            micro_batches={},
-            policy=policy,
-            parked=parked(plan.packs, tasks),
-            unlayered=self._graph.unlayered,
-            uncalled=tuple(name for name in trained if name not in called),
-            held_deliveries=held_deliveries(plan),
-            in_pieces=self._parts.layer_calls.rows.cuts,
-        )
+        return self._plans[key]
 
     # ---- what became of it
 
@@ -307,29 +278,8 @@ class Planner:
 
 def others_bytes(parts: Parts) -> int:
     """Device memory beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
-    ours = parts.lending.copied_buffer_bytes + parts.device_store.nbytes
+    ours = parts.installation.buffers.copied_bytes + parts.device_store.nbytes
     return max(0, parts.device.allocated_bytes() - ours)
-
-
-def _part_of(work: Work, part: slice) -> Work:
-    return replace(work, tasks=work.tasks[part], activation_bytes=work.activation_bytes[part])
-
-
-def held_deliveries(plan: Plan) -> int:
-    """Packs whose gradients must wait on the host: for other micro-batches' or other packs' of a parameter that both
-    have, or for the end of the backward pass.
-    """
-    packing = plan.packing
-    if plan.policy.gradients_wait:
-        return len(packing.backward)
-    delivered: set[str] = set()
-    held = 0
-    packs = [packing.packs[index] for index in reversed(packing.backward)]
-    for pack in (pack for pack in packs if pack.needs_backward):
-        first = set(pack.parameters) - delivered
-        held += bool(first - set(pack.owned))
-        delivered |= first
-    return held
 
 
 def _dominates(known: Shapes, shapes: Shapes) -> bool:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from harmony_ds.calls.attributes import Places
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.places import Places
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import noticing_hooks
 from harmony_ds.config import Config
@@ -25,8 +25,7 @@ from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
-from harmony_ds.runtime.work import Work
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.stepping.planner import Planner, others_bytes
 
@@ -43,9 +42,8 @@ class Runner:
         self._parts = parts
         self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
-        self._said_alone: str | None = None
-        self._said_left = self._said_hooked = False
-        self._after_norm: Work | None = None  # what is left of a step whose gradients are being looked at
+        self._said: set[str] = set()
+        self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self.executor = Executor(parts)
         self._streamer = Streamer(parts, self._layers)
@@ -81,13 +79,13 @@ class Runner:
         returned. Said once.
         """
         touched = self._parts.random.touched
-        if touched and not self._said_left:
-            self._said_left = True
-            _logger.warning(
-                "the model's forward sets %s, which the program may read right after its call: the forward passes of "
-                "engine(...) run one by one, at their calls, and each swaps the whole model in; their backward passes "
-                "share swaps as always, and train_batch() groups all. Return the value among the outputs instead.",
-                ", ".join(sorted({place.key for place in touched})),
+        if touched and "left" not in self._said:
+            self._say_once(
+                "left",
+                f"the model's forward sets {', '.join(sorted({place.key for place in touched}))}, which the program may "
+                "read right after its call: the forward passes of engine(...) run one by one, at their calls, and each "
+                "swaps the whole model in; their backward passes share swaps as always, and train_batch() groups all. "
+                "Return the value among the outputs instead.",
             )
         return touched
 
@@ -95,12 +93,11 @@ class Runner:
     def alone(self) -> str | None:
         """Why every forward pass must run to its end before the next one begins; None: it need not. Said once."""
         reason = self._why_alone()
-        if reason is not None and reason != self._said_alone:
-            self._said_alone = reason
-            _logger.warning(
-                "%s: the forward passes of a group run one by one, and each swaps the whole model in; their backward "
-                "passes share swaps as always.",
+        if reason is not None:
+            self._say_once(
                 reason,
+                f"{reason}: the forward passes of a group run one by one, and each swaps the whole model in; their "
+                "backward passes share swaps as always.",
             )
         return reason
 
@@ -113,14 +110,18 @@ class Runner:
         if hook is None:
             with ungated():
                 hook = next((f"a hook of {n}" for n, p in self._parameters.items() if p._backward_hooks), None)
-        if hook is not None and not self._said_hooked:
-            self._said_hooked = True
-            _logger.warning(
-                "%s runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a group "
-                "are propagated back from one by one, and each swaps the whole model in.",
-                hook,
+        if hook is not None:
+            self._say_once(
+                "hooked",
+                f"{hook} runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a "
+                "group are propagated back from one by one, and each swaps the whole model in.",
             )
         return hook is not None
+
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _logger.warning("%s", text)
 
     def _note_hook(self, name: str) -> None:
         self._parts.calls.tensor_hook = name
@@ -223,17 +224,16 @@ class Runner:
         """
         self.check_usable()
         self.check_hooks()
-        work = self.planner.step(micro_batches)
-        assert self.planner.plan is not None
+        plan = self.planner.step(micro_batches, self.executor.begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            with self._noticing_hooks(_refuse_hook), self._parts.timeline.step(self.planner.plan, work.tasks):
-                self.executor.run(work, hyper, clipping)
-                self.executor.finish_step(work)
+            with self._noticing_hooks(_refuse_hook), self._parts.timeline.step(plan):
+                self.executor.run(plan, micro_batches, hyper, clipping)
+                self.executor.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes(len(micro_batches)) + self.world.reduce_bytes(device)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
@@ -245,23 +245,23 @@ class Runner:
         """
         self.check_usable()
         self.check_hooks()
-        work, rest = self.planner.part_of_step(micro_batches, first=self._after_norm is None)
+        first = self._after_norm is None
+        part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
         with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook):
-            self.executor.run(work, hyper, clipping)
+            self.executor.run(part, micro_batches, hyper, clipping)
         self._after_norm = rest
 
     def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
         """The norm and the updates of the step that `until_norm` ran the parts of."""
         self.check_usable()
-        work, self._after_norm = self._after_norm, None
-        assert work is not None
+        rest, self._after_norm = self._after_norm, None
+        assert rest is not None
         with self._recovering(()):
             if self.steps_whole:
-                outcome = self.executor.release(work)
-                step_whole(self._parts, self.executor.gathered, clipping, outcome)
+                self.executor.run(rest.until(TaskKind.NORM), (), hyper, clipping)
+                step_whole(self._parts, self.executor.gathered, clipping, self.executor.outcome)
             else:
-                self.executor.run(work, hyper, clipping)
-                self.executor.finish_step(work)
+                self.executor.run(rest, (), hyper, clipping)
         self.executor.gathered.used()
 
     @property
@@ -276,7 +276,7 @@ class Runner:
         if optimizer is None or not self._parts.own.are_there(optimizer.trained):
             return False
         with self._recovering(()):
-            update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.release(None))
+            update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.begin())
         return True
 
     def check_hooks(self) -> None:
@@ -286,13 +286,13 @@ class Runner:
         if not hooked:
             return
         plan = self.planner.plan
-        in_pieces = plan is not None and bool(plan.policy.backward_rows)
+        in_slices = plan is not None and bool(plan.policy.backward_rows)
         calls = Counter(name for layer in self.planner.graph.calls for name in self._layers[layer].parameters)
         for name in sorted(hooked):
-            if calls[name] > 1 or in_pieces:
+            if calls[name] > 1 or in_slices:
                 raise UnsupportedError(
                     f"{name} has a hook on its gradient, which comes in parts here: it is used by {calls[name]} layer calls"
-                    f"{', in pieces of a micro-batch' if in_pieces else ''}. Change its gradient "
+                    f"{', in slices of a micro-batch' if in_slices else ''}. Change its gradient "
                     "between backward() and step() instead, through .grad."
                 )
 
@@ -302,14 +302,13 @@ class Runner:
         """The forward pass of one micro-batch, because somebody wants its outputs."""
         self.check_usable()
         with self._recovering([micro_batch]), self._noticing_hooks(_measure_again):
-            self.executor.run(self.planner.forward(micro_batch))
+            self.executor.run(self.planner.forward(micro_batch, self.executor.begun), [micro_batch])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         with self._recovering(micro_batches):
-            self.executor.run(self.planner.evaluation(micro_batches))
-        self.executor.finish_forward()
+            self.executor.run(self.planner.evaluation(micro_batches, self.executor.begun), micro_batches)
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

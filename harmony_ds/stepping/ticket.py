@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.places import Places
 from harmony_ds.calls.tensor_hooks import LeftTensors
+from harmony_ds.calls.trees import tensors_in
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.inputs import Arguments
@@ -44,7 +46,7 @@ class QueuedMicroBatch:
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.micro_batch = micro_batch
-        micro_batch.objective = self.objective
+        micro_batch.serve(self.objective)
         self.arguments = arguments
         self.call = call
         self.aside = aside
@@ -95,7 +97,7 @@ class QueuedMicroBatch:
     def _note_caller(self) -> None:
         """Whoever propagates back does so under autocast, or not."""
         if self._group is not None:
-            self.micro_batch.backward_autocast = self._group.autocast()
+            self.micro_batch.note_caller(self._group.autocast())
 
     def check_not_propagated(self) -> None:
         """Raises UsageError if its backward pass is over."""
@@ -110,8 +112,7 @@ class QueuedMicroBatch:
         self._note_caller()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
         if self._alone:
-            self.backward_now()
-            self.received = True
+            self._backward_now()
 
     def outputs(self) -> Any:
         """The model's outputs, with their graph; computed now if need be."""
@@ -146,8 +147,26 @@ class QueuedMicroBatch:
         terms = [objective(loss) for objective in self._objectives]
         return sum(terms[1:], terms[0]) if terms else None
 
-    def keep_graph(self) -> None:
-        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over."""
+    def forward_ran(self, left: Places) -> None:
+        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over.
+
+        Args:
+            left: places that it has written to.
+        """
+        micro_batch = self.micro_batch
+        micro_batch.cut_outputs(self.arguments.written, left)
+        if self.leads_outside:
+            micro_batch.lead_outside(self.arguments.tensors)
+        self._keep_graph()
+        if self.wanted:
+            self._backward_now()
+        outputs = tensors_in(micro_batch.outputs)
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(lambda grad: self.receive())
+        self.left = LeftTensors(left, outputs)
+
+    def _keep_graph(self) -> None:
         self._alone = True
         try:
             self._attached = self.take_loss(self.micro_batch.outputs)
@@ -160,12 +179,13 @@ class QueuedMicroBatch:
         self._objectives.clear()
         self.propagated = True
 
-    def backward_now(self) -> None:
+    def _backward_now(self) -> None:
         """Runs what `backward` noted before the forward pass was run on its own."""
         assert self._attached is not None
         terms = [objective(self._attached) for objective in self._objectives]
         self._objectives.clear()
         sum(terms[1:], terms[0]).backward()
+        self.received = True
 
     def close(self) -> None:
         """The step is over: the value stays; graph, outputs and inputs go."""

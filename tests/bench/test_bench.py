@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
-from harmony_ds.bench.child import copied_bytes
+from harmony_ds.bench.child import Server, copied_bytes
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
 from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
+from harmony_ds.bench.table import report
 from harmony_ds.bench.workload import Workload, model_flops
-from harmony_ds.cli.app import app
 from harmony_ds.errors import BatchError, ConfigError
 from harmony_ds.profiler.hardware import known_hardware
+from tests.cli.shell import run as shell
 
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -197,6 +197,30 @@ def test_out_of_memory_is_a_result(task: Workload, tmp_path: Path) -> None:
     assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
 
 
+def test_the_report_says_who_won_by_what_and_fits_a_terminal(task: Workload) -> None:
+    results = results_of(
+        task,
+        harmony=row(task, "harmony", [100.0, 90.0, 80.0], [2.0, 1.0]),
+        torch=row(task, "torch", [95.0, 90.0, 85.0], [2.0, 1.0]),
+        **{
+            "deepspeed-zero3-offload, uncapped | 128 tokens": row(
+                task, "deepspeed-zero3-offload", [200.0] * 3, [2.0, 1.0]
+            )
+        },
+    )
+    results.rows["torch-checkpoint"] = Row("torch-checkpoint", task.as_json(), error="E: " + "x " * 90)
+    results.items_per_step["torch-checkpoint"] = 128
+    text = report(results, summarize(results))
+    plain = " ".join(text.split())
+
+    assert max(map(len, text.splitlines())) <= 80
+    assert "4 micro-batches of 2 rows, 128 tokens a step; computed in fp32, gradients summed in fp32" in plain
+    assert "device memory capped at 0.001 GiB, kept by harmony alone" in plain
+    assert "128 tokens a step: harmony is fastest, 90.0 ms." in plain
+    assert "1.00 of torch's time (0.94 to 1.05: no clear winner)" in plain
+    assert "0.45 of deepspeed-zero3-offload, uncapped's time (0.40 to 0.50)" in plain
+
+
 def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Workload, tmp_path: Path) -> None:
     rows = {}
     for tokens in (64, 128):
@@ -241,13 +265,13 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
                "--engines", "harmony,torch,fsdp2-offload", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
                "--output", str(output)]  # fmt: skip
-    done = CliRunner().invoke(app, [*command, "--apart", "--limit-s", "1"])
+    done = shell(*command, "--apart", "--limit-s", "1")
     assert done.exit_code == 0, done.output
     assert "fsdp2-offload is left out: it needs a CUDA device" in done.output
     begun = Results.load(output)
     assert not begun.finished
     first = {label: dict(row.rounds) for label, row in begun.rows.items()}
-    done = CliRunner().invoke(app, [*command, "--resume", "--json"])
+    done = shell(*command, "--resume", "--json")
     assert done.exit_code == 0, done.output
     finished = Results.load(output)
     assert finished.finished
@@ -278,9 +302,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     ],
 )
 def test_wrong_options_are_one_sentence(model: str, options: list[str], message: str) -> None:
-    done = CliRunner().invoke(
-        app, ["bench", model, *(["--device", "cpu"] if "--device" not in options else []), *options]
-    )
+    done = shell("bench", model, *(["--device", "cpu"] if "--device" not in options else []), *options)
     assert done.exit_code == 1
     assert message in done.output and "Traceback" not in done.output
 
@@ -293,7 +315,24 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_
     assert "out of memory" in summarize(results)[0].status
 
 
-def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload) -> None:
+class Here:
+    """An engine in this process: importing torch in one of its own takes longer than the steps."""
+
+    def __init__(self, engine: str, task: Workload, core: int | None) -> None:
+        self._serve = lambda: Server(engine, task)
+
+    def start(self) -> None:
+        self.ask = self._serve().obey
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harmony_ds.bench.run.Child", Here)
     best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Rounds(), silent)
     assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
     assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
+import runpy
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -21,20 +20,27 @@ NAMES = ("table1", "fig8", "fig10", "fig12", "fig13", "fig17", "fig21")
 PNG = b"\x89PNG"
 
 
-def content_of(name: str, out: Path) -> dict[str, Any]:
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    """A script of the folder, in this process: its imports would take longer than it does."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for module in FOLDER.glob("*.py"):  # examples have modules of the same names
+        monkeypatch.delitem(sys.modules, module.stem, raising=False)
+    script = str(FOLDER / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    runpy.run_path(script, run_name="__main__")
+
+
+def content_of(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the experiment found at its smallest size."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(name, monkeypatch, "--quick", "--out", str(out))
     assert (out / f"{name}.png").read_bytes().startswith(PNG)
     found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
     assert found["environment"]["command"].startswith(f"python benchmarks/paper/{name}.py")
     return found
 
 
-def test_grouped_swaps_do_not_grow_and_those_of_each_alone_do(tmp_path: Path) -> None:
-    rows = content_of("fig12", tmp_path)["measured"]
+def test_grouped_swaps_do_not_grow_and_those_of_each_alone_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = content_of("fig12", tmp_path, monkeypatch)["measured"]
 
     grouped = [row["grouped"]["weights"] + row["grouped"]["gradients"] for row in rows]
     alone = [row["each_alone"]["weights"] + row["each_alone"]["gradients"] for row in rows]
@@ -44,8 +50,10 @@ def test_grouped_swaps_do_not_grow_and_those_of_each_alone_do(tmp_path: Path) ->
     assert alone == [group * grouped[0] for group in groups]
 
 
-def test_the_schedule_found_is_no_slower_than_the_published_one(tmp_path: Path) -> None:
-    (row,) = content_of("table1", tmp_path)["simulated"]
+def test_the_schedule_found_is_no_slower_than_the_published_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = content_of("table1", tmp_path, monkeypatch)["simulated"]
 
     assert row["published_simulated_s"] == pytest.approx(row["published_estimate_s"], rel=0.01)
     assert row["step_s"] <= row["published_simulated_s"]
@@ -69,10 +77,9 @@ def test_the_kept_training_is_plain_training_bit_for_bit(name: str) -> None:
     assert content["device_peak_bytes"] <= content["budget_bytes"] < 4 * content["weight_bytes"]
 
 
-def test_the_page_is_made_from_the_kept_results(tmp_path: Path) -> None:
+def test_the_page_is_made_from_the_kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "paper.md"
-    command = [sys.executable, str(FOLDER / "page.py"), "--out", str(page)]
-    subprocess.run(command, check=True, capture_output=True)
+    run("page", monkeypatch, "--out", str(page))
 
     assert page.read_text() == (FOLDER.parents[1] / "docs" / "paper.md").read_text()
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harmony_ds.calls.trees import Made, changed, flatten, map_tensors, tensors_in, unflatten
+from harmony_ds.calls.trees import Contents, changed, flatten, map_tensors, tensors_in, unflatten
 
 
 @dataclass
@@ -147,21 +147,21 @@ def test_mapping_twice_is_mapping_once_with_both(tree: Any) -> None:
 @given(TREES)
 def test_what_nobody_writes_has_not_changed(tree: Any) -> None:
     leaves, shape = flatten(tree)
-    made: list[Made] = []
+    made: list[Contents] = []
     unflatten(leaves, shape, made)
-    assert list(changed(made)) == []
+    assert changed(made) == []
 
 
 @given(st.sampled_from([dict, collections.OrderedDict, SimpleNamespace]), st.permutations("abc"))
 def test_another_order_or_another_name_is_a_change(kind: Any, order: list[str]) -> None:
     """Of the same values."""
     leaves, shape = flatten(kind(a=1, b=1, c=1))
-    made: list[Made] = []
+    made: list[Contents] = []
     fresh = unflatten(leaves, shape, made)
     held = fresh if isinstance(fresh, dict) else vars(fresh)
     held.clear()
     held.update(dict.fromkeys(order, 1))
-    assert len(list(changed(made))) == (order != list("abc"))
+    assert len(changed(made)) == (order != list("abc"))
 
 
 def write(containers_met: list[Any], place: int, value: Any) -> None:
@@ -201,16 +201,16 @@ def test_what_is_written_into_fresh_containers_can_be_done_to_the_originals(
         return
     expected = copy.deepcopy(tree)
     leaves, shape = flatten(tree)
-    made: list[Made] = []
+    made: list[Contents] = []
     fresh = unflatten(leaves, shape, made)
     for place, value in writes:
         write(mutable_in(expected), place, value)
         write(mutable_in(fresh), place, value)
 
-    written = list(changed(made))
+    written = changed(made)
     originals = {id(one.value): one.branch.original for one in made}
-    values, values_shape = flatten([children for _, children in written], originals)
-    for (into, _), children in zip(written, unflatten(values, values_shape), strict=True):
+    values, values_shape = flatten([one.children for one in written], originals)
+    for into, children in zip(written, unflatten(values, values_shape), strict=True):
         into.give_back(children)
     assert aliases(tree) == aliases(expected)
     assert same(map_tensors(torch.Tensor.tolist, tree), map_tensors(torch.Tensor.tolist, expected))

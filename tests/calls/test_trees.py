@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from harmony_ds.calls.trees import Made, changed, flatten, map_tensors, tensors_in, unflatten
+from harmony_ds.calls.trees import Contents, changed, flatten, map_tensors, tensors_in, unflatten
 
 
 @dataclass
@@ -148,19 +148,17 @@ def test_aliases_stay_aliases_and_cycles_end() -> None:
 def test_what_is_written_into_fresh_containers_is_given_back_to_the_originals() -> None:
     original = Plain(notes=[A], words={"a": 1}, seen={2}, still=[B])
     leaves, shape = flatten((original, A))
-    made: list[Made] = []
+    made: list[Contents] = []
     fresh, _ = unflatten(leaves, shape, made)
     fresh.notes.append(B)
     fresh.words["b"] = fresh.notes
     fresh.seen.add(3)
     fresh.more = C
 
-    written = list(changed(made))
+    written = changed(made)
     assert original.notes == [A]
-    values, values_shape = flatten(
-        [children for _, children in written], {id(m.value): m.branch.original for m in made}
-    )
-    for (into, _), children in zip(written, unflatten(values, values_shape), strict=True):
+    values, values_shape = flatten([one.children for one in written], {id(m.value): m.branch.original for m in made})
+    for into, children in zip(written, unflatten(values, values_shape), strict=True):
         into.give_back(children)
     assert original.notes == [A, B]
     assert original.words["b"] is original.notes

@@ -18,6 +18,7 @@ from harmony_ds import HarmonyEngine
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, family
 from tests.families import Family
+from tests.inside import assembly_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def masters_of(engine: HarmonyEngine) -> dict[str, Tensor]:
 def state_of(engine: HarmonyEngine) -> dict[str, Any]:
     """Copies of everything that later steps depend on."""
     engine.finish_updates()
-    store = engine._assembly.store
+    store = assembly_of(engine).store
     state: dict[str, Any] = {f"weight {n}": p.detach().clone() for n, p in engine.module.named_parameters()}
     state |= {f"buffer {n}": b.detach().clone() for n, b in engine.module.named_buffers()}
     state |= {f"master {n}": m.detach().clone() for n, m in store.masters.items()}

@@ -23,6 +23,7 @@ from harmony_ds.checkpoint.deepspeed.flat import Shares, split_each, split_in_or
 from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
 from tests.checkpoint import deepspeed_side as side
 from tests.checkpoint.runs import data_folder, masters_of, scrambled
+from tests.inside import scaler_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,14 +103,14 @@ def test_masters_and_the_loss_scale_come_over_exactly(precision: str, saved: Cas
             assert torch.equal(weight, snapshot.parameters[parameter].read())
         assert engine.skipped_steps == saved.expected[name]["skipped_steps"]
         if precision == "fp16":
-            assert scaler_of(engine) == saved.expected[name]["saved_scaler"]
+            assert scaling_of(engine) == saved.expected[name]["saved_scaler"]
             assert engine.cur_scale < 2**18
         losses = side.train(engine, 3, 6)
     assert losses == pytest.approx(saved.expected[name]["then"], rel=0.02)
 
 
-def scaler_of(engine: HarmonyEngine) -> list[float]:
-    state = engine._scaler.state_dict()
+def scaling_of(engine: HarmonyEngine) -> list[float]:
+    state = scaler_of(engine).state_dict()
     assert state is not None
     return [float(state[name]) for name in ("scale", "step", "last_overflow", "hysteresis")]
 
@@ -122,7 +123,7 @@ def test_deepspeed_goes_on_from_harmony(saved: Case, tmp_path: Path) -> None:
         with engine_of(precision, optimizer) as engine:
             engine.load_checkpoint(saved.folder / name)
             side.train(engine, 3, 4)
-            scalers[name] = scaler_of(engine) if precision == "fp16" else [1.0, 0.0, 0.0, 0.0]
+            scalers[name] = scaling_of(engine) if precision == "fp16" else [1.0, 0.0, 0.0, 0.0]
             engine.save_checkpoint(tmp_path / name, client_state={"epoch": 4})
     moves = [
         ("zero2", Layout.ZERO2, {"stage": 2}),

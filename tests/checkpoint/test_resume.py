@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import harmony_ds
-from harmony_ds.offload.ledger import Kind
 from tests.checkpoint.runs import Setup, assert_equal, engine_of, masters_of, state_of, train
+from tests.inside import assembly_of
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}}
@@ -129,7 +129,7 @@ def test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way(tmp_p
         engine.save_checkpoint(tmp_path)
         straight_losses = []
         for step in range(3, 6):  # a longer iterator is what another accumulation comes to
-            engine._settings = later_settings(engine, 4)
+            engine.set_train_batch_size(4 * engine.train_micro_batch_size_per_gpu())
             straight_losses += train(engine, setup, [step], micro_batches=4)
         expected = state_of(engine)
     with engine_of(later, fresh=False) as engine:
@@ -142,12 +142,6 @@ def test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way(tmp_p
     for state in (actual, expected):
         state.pop("micro_steps"), state.pop("global_samples")
     assert_equal(actual, expected)
-
-
-def later_settings(engine: Any, accumulation: int) -> Any:
-    from dataclasses import replace
-
-    return replace(engine._settings, gradient_accumulation_steps=accumulation)
 
 
 def test_another_dtype_of_compute_goes_on_from_the_same_masters(tmp_path: Path) -> None:
@@ -225,8 +219,8 @@ def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_pat
         for step in range(6):
             resumed += train(engine, setup, [step])
             if step >= 3:
-                assert engine._record.traffic.host_to_device.get(Kind.RESIDENT, 0) == 0
-                assert engine._assembly.parts.device_store._held
+                assert engine.swap_report().host_to_device["resident"] == 0
+                assert assembly_of(engine).parts.device_store._held
             engine.save_checkpoint(tmp_path)
         assert_equal(state_of(engine), expected)
     assert resumed == losses

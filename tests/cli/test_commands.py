@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import harmony_ds
-from harmony_ds.cli.app import app
+from harmony_ds.cli.app import COMMANDS, parameters_of
+from harmony_ds.cli.options import OPTIONS
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.subject import BatchShape, load_subject
+from tests.cli.shell import run
 
 TINY = {
     "model_type": "llama",
@@ -56,10 +56,6 @@ def on_cpu(tmp_path: Path) -> str:
     return str(file)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
 def run_json(*arguments: str) -> dict[str, Any]:
     found = run(*arguments, "--json")
     data: dict[str, Any] = json.loads(found.stdout)
@@ -69,12 +65,31 @@ def run_json(*arguments: str) -> dict[str, Any]:
 # ---- all of them
 
 
-@pytest.mark.parametrize("command", [(), ("estimate",), ("plan",), ("profile",), ("trace",), ("machines",)])
-def test_help(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=str)
+def test_help_fits_a_terminal(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     found = run(*command, "--help")
 
     assert found.exit_code == 0
-    assert "Usage" in found.stdout
+    assert found.stdout.startswith("usage: harmony-ds")
+    assert max(map(len, found.stdout.splitlines())) <= 80
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout.startswith(f"harmony_ds {harmony_ds.__version__} (torch {torch.__version__}")
+
+
+def test_a_mistyped_option_is_answered_with_the_one_that_was_meant(tiny: str) -> None:
+    found = run("estimate", tiny, "--acumulation", "3")
+
+    assert found.exit_code == 2
+    assert "there is no --acumulation here: did you mean --accumulation?" in found.stderr
+
+
+def test_options_are_in_their_table_and_the_table_holds_no_other() -> None:
+    used = {(name, one.name) for name, command in COMMANDS.items() for one in parameters_of(command)}
+
+    assert set(OPTIONS) <= {row for name, one in used for row in (one, f"{name}.{one}")}
 
 
 @pytest.mark.parametrize("arguments", [("estimate",), ("estimate", "x", "--micro-batch", "0"), ("estimate", "--nope")])
@@ -89,15 +104,6 @@ def test_the_module_runs_as_the_console_script_does() -> None:
     assert "rtx4090" in json.loads(found.stdout)["gpus"]
 
 
-def test_without_the_extra_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None; from harmony_ds.cli import main; main()"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert found.returncode == 1
-    assert 'pip install "harmony_ds[cli]"' in found.stderr
-    assert "Traceback" not in found.stderr
-
-
 # ---- estimate
 
 
@@ -105,9 +111,10 @@ def test_estimate_says_what_a_person_wants_to_know(tiny: str) -> None:
     found = run("estimate", tiny, "--no-advice")
 
     assert found.exit_code == 0
+    assert max(map(len, found.stdout.splitlines())) <= 80
     for word in (
         "LlamaForCausalLM",
-        "rtx4090/pcie4/desktop-ddr5",
+        "rtx4090/pcie4/desktop-ddr5 (assumed: name yours with --machine",
         "\ndevice ",
         "\nhost ",
         "tokens/s",
@@ -175,6 +182,7 @@ def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the
         (("{tiny}", "--machine", "rtx409"), 'no GPU called "rtx409". Did you mean "rtx4090"'),
         (("{tiny}", "--machine", "h100/pcie9"), 'no link or host called "pcie9"'),
         (("no_such_model",), 'no model "no_such_model"'),
+        (("meta-llama/Llama-2-7b-hf",), "hf download meta-llama/Llama-2-7b-hf config.json --local-dir Llama-2-7b-hf"),
         (("no_such_module:model",), "cannot be imported"),
         (("tests.cli.test_commands:nothing",), "must return a module"),
         (("tests.cli.test_commands:module_alone",), "returned a module alone"),
@@ -292,6 +300,7 @@ def test_machines_are_listed_with_their_sources() -> None:
     found = run("machines")
 
     assert found.exit_code == 0
+    assert max(map(len, found.stdout.splitlines())) <= 80
     for word in ("rtx4090", "pcie4", "desktop-ddr5"):
         assert word in found.stdout
 

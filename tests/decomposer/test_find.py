@@ -14,8 +14,8 @@ EVERY_FAMILY = FAMILIES + MODULES
 LAYERS = {
     "gpt2": "transformer.wte transformer.wpe transformer.h.0 transformer.h.1 transformer.h.2 transformer.ln_f lm_head",
     "t5": (
-        "shared encoder.embed_tokens encoder.block.0 encoder.block.1 encoder.block.2 encoder.final_layer_norm "
-        "decoder.embed_tokens decoder.block.0 decoder.block.1 decoder.block.2 decoder.final_layer_norm lm_head"
+        "shared encoder.embed_tokens encoder.block.0 encoder.block.1 encoder.final_layer_norm "
+        "decoder.embed_tokens decoder.block.0 decoder.block.1 decoder.final_layer_norm lm_head"
     ),
     "clip": (
         "text_model.embeddings.token_embedding text_model.embeddings.position_embedding text_model.encoder.layers.0 "

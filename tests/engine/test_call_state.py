@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harmony_ds import BatchError, CallChangedError, UnsupportedError
+from tests.cover import spread
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
+from tests.inside import planner_of, queue_of
 from tests.oracle import assert_same
 
 WIDTH = 8
@@ -179,11 +181,14 @@ def test_one_tensor_in_two_places_stays_one() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return F.mse_loss(self.linear(x), y)
 
+        def generate(self, *pair: Tensor) -> tuple[Tensor, ...]:
+            return pair
+
     with engine_for(build_seeded(Pair), sgd, config_of(1)) as engine:
-        seen = engine._group._queue
+        seen = queue_of(engine)
         x = inputs(0)
         loss = engine(x, x)
-        given, other = engine._group.call_now(lambda *pair: pair, (x, x), {})
+        given, other = engine.generate(x, x)
         assert given is other and given is not x
         (left, right), _ = seen[0].micro_batch.inputs
         assert left is right and left is not x
@@ -455,9 +460,9 @@ def reset_statistics(model: Any, call: Call, loss: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "middle", [look_at_the_last, evaluate, read_statistics, save, call_and_forget, reset_statistics]
+    ("middle", "at"),
+    spread([look_at_the_last, evaluate, read_statistics, save, call_and_forget, reset_statistics], [1, 2, 4]),
 )
-@pytest.mark.parametrize("at", [1, 2, 4])
 def test_statistics_are_those_of_the_order_of_the_calls(middle: Callable[..., Any], at: int) -> None:
     noted: list[Any] = []
 
@@ -576,7 +581,7 @@ def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode(
             model.train(mode)
             engine.backward(engine(inputs(0)))
             engine.step()
-        assert len(engine._runner.planner._measured) == 2
+        assert len(planner_of(engine)._measured) == 2
 
 
 # ---- what is refused

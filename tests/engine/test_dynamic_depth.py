@@ -32,9 +32,14 @@ def batch(index: int, depth: int) -> dict[str, Any]:
     return {"x": torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index)), "depth": depth}
 
 
-@pytest.mark.parametrize("depths", [(5, 2, 4), (2, 5, 1), (1, 2, 3)])
 @pytest.mark.parametrize(
-    "harmony", [{"pack_layers": 1}, {"pack_layers": 2}, {"pack_layers": 2, "fuse_last_pack": False}]
+    ("depths", "harmony"),
+    [
+        ((5, 2, 4), {"pack_layers": 1}),
+        ((2, 5, 1), {"pack_layers": 2}),
+        ((1, 2, 3), {"pack_layers": 2}),
+        ((2, 5, 1), {"pack_layers": 2, "fuse_last_pack": False}),
+    ],
 )
 def test_each_micro_batch_as_deep_as_it_asks(depths: tuple[int, ...], harmony: Any) -> None:
     groups = [[batch(3 * step + i, depth) for i, depth in enumerate(depths)] for step in range(3)]

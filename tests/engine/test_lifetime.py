@@ -21,6 +21,7 @@ from torch import nn
 import harmony_ds
 from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice
+from tests.cover import spread
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -32,6 +33,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
+from tests.inside import assembly_of, go_on_at, updater_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -135,8 +137,7 @@ def test_a_dropped_engine_finishes_its_updates_and_the_next_one_goes_on() -> Non
     train_groups(engine, GROUPS[:2])
     del engine
     engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    engine.global_steps = 2  # the random numbers of a micro-batch depend on its step
-    engine._group = engine._new_group()
+    go_on_at(engine, 2)
     train_groups(engine, GROUPS[2:])
     del engine
 
@@ -172,7 +173,7 @@ def test_a_live_engine_keeps_its_model() -> None:
 def test_a_loss_that_outlives_its_engine_says_so() -> None:
     engine = initialized(LLAMA.build(0.1))
     loss = engine(**GROUPS[0][0]).loss
-    device = weakref.ref(engine._assembly.device)
+    device = weakref.ref(assembly_of(engine).device)
     del engine
 
     assert update_threads() == 0
@@ -187,8 +188,7 @@ def test_an_engine_that_is_collected_inside_its_updater_does_not_wait_for_itself
     model = LLAMA.build(0.1)
     engine = initialized(model)
     train_groups(engine, GROUPS[:1])
-    updater = engine._assembly.parts.updater
-    assert updater is not None
+    updater = updater_of(engine)
     with updater._changed:
         del engine
     for thread in threading.enumerate():
@@ -295,8 +295,7 @@ def test_a_copy_of_an_engine_is_refused(way: str) -> None:
         COPIES[way](engine)
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("way", "clip"), spread(list(COPIES), [None, 0.5]))
 def test_a_copy_of_a_model_in_training_is_plain_and_true(way: str, clip: float | None) -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], adamw, clip)
     model = LLAMA.build(0.0)

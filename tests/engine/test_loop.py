@@ -22,8 +22,7 @@ ONE_PACK_EACH = {"pack_layers": 1}
 LOOKED = "looked at before its accumulation boundary"
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("dropout", "clip"), [(0.0, None), (0.1, 0.5)])
 def test_the_loop_is_grouped_and_exact(dropout: float, clip: float | None) -> None:
     plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, clip)
     model = LLAMA.build(dropout)
@@ -59,9 +58,10 @@ def test_the_loop_of_other_models(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "look", [lambda i: True, lambda i: i % 2 == 1, lambda i: i == 0], ids=["all", "second", "first"]
+    ("dropout", "look"),
+    [(0.1, lambda i: True), (0.0, lambda i: i % 2 == 1), (0.1, lambda i: i == 0)],
+    ids=["all", "second", "first"],
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callable[[int], bool]) -> None:
     plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, 0.5)
     model = LLAMA.build(dropout)

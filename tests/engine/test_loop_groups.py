@@ -277,13 +277,12 @@ WARMUP = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    ("make", "arguments", "more"),
+    ("make", "arguments", "more", "clip"),
     [
-        (warmup, {}, {"scheduler": WARMUP}),
-        (warmup, {"lr_scheduler": warmup}, {}),
-        (halving, {"lr_scheduler": halving}, {}),
+        (warmup, {}, {"scheduler": WARMUP}, None),
+        (warmup, {"lr_scheduler": warmup}, {}, 0.5),
+        (halving, {"lr_scheduler": halving}, {}, None),
     ],
     ids=["ds_config", "client's DeepSpeed", "client's torch"],
 )

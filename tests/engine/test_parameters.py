@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import CallChangedError, ModelError, OptimizerError, UnsupportedError, UsageError
+from tests.cover import pairs
 from tests.engine.drive import adamw, config_of, engine_for, sgd
 from tests.oracle import assert_same
 
@@ -76,9 +77,7 @@ def initialized_again(model: Net) -> None:
 WRITES = [in_place, through_data, as_a_vector, as_a_state_dict, initialized_again]
 
 
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-@pytest.mark.parametrize("middle", [False, True], ids=["between steps", "in a group"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "middle", "harmony"), pairs(WRITES, [False, True], HARMONY))
 def test_what_is_written_into_parameters_counts(write: Act, middle: bool, harmony: Any) -> None:
     plain, model = net(), net()
     optimizer = adamw(plain.parameters())

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harmony_ds import HarmonyEngine, ModelError, UsageError
+from tests.cover import pairs
 from tests.engine.drive import adamw, config_of, engine_for, seed_of, sgd, weights_of
 from tests.oracle import assert_same, train_plainly
 
@@ -335,8 +336,10 @@ class ContextNet(Net):
         return x
 
 
-@pytest.mark.parametrize("make", [AuxiliaryNet, ListingNet, ContextNet], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("pack", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("make", "pack"),
+    [(AuxiliaryNet, 1), (AuxiliaryNet, 100), (ListingNet, 1), (ListingNet, 2), (ContextNet, 1), (ContextNet, 100)],
+)
 def test_tensors_on_attributes(make: Callable[[], nn.Module], pack: int) -> None:
     assert_equals_plain(make, bitwise=make is ContextNet, pack_layers=pack)
 
@@ -413,9 +416,9 @@ class CheckpointingNet(Net):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("where", ["around", "within", "several"])
-@pytest.mark.parametrize("pack", [1, 100])
+@pytest.mark.parametrize(
+    ("where", "reentrant", "pack"), pairs(["around", "within", "several"], [True, False], [1, 100])
+)
 def test_checkpoints_within_a_model(where: str, reentrant: bool, pack: int) -> None:
     assert_equals_plain(lambda: CheckpointingNet(where, reentrant), pack_layers=pack)
 

@@ -170,7 +170,7 @@ def test_a_plan_in_json_is_the_same_plan() -> None:
 def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(tmp_path: Path) -> None:
     engine, reference = train(device_memory_gib=1.0, residency="auto")
     engine.destroy()
-    plan = next(choice.plan for choice in engine._runner.planner.choices if not choice.plan.policy.resident)
+    plan = next(choice.plan for choice in engine.plan_report().choices if not choice.plan.policy.resident)
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     engine, model = train(device_memory_gib=1.0, plan=str(path))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from harmony_ds.errors import RecomputeError
 from tests.engine.drive import adamw, loop, seed_of
 from tests.engine.test_paths import GROUPS, WIDTH, Block, Net, assert_equals_plain, assert_refused, built, training
+from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly
 
 
@@ -137,7 +138,7 @@ def test_pythons_and_numpys_random_numbers_are_drawn_once_in_the_order_of_the_ca
     )
     with training(lambda: Net(PythonRandomBlock)) as (model, engine):
         actual = seeded_losses(lambda: loop(engine, GROUPS))
-        assert "Python's global random numbers" in engine._runner.planner.measuring.sequential
+        assert "Python's global random numbers" in planner_of(engine).measuring.sequential
     assert_same(model, plain, bitwise=True)
     assert actual == expected
 
@@ -165,7 +166,7 @@ def test_global_variables_go_on_from_call_to_call() -> None:
     SEEN.clear()
     with training(lambda: Net(GlobalCounterBlock)) as (model, engine):
         actual = loop(engine, GROUPS, look=lambda i: True)
-        assert "goes on from one forward pass to the next" in engine._runner.planner.measuring.sequential
+        assert "goes on from one forward pass to the next" in planner_of(engine).measuring.sequential
     assert_same(model, plain, bitwise=True)
     assert actual == expected
     assert counted == SEEN
@@ -269,14 +270,14 @@ class SteppingNet(Net):
 def test_what_goes_on_between_the_layers_is_a_reason_to_run_one_after_another(where: str, name: str) -> None:
     with training(lambda: SteppingNet(where)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
-        assert engine._runner.planner.measuring.sequential == f"{name} goes on from one forward pass to the next"
+        assert planner_of(engine).measuring.sequential == f"{name} goes on from one forward pass to the next"
 
 
 @pytest.mark.parametrize("block", [Block, SpectralBlock, CountingBlock])
 def test_what_goes_on_within_a_layer_is_none(block: Callable[[int], nn.Module]) -> None:
     with training(lambda: Net(block)) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
-        assert engine._runner.planner.measuring.sequential is None
+        assert planner_of(engine).measuring.sequential is None
 
 
 def test_the_weight_lists_of_recurrent_layers_are_the_engines_doing() -> None:
@@ -292,6 +293,6 @@ def test_the_weight_lists_of_recurrent_layers_are_the_engines_doing() -> None:
 
     with training(Recurrent) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
-        assert engine._runner.left == ()
-        assert engine._runner.planner.measuring.sequential is None
+        assert assembly_of(engine).runner.left == ()
+        assert planner_of(engine).measuring.sequential is None
         assert engine.swap_report().ratio == 1.0

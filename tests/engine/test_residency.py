@@ -16,7 +16,8 @@ from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyE
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
-from harmony_ds.scheduler import Choice, make_plan
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.search import Choice
 from harmony_ds.stepping import planner
 from tests.cover import spread
 from tests.engine.drive import (
@@ -38,6 +39,7 @@ from tests.engine.drive import (
 from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
 from tests.engine.test_ledger import layer_bytes, rounded
 from tests.engine.test_precision import BF16, fp16, train_plainly_half
+from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly, train_plainly_bf16
 
 LLAMA = family("llama")
@@ -73,7 +75,7 @@ def test_resident_packs_are_not_taken_for_somebody_elses_memory(caplog: pytest.L
         train_groups(engine, GROUPS[:2])
         peak = engine.memory_report().device_peak_bytes
         assert "more than planned" not in caplog.text
-        one = engine._runner.planner
+        one = planner_of(engine)
         one.choices = (replace(one.choices[0], plan=replace(engine.plan, peak_bytes=peak - 1)), *one.choices[1:])
         train_groups(engine, GROUPS[2:3])
     assert f"this step took {peak:,} bytes of device memory, 1 more than planned" in caplog.text
@@ -313,7 +315,7 @@ def test_weights_are_true_whenever_they_are_read(look: Callable[[HarmonyEngine],
 def test_a_look_moves_only_what_is_looked_at_and_only_once() -> None:
     with engine_for(LLAMA.build(0.0), adamw, config_with(EVERY)) as engine:
         train_groups(engine, GROUPS[:2])
-        ledger = engine._assembly.ledger
+        ledger = assembly_of(engine).ledger
         ledger.close()
         head = engine.module.lm_head.weight
         nbytes = head.numel() * 4
@@ -443,13 +445,13 @@ def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> N
     with engine_for(model, adamw, config_with(residency)) as engine:
         train_groups(engine, GROUPS[:2])
         swapped = []
-        swap_in = engine._assembly.parts.residency.swap_in
+        swap_in = assembly_of(engine).parts.residency.swap_in
 
         def noting(names: Any, *more: Any) -> Any:
             swapped.extend(names)
             return swap_in(names, *more)
 
-        engine._assembly.parts.residency.swap_in = noting  # type: ignore[method-assign]
+        assembly_of(engine).parts.residency.swap_in = noting  # type: ignore[method-assign]
         assert engine.eval_batch(iter(GROUPS[2])).item() == torch.tensor(expected).mean().item()
         model.eval()
         with torch.no_grad():
@@ -458,7 +460,7 @@ def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> N
         assert here
         assert here.isdisjoint(swapped)
         assert {*here, *swapped} == dict(plain.named_parameters()).keys()
-        del engine._assembly.parts.residency.swap_in
+        del assembly_of(engine).parts.residency.swap_in
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -20,6 +20,7 @@ import harmony_ds
 from harmony_ds import BatchError, ConfigError, UnscaledLossError, UnsupportedError, UsageError
 from harmony_ds.engine.reporting import Throughput
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
+from tests.inside import assembly_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -79,6 +80,16 @@ def test_every_step_is_a_boundary_where_accumulation_is_the_callers() -> None:
         with pytest.raises(UsageError, match="not supported with managed_gradient_accumulation=False"):
             engine.set_gradient_accumulation_boundary(True)
     assert_same(model, reference, bitwise=True)
+
+
+def test_what_the_program_assigns_is_what_the_engine_goes_on_with() -> None:
+    model = Squares()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        engine.global_steps, engine.global_samples = 7, 14
+        engine.train_batch(iter([(torch.ones(2, 1), torch.zeros(2, 1))]))
+        assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (8, 16, 1)
+        assert engine.get_lr() == [0.005]
 
 
 def test_no_sync_changes_nothing_but_forbids_steps() -> None:
@@ -256,9 +267,9 @@ def test_offloaded_states_come_back_with_the_next_step() -> None:
         train_groups(left, GROUPS)
         train_groups(right, GROUPS[:1])
         assert right.plan is not None and len(right.plan.policy.resident) == 2
-        held = right._assembly.device.allocated_bytes()
+        held = assembly_of(right).device.allocated_bytes()
         right.offload_states()
-        assert right._assembly.device.allocated_bytes() < held
+        assert assembly_of(right).device.allocated_bytes() < held
         right.reload_states()
         train_groups(right, GROUPS[1:])
     assert_same(other, one, bitwise=True)

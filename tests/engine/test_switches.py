@@ -15,9 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from harmony_ds import ConfigError, TaskKind
 from harmony_ds.config.ablations import ABLATIONS, Ablation
-from harmony_ds.scheduler import Plan, format_plan
+from harmony_ds.scheduler.grid import format_plan
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.trace import ExecutedStep
+from tests.cover import spread
 from tests.engine.drive import (
     WHOLE,
     Groups,
@@ -84,8 +86,7 @@ def times(step: ExecutedStep) -> Counter[TaskKind]:
 # ---- the same bits
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("ablation", EXACT, ids=names)
+@pytest.mark.parametrize(("ablation", "clip"), spread(EXACT, [0.0, 0.5]), ids=str)
 def test_gpt2_with_dropout_trains_like_plain(ablation: Ablation, clip: float) -> None:
     plain, model = gpt2(), gpt2()
     losses = train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=clip or None, seed_of=seed_of)
@@ -203,8 +204,7 @@ def test_a_failed_step_is_as_if_it_had_not_been_tried(off: dict[str, Any], where
 # ---- another schedule
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("pack", [1, 2, WHOLE])
+@pytest.mark.parametrize(("pack", "clip"), spread([1, 2, WHOLE], [0.0, 0.5]))
 def test_without_grouping_weights_and_gradients_move_for_every_micro_batch(pack: int, clip: float) -> None:
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(COUNT, clip, {"grouping": False, "pack_layers": pack})) as engine:

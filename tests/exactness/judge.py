@@ -2,7 +2,7 @@
 
 Every case runs, in all of its settings, in a process of its own, forked from one that has imported everything and
 computed nothing: what a case leaves behind, or hangs in, is nobody else's. `python -m tests.exactness.judge` reads names of
-cases, a line each, and answers with a line of JSON.
+cases, a line each with the numbers of its settings behind it, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def serve() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what programs print is not an answer
     for line in sys.stdin:
-        outcomes = outcomes_of(cases[line.strip()])
+        name, *numbers = line.split()
+        outcomes = outcomes_of(cases[name], [cases[name].settings[int(number)] for number in numbers])
         os.write(answers, (json.dumps([asdict(outcome) for outcome in outcomes]) + "\n").encode())
 
 
@@ -154,12 +155,12 @@ def import_what_is_imported_late() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch._dynamo
 
 
-def outcomes_of(case: Case) -> list[Outcome]:
+def outcomes_of(case: Case, settings: Sequence[Setting]) -> list[Outcome]:
     """One for each setting: all in one process, and each in its own where that one has not come to its end."""
-    found = in_fork(case, case.settings)
-    if isinstance(found, list) or len(case.settings) == 1:
+    found = in_fork(case, settings)
+    if isinstance(found, list) or len(settings) == 1:
         return found if isinstance(found, list) else [found]
-    return [one[0] if isinstance(one, list) else one for one in (in_fork(case, (s,)) for s in case.settings)]
+    return [one[0] if isinstance(one, list) else one for one in (in_fork(case, (s,)) for s in settings)]
 
 
 def in_fork(case: Case, settings: Sequence[Setting]) -> list[Outcome] | Outcome:
@@ -208,10 +209,11 @@ class Judge:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def outcomes(self, case: Case) -> list[Outcome]:
-        """One for each of the case's settings."""
+    def outcomes(self, case: Case, numbers: Sequence[int] | None = None) -> list[Outcome]:
+        """One for each of the case's settings with these `numbers` (None: for all of them)."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{case.name}\n")
+        chosen = range(len(case.settings)) if numbers is None else numbers
+        self._process.stdin.write(" ".join([case.name, *map(str, chosen)]) + "\n")
         self._process.stdin.flush()
         answers: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
         return [Outcome(**answer) for answer in answers]

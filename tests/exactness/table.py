@@ -27,6 +27,11 @@ def cell(case: Case, outcomes: Sequence[Outcome]) -> str:
     return "; ".join(f"{setting}: {says}" for setting, says in zip(case.settings, said, strict=True))
 
 
+def is_one(cell: str) -> bool:
+    """Whether `cell` says the same of all settings."""
+    return "; accumulation " not in cell
+
+
 def write(cases: Mapping[str, Case], cells: Mapping[str, str]) -> None:
     """Replaces the document's last section."""
     kept = DOCUMENT.read_text(encoding="utf-8").split(HEADING)[0].rstrip()

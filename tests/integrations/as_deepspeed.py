@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import deepspeed
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from deepspeed.utils import zero_to_fp32
+
+_READ = "_get_fp32_state_dict_from_zero_checkpoint"
 
 
 def forget_accelerate() -> None:
@@ -24,6 +27,7 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(deepspeed, name, getattr(deepspeed, name))
         for name in ("Init", "GatheredParameters"):
             patch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
+        patch.setattr(zero_to_fp32, _READ, getattr(zero_to_fp32, _READ))
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import harmony_ds
-from harmony_ds.errors import UnsupportedError
+from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.integrations.transformers import HarmonyMixin, HarmonyTrainer
 
 CONFIG: dict[str, Any] = {"harmony": {"device": "cpu"}}
@@ -279,3 +279,9 @@ def test_each_micro_batch_knows_whether_it_is_its_groups_last(tmp_path: Path) ->
     stock, ours = both(tmp_path, llama(), text(), Asking)
     assert stock.told == ours.told
     assert stock.told[:5] == [False, False, False, True, False]
+
+
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(UsageError, match=r"Put it first: class Wrong\(HarmonyMixin, Trainer\)"):
+
+        class Wrong(Trainer, HarmonyMixin): ...  # type: ignore[misc]

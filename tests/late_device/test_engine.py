@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
+from tests.cover import spread
 from tests.engine.drive import (
     Groups,
     adamw,
@@ -31,7 +32,7 @@ from tests.engine.drive import (
     train_groups,
 )
 from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
-from tests.families import FAMILIES, Family
+from tests.inside import updater_of
 from tests.late_device.device import LateDevice
 from tests.oracle import assert_same, train_plainly
 
@@ -52,9 +53,7 @@ def late_engine(
     """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
     device = device or LateDevice(seed)
     with device.watched(), engine_for(model, make, config, device=device) as engine:
-        updater = engine._assembly.parts.updater
-        assert updater is not None
-        updater._timed = lambda: device.watched(None)
+        updater_of(engine)._timed = lambda: device.watched(None)
         yield engine
     gc.collect()
     device.assert_in_order()
@@ -81,11 +80,14 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("one", "setting"),
-    [pytest.param(one, SETTINGS[i % len(SETTINGS)], id=one.name) for i, one in enumerate(FAMILIES)],
-)
-def test_every_family(one: Family, setting: Setting) -> None:
+KINDS = ("gpt2", "gemma4", "opt", "t5", "resnet", "mixtral", "clip", "mamba")
+"""One of each kind for the order of copies: tied weights, glue that layers share, layers that are left out, two stacks,
+buffers, experts, two towers, no attention."""
+
+
+@pytest.mark.parametrize(("name", "setting"), spread(KINDS, SETTINGS), ids=[*KINDS])
+def test_every_kind_of_family(name: str, setting: Setting) -> None:
+    one = family(name)
     groups, make = groups_of(one, 2, 2), optimizer_for(one)
     plain, losses = plainly(one, 0.1, groups, make, setting.clip)
     model = one.build(0.1)
@@ -160,7 +162,7 @@ def test_gradients_on_their_way_to_the_host_outlive_a_failure(seed: int | None) 
         engine.finish_updates()
         trap.arm()
         # The update thread waits for nothing that arrives until the failure has been dealt with.
-        updater, dealt_with = engine._assembly.parts.updater, threading.Event()
+        updater, dealt_with = updater_of(engine), threading.Event()
 
         def no_norms() -> dict[str, Tensor]:
             dealt_with.wait(60)
@@ -302,10 +304,10 @@ def test_what_a_layer_returns_or_keeps_of_its_parameters_does_not_hold_evicted_m
     assert_same(model, plain, bitwise=True)
 
 
-# ---- pieces, lengths
+# ---- slices, lengths
 
 
-def test_pieces() -> None:
+def test_slices() -> None:
     """Bits may differ from uncut calls (sums are rounded elsewhere): compared with the same plan on the CPU device."""
     models = []
     config = config_of(3, 0.5, {"pack_layers": 1, "stash": "host", "micro_batch": 1})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harmony_ds.calls.boundary import GlueSink, Slot
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.profiler.costs import CallCost, CostTable
 
 
-def slot(call: int, nbytes: int) -> Slot:
+def output_gradient(call: int, nbytes: int) -> OutputGradient:
     """The gradient of an output of that call."""
-    return Slot(call, torch.empty(nbytes, dtype=torch.uint8))
+    return OutputGradient(call, torch.empty(nbytes, dtype=torch.uint8))
 
 
 def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
@@ -54,7 +54,9 @@ def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
 
 
 def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
-    in_call, behind = costs_of(SeenCall(forward=100, graph=20, glue=30), SeenCall(forward=40, graph=20, glue=30))
+    in_call, behind = costs_of(
+        SeenCall(forward=100, graph=20, inter_layer=30), SeenCall(forward=40, graph=20, inter_layer=30)
+    )
     assert in_call.forward_bytes == 100
     assert behind.forward_bytes == 20 + 30
 
@@ -66,7 +68,7 @@ def test_before_the_first_call_the_code_in_front_counts() -> None:
 
 
 def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
-    (cost,) = costs_of(SeenCall(graph=20, glue_kept=3))
+    (cost,) = costs_of(SeenCall(graph=20, inter_layer_kept=3))
     assert cost.graph_bytes == 23
 
 
@@ -75,21 +77,24 @@ def test_no_more_stays_than_there_was() -> None:
     assert cost.alive_after_forward_bytes == 0
 
 
-def chain() -> tuple[list[SeenCall], list[Slot]]:
+def chain() -> tuple[list[SeenCall], list[OutputGradient]]:
     """Three calls, each fed by the one before; the last one's output goes to the loss. 10, 20 and 40 bytes."""
-    slots = [slot(call, nbytes) for call, nbytes in enumerate((10, 20, 40))]
+    output_gradients = [output_gradient(call, nbytes) for call, nbytes in enumerate((10, 20, 40))]
     calls = [
         SeenCall(
-            backward=100, needs_backward=True, made=[slots[place]], taken=slots[place - 1 : place] if place else []
+            backward=100,
+            needs_backward=True,
+            made=[output_gradients[place]],
+            taken=output_gradients[place - 1 : place] if place else [],
         )
         for place in range(3)
     ]
-    return calls, slots
+    return calls, output_gradients
 
 
 def test_through_a_chain_only_the_next_calls_gradient_waits() -> None:
-    calls, slots = chain()
-    costs = costs_of(*calls, tail=SeenCall(taken=[slots[2]]))
+    calls, output_gradients = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[2]]))
     assert [cost.shared_bytes for cost in costs] == [0, 10, 20]
     # The gradient of its output, and its own.
     assert [cost.backward_bytes for cost in costs] == [110, 120, 140]
@@ -97,8 +102,8 @@ def test_through_a_chain_only_the_next_calls_gradient_waits() -> None:
 
 def test_a_gradient_waits_until_its_call_comes() -> None:
     """The loss looks at the output of the first call, too: 10 bytes wait beside everything."""
-    calls, slots = chain()
-    costs = costs_of(*calls, tail=SeenCall(taken=[slots[0], slots[2]]))
+    calls, output_gradients = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[0], output_gradients[2]]))
     assert [cost.shared_bytes for cost in costs] == [0, 10, 30]
     # The second call's gradient of the first call's output is added to the one that waits, in a third tensor.
     assert [cost.backward_bytes for cost in costs] == [110, 100 + 20 + 10 + 10, 100 + 40 + 10]
@@ -111,21 +116,21 @@ def test_a_call_through_which_nothing_flows_takes_nothing_backward_but_for_the_f
 
 
 def test_bytes_of_gradients_are_rounded_up_as_the_device_does() -> None:
-    calls, slots = chain()
-    costs = costs_of(*calls, tail=SeenCall(taken=[slots[2]]), grain=16)
+    calls, output_gradients = chain()
+    costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[2]]), grain=16)
     assert [cost.shared_bytes for cost in costs] == [0, 16, 32]
 
 
-@pytest.mark.parametrize("glue_bytes", [5, 25])
-def test_of_glue_either_its_end_waits_or_what_it_hands_on(glue_bytes: int) -> None:
-    """The second call takes glue, which goes back, ahead of the first call, to its output: 10 bytes."""
-    output, glue = slot(0, 10), GlueSink(0, glue_bytes)
-    costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[glue]), SeenCall())
-    assert [cost.shared_bytes for cost in costs] == [0, max(10, glue_bytes), 0]
+@pytest.mark.parametrize("inter_layer_bytes", [5, 25])
+def test_an_inter_layer_gradient_waits_at_its_tensor_or_at_the_outputs_behind_it(inter_layer_bytes: int) -> None:
+    """The second call takes what inter-layer operations made of the first call's output: 10 bytes."""
+    output, inter_layer = output_gradient(0, 10), InterLayerGradient(0, inter_layer_bytes)
+    costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[inter_layer]), SeenCall())
+    assert [cost.shared_bytes for cost in costs] == [0, max(10, inter_layer_bytes), 0]
 
 
-def test_glue_of_several_calls_may_be_both_its_end_and_what_it_hands_on() -> None:
-    output, first, second = slot(0, 10), GlueSink(0, 5), GlueSink(0, 7)
+def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
+    output, first, second = output_gradient(0, 10), InterLayerGradient(0, 5), InterLayerGradient(0, 7)
     calls = [
         SeenCall(needs_backward=True, made=[output], settled=[output]),
         SeenCall(needs_backward=True, taken=[first]),
@@ -136,9 +141,9 @@ def test_glue_of_several_calls_may_be_both_its_end_and_what_it_hands_on() -> Non
 
 def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> None:
     """30 bytes while it settles; the gradient of the call before (10 bytes) waits, and takes a sum's place."""
-    calls, slots = chain()
-    calls[1].settle, calls[1].settled = 30, [slots[1]]
-    costs = costs_of(*calls, tail=SeenCall(taken=[slots[1], slots[2]]))
+    calls, output_gradients = chain()
+    calls[1].settle, calls[1].settled = 30, [output_gradients[1]]
+    costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[1], output_gradients[2]]))
     assert costs[1].settle_bytes == 20 + 30 + 20
     assert costs[0].settle_bytes == 0  # nothing runs there
 
@@ -154,6 +159,6 @@ def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> N
     assert [cost.backward_bytes for cost in costs] == [6, 6, 6]
 
 
-def test_a_fused_pack_that_begins_within_shared_glue_keeps_its_graphs() -> None:
+def test_a_fused_pack_that_begins_within_a_shared_inter_layer_graph_keeps_its_graphs() -> None:
     costs = costs_of(*(SeenCall() for _ in range(5)), spans={(1, 3)})
     assert [cost.keeps_graph for cost in costs] == [False, False, True, True, False]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.pieces import RowDims
+from harmony_ds.calls.slices import cut_of
+from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.row_probe import Found, RowProbe, close, few_rows
+from harmony_ds.measuring.sample import Sample
+from harmony_ds.profiler.rows import RowDims
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 SHARED_ROWS = "its rows depend on each other"
@@ -108,12 +113,16 @@ class Net(nn.Module):
         return self.layer(self.table if isinstance(self.layer, Constant) else x)
 
 
+def sample_of(model: nn.Module, x: Tensor) -> Sample:
+    return Sample(x, lambda: model(x), lambda rows: lambda: model(x[:rows]), lambda outputs: None, seed=1)
+
+
 def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> Found:
     """What is found of `model` with so many rows."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with assembled(model, ScriptedDevice()) as assembly:
-        probe = RowProbe(assembly.parts, assembly.layers, ())
-        return probe.run(lambda: model(x[: rows[0]]), lambda: model(x[: rows[1]]), rows, seed=1)
+        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        return probe.probe(sample_of(model, x), rows)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +161,17 @@ def test_others_cannot_and_it_is_said_why(layer: nn.Module, reason: str) -> None
 
 @pytest.mark.parametrize(("layer", "draws"), [(Noisy(), True), (RowByRow(), False)])
 def test_layers_that_draw_random_numbers_are_told(layer: nn.Module, draws: bool) -> None:
-    assert probed(Net(layer)).drawing == (frozenset({0}) if draws else frozenset())
+    assert probed(Net(layer)).drawing == ({0} if draws else set())
 
 
-def test_pieces_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
+def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
     found = probed(Net(Noisy()))
     rows = found.rows(forward=3, backward=2)
     x = torch.ones(5, 4)
-    cut = rows.cut(0, [x])
+    cut = cut_of(rows, 0, [x])
     assert cut is not None
-    assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same pieces both ways
-    assert rows.cut(1, [x]) is None
+    assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same slices both ways
+    assert cut_of(rows, 1, [x]) is None
 
 
 class Twice(nn.Module):
@@ -208,10 +217,26 @@ def test_probing_leaves_nothing_behind() -> None:
     x = torch.ones(3, 4)
     with assembled(model, device) as assembly:
         before = torch.get_rng_state()
-        RowProbe(assembly.parts, assembly.layers, ()).run(lambda: model(x[:2]), lambda: model(x), (2, 3), seed=1)
+        RowProbe(Setup(assembly.parts, assembly.layers)).probe(sample_of(model, x), (2, 3))
         assert device.allocated_bytes() == 0
         assert torch.equal(torch.get_rng_state(), before)
         assert model.layer.training
+
+
+def test_nothing_of_it_waits_for_the_garbage_collector() -> None:
+    """It would hold memory of the device until then."""
+    model = Net(RowByRow())
+    with assembled(model, ScriptedDevice()) as assembly:
+        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe.probe(sample_of(model, torch.ones(3, 4)), (2, 3))
+        gc.collect()
+        gc.disable()
+        try:
+            seen = weakref.ref(probe)
+            del probe
+            assert seen() is None
+        finally:
+            gc.enable()
 
 
 # ---- the same but for rounding

@@ -1,4 +1,4 @@
-"""Rows of any shape, cut in any way: pieces cover them once, in order, and what is put together is the whole."""
+"""Rows of any shape, cut in any way: slices cover them once, in order, and what is put together is the whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harmony_ds.calls.pieces import Assembled, Cut, Piece, PieceSinks, RowDims, Rows, row_dims
+from harmony_ds.calls.slices import Assembled, Cut, RowSlice, cut_of, row_dims
+from harmony_ds.profiler.rows import RowDims, Rows
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,13 @@ def test_without_a_tensor_that_counts_them_rows_are_not_told() -> None:
 
 
 @given(kinds(), ROWS, SIZES)
-def test_pieces_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: int) -> None:
+def test_slices_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: int) -> None:
     cut = Cut(RowDims((kind.dim,), (), 0), rows, size, size)
-    pieces = list(cut.pieces(size))
-    assert [row for piece in pieces for row in range(piece.first, piece.last)] == list(range(rows))
-    assert all(piece.last - piece.first == size for piece in pieces[:-1])
+    slices = list(cut.slices(size))
+    assert [row for part in slices for row in range(part.first, part.last)] == list(range(rows))
+    assert all(part.last - part.first == size for part in slices[:-1])
     tensor = kind.tensor(rows)
-    parts = [cut.inputs_of(piece, [tensor])[0] for piece in pieces]
+    parts = [cut.inputs_of(part, [tensor])[0] for part in slices]
     if kind.dim is None:
         assert all(part is tensor for part in parts)
     else:
@@ -101,23 +102,23 @@ def test_pieces_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: i
 
 
 @given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
-def test_what_pieces_give_is_put_together_as_the_whole(outputs: list[Kind], rows: int, size: int) -> None:
+def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows: int, size: int) -> None:
     cut = Cut(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
     whole = [kind.tensor(rows) for kind in outputs]
     together = Assembled(cut, [])
-    for piece in cut.pieces(size):
-        together.add(piece, [], [*_part(cut, piece, whole), "said"])
+    for part in cut.slices(size):
+        together.add(part, [], [*_part(cut, part, whole), "said"])
     assert together.leaves[-1] == "said"
     for found, expected in zip(together.leaves, whole, strict=False):
         assert torch.equal(found, expected)
 
 
-def _part(cut: Cut, piece: Piece, tensors: list[Tensor]) -> list[Tensor]:
-    return [piece.narrow(t, dim).clone() for t, dim in zip(tensors, cut.dims.outputs, strict=True)]
+def _part(cut: Cut, part: RowSlice, tensors: list[Tensor]) -> list[Tensor]:
+    return [part.narrow(t, dim).clone() for t, dim in zip(tensors, cut.dims.outputs, strict=True)]
 
 
 class Sum:
-    """A sink."""
+    """A target."""
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
@@ -132,22 +133,18 @@ class Sum:
 
 
 @given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
-def test_gradients_of_pieces_are_the_gradient_of_the_whole(inputs: list[Kind], rows: int, size: int) -> None:
-    """Of x * x: what all rows share gets its gradient from the first piece alone, as it is handed on."""
+def test_gradients_of_slices_are_the_gradient_of_the_whole(inputs: list[Kind], rows: int, size: int) -> None:
+    """Of x * x: what all rows share gets its gradient from the first slice alone, as it is handed on."""
     dims = tuple(kind.dim for kind in inputs)
     cut = Cut(RowDims(dims, dims, 0), rows, size, size)
     tensors = [kind.tensor(rows) for kind in inputs]
     gradients = [torch.ones_like(t) for t in tensors]
-    sinks = [Sum() for _ in inputs]
-    split = PieceSinks(cut, sinks, tensors)
-    for piece in cut.pieces(size):
-        split.begin(piece)
-        parts = cut.inputs_of(piece, tensors)
-        for sink, part, gradient in zip(split.sinks, parts, cut.gradients_of(piece, gradients), strict=True):
-            if gradient is not None and sink is not None:
-                sink.add(2 * part * gradient)
-    split.finish()
-    for one, tensor in zip(sinks, tensors, strict=True):
+    targets = [Sum() for _ in inputs]
+    for parts, own, given_here in cut.propagated(tensors, targets, gradients):
+        for target, part, gradient in zip(own, parts, given_here, strict=True):
+            if gradient is not None and target is not None:
+                target.add(2 * part * gradient)
+    for one, tensor in zip(targets, tensors, strict=True):
         assert one.gradient is not None
         assert torch.equal(one.gradient, 2 * tensor)
         assert one.adds == 1
@@ -159,11 +156,12 @@ def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
 ) -> None:
     inputs = [counting, *others]
     asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
-    cut = asked.cut(3, [kind.tensor(rows) for kind in inputs])
+    cut = cut_of(asked, 3, [kind.tensor(rows) for kind in inputs])
+    assert cut == cut_of(Rows(forward, backward, asked.dims), 3, [kind.tensor(rows) for kind in inputs], draws)
     sizes = ((backward if draws else forward) or rows, backward or rows)
     if min(sizes) >= rows:
         assert cut is None
     else:
         assert cut is not None
         assert (cut.rows, cut.forward, cut.backward) == (rows, *sizes)
-    assert asked.cut(2, [kind.tensor(rows) for kind in inputs]) is None
+    assert cut_of(asked, 2, [kind.tensor(rows) for kind in inputs]) is None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Stream
+from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
@@ -33,10 +35,12 @@ class Layer(nn.Linear):
 class Net(nn.Module):
     """Layers with code before, between and behind them."""
 
-    def __init__(self, device: ScriptedDevice, layers: list[Layer], head: float, glue: float, tail: float) -> None:
+    def __init__(
+        self, device: ScriptedDevice, layers: list[Layer], head: float, inter_layer: float, tail: float
+    ) -> None:
         super().__init__()
         self.scripted, self.layers = device, nn.ModuleList(layers)
-        self.head, self.glue, self.tail = head, glue, tail
+        self.head, self.inter_layer, self.tail = head, inter_layer, tail
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +49,7 @@ class Net(nn.Module):
         self.scripted.spend(self.head + cold)
         for layer in self.layers:
             x = layer(x)
-            self.scripted.spend((self.glue if layer is not self.layers[-1] else self.tail) + cold)
+            self.scripted.spend((self.inter_layer if layer is not self.layers[-1] else self.tail) + cold)
         return x
 
 
@@ -55,11 +59,14 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
-        timing = Timing(parts, assembly.layers)
+        timing = Timing(Setup(parts, assembly.layers))
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
         costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)
-        table = timing.run(costs, lambda: net(x), lambda out: out.sum() if trained else None, seed=1, unlayered=())
+        sample = Sample(
+            x, lambda: net(x), lambda rows: lambda: net(x[:rows]), lambda out: out.sum() if trained else None, seed=1
+        )
+        table = timing.time(costs, sample)
     return table, timing.swaps
 
 
@@ -74,7 +81,7 @@ def test_cold_calls_do_not_count() -> None:
     """The first pass is cold; the second has every time as it was scripted, whichever code it was spent in."""
     device = ScriptedDevice()
     layers = [Layer(device, 2.0, 5.0) for _ in range(3)]
-    table, _ = timed(Net(device, layers, head=0.5, glue=0.25, tail=0.25))
+    table, _ = timed(Net(device, layers, head=0.5, inter_layer=0.25, tail=0.25))
 
     assert table.head_ms == 0.5
     assert table.tail_ms == 0.25

@@ -62,11 +62,11 @@ def test_an_optimizer_that_cannot_be_asked_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop])
-def test_steps_here_and_there_in_turn_are_those_of_one_optimizer(make: Any) -> None:
+def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) -> None:
     host, device, parameters = pair(make)
     plain = copy.deepcopy(parameters)
     optimizer = make(list(plain.values()))
-    there = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    on_device = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     for step in range(4):
         gradients = gradients_for(parameters, step)
         for name, parameter in plain.items():
@@ -75,14 +75,14 @@ def test_steps_here_and_there_in_turn_are_those_of_one_optimizer(make: Any) -> N
         if step % 2:
             host.step(gradients, host.hyper())
             for name, parameter in parameters.items():
-                there[name].data.copy_(parameter)
+                on_device[name].data.copy_(parameter)
         else:
-            for name, parameter in there.items():
-                device.take(name, parameter)
-            device.step(there, gradients, host.hyper())
-            for name, parameter in there.items():
+            for name, parameter in on_device.items():
+                device.copy_state_to_device(name, parameter)
+            device.step(on_device, gradients, host.hyper())
+            for name, parameter in on_device.items():
                 parameters[name].data.copy_(parameter)
-                device.give(name, parameter)
+                device.copy_state_to_host(name, parameter)
     assert all(torch.equal(parameters[name], plain[name]) for name in plain)
 
 

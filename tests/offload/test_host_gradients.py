@@ -1,4 +1,4 @@
-"""Gradients arrive on the host whole, in slabs that are used again."""
+"""Gradients arrive on the host whole, in buffers that are used again."""
 
 from __future__ import annotations
 
@@ -8,38 +8,44 @@ import pytest
 import torch
 
 from harmony_ds.device import CpuDevice
-from harmony_ds.offload.host_gradients import Delivery, HostGradients
+from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.ledger import Kind, Ledger
 
 
 def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[HostGradients, Ledger]:
     ledger = Ledger()
-    return HostGradients(CpuDevice(), ledger, dtype, limit), ledger
+    return HostGradients(CpuDevice(), ledger, dtype, limit, lambda _: True), ledger
 
 
-def send(gradients: HostGradients, *numels: int, beyond: int | None = 0) -> Delivery:
+def send(gradients: HostGradients, *numels: int, beyond: int | None = 0) -> GradientTransfer:
     return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, beyond)
 
 
+def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
+    """Everything that it carries has been used."""
+    gradients.add(transfer)
+    gradients.forget_gradients()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delivery_holds_copies_in_shape(dtype: torch.dtype) -> None:
+def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)
     sent = {"w": torch.randn(3, 5), "b": torch.tensor(2.5)}
-    delivery = gradients.swap_out(sent, beyond=0)
+    transfer = gradients.swap_out(sent, beyond=0)
 
-    assert delivery.gradients.keys() == sent.keys()
+    assert transfer.gradients.keys() == sent.keys()
     for name, gradient in sent.items():
-        assert torch.equal(delivery.gradients[name], gradient.to(dtype))
-        assert delivery.gradients[name].data_ptr() % 64 == 0
+        assert torch.equal(transfer.gradients[name], gradient.to(dtype))
+        assert transfer.gradients[name].data_ptr() % 64 == 0
     assert ledger.close().device_to_host[Kind.GRADIENTS] == (64 if dtype.itemsize * 15 <= 64 else 0) + 64
 
 
 def test_a_transposed_gradient_keeps_its_values() -> None:
     gradient = torch.arange(6.0).view(2, 3).t()
-    delivery = host()[0].swap_out({"w": gradient}, beyond=0)
+    transfer = host()[0].swap_out({"w": gradient}, beyond=0)
 
-    assert torch.equal(delivery.gradients["w"], gradient)
-    assert delivery.gradients["w"].is_contiguous()
+    assert torch.equal(transfer.gradients["w"], gradient)
+    assert transfer.gradients["w"].is_contiguous()
 
 
 def test_bytes_are_booked_with_their_padding() -> None:
@@ -49,54 +55,54 @@ def test_bytes_are_booked_with_their_padding() -> None:
     assert ledger.close().device_to_host[Kind.GRADIENTS] == 64 + 128
 
 
-def test_a_released_slab_is_used_again() -> None:
+def test_a_released_buffer_is_used_again() -> None:
     gradients, _ = host()
     first = send(gradients, 100)
-    gradients.release(first)
+    release(gradients, first)
     second = send(gradients, 60)
 
-    assert second.slab is first.slab
+    assert second.buffer is first.buffer
     assert gradients.host_bytes == 4 * 112
 
 
-def test_of_spare_slabs_the_smallest_that_fits_is_taken() -> None:
+def test_of_spare_buffers_the_smallest_that_fits_is_taken() -> None:
     gradients, _ = host()
     small, large = send(gradients, 16), send(gradients, 160)
-    gradients.release(large)
-    gradients.release(small)
+    release(gradients, large)
+    release(gradients, small)
 
-    assert send(gradients, 10).slab is small.slab
+    assert send(gradients, 10).buffer is small.buffer
 
 
-def test_where_slabs_are_few_a_small_one_makes_room_for_a_large_one() -> None:
+def test_where_buffers_are_few_a_small_one_makes_room_for_a_large_one() -> None:
     gradients, _ = host(limit=1)
-    gradients.release(send(gradients, 16))
+    release(gradients, send(gradients, 16))
     send(gradients, 160)
 
     assert gradients.host_bytes == 640
 
 
-def test_deliveries_in_use_do_not_share_memory() -> None:
+def test_transfers_in_use_do_not_share_memory() -> None:
     gradients, _ = host()
     first, second = send(gradients, 8), send(gradients, 8, 8)
 
-    assert first.slab.data_ptr() != second.slab.data_ptr()
+    assert first.buffer is not second.buffer
     assert first.gradients["p0"].tolist() == [1.0] * 8
 
 
-def test_at_the_limit_a_swap_out_waits_for_a_slab() -> None:
+def test_at_the_limit_a_swap_out_waits_for_a_buffer() -> None:
     gradients, _ = host(limit=2)
     first = send(gradients, 8)
     send(gradients, 8)
-    third: list[Delivery] = []
+    third: list[GradientTransfer] = []
     thread = threading.Thread(target=lambda: third.append(send(gradients, 8)))
     thread.start()
     thread.join(0.2)
     assert not third
-    gradients.release(first)
+    release(gradients, first)
     thread.join(30)
 
-    assert third[0].slab is first.slab
+    assert third[0].buffer is first.buffer
 
 
 def test_beyond_the_limit_nothing_waits() -> None:
@@ -113,9 +119,9 @@ def test_what_waits_for_another_pack_adds_to_the_limit() -> None:
     assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8
 
 
-def test_destroying_gives_spare_slabs_back() -> None:
+def test_destroying_gives_spare_buffers_back() -> None:
     gradients, _ = host()
-    gradients.release(send(gradients, 8))
+    release(gradients, send(gradients, 8))
     gradients.destroy()
 
     assert gradients.host_bytes == 0

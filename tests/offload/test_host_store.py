@@ -86,7 +86,7 @@ def test_a_layers_parameters_are_one_piece() -> None:
     one = stored(odd_sizes())
     (piece,) = one.store.pieces(["1.weight", "1.bias"])
 
-    assert [(name, start) for name, start, _ in piece.parameters] == [("1.weight", 0), ("1.bias", 32)]
+    assert [(name, place.start) for name, place in piece.places.items()] == [("1.weight", 0), ("1.bias", 32)]
     assert piece.memory.numel() == 32 + 16
     assert piece.memory.is_contiguous()
     assert torch.equal(piece.memory[:25], one.model[1].weight.flatten())
@@ -103,10 +103,10 @@ def test_padding_is_zero() -> None:
 def test_the_order_in_which_pieces_are_asked_for_does_not_matter() -> None:
     store = stored(odd_sizes()).store
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    expected = [[name for name, _, _ in piece.parameters] for piece in store.pieces(names)]
+    expected = [list(piece.places) for piece in store.pieces(names)]
 
     assert expected == [names[:2], names[2:]]
-    assert [[name for name, _, _ in piece.parameters] for piece in store.pieces(names[::-1])] == expected
+    assert [list(piece.places) for piece in store.pieces(names[::-1])] == expected
 
 
 def test_a_gap_makes_two_pieces() -> None:
@@ -124,7 +124,7 @@ def test_a_tied_parameter_lies_with_its_first_layer() -> None:
 
     assert one.model.lm_head.weight is one.model.transformer.wte.weight
     pieces = one.store.pieces(["transformer.wte.weight", "transformer.ln_f.weight"])
-    assert [name for piece in pieces for name, _, _ in piece.parameters] == [
+    assert [name for piece in pieces for name in piece.places] == [
         "transformer.wte.weight",
         "transformer.ln_f.weight",
     ]

@@ -46,7 +46,7 @@ class Bench:
         self.one = one
         self.parameters = one.store.parameters
         self.optimizer = Recording(torch.optim.SGD(list(one.store.masters.values()), lr=0.5), one.store.masters)
-        self.gradients = HostGradients(one.device, Ledger(), torch.float32, limit)
+        self.gradients = HostGradients(one.device, Ledger(), torch.float32, limit, self.optimizer.trains)
         self.updater = Updater(one.store, self.optimizer, self.gradients)
 
     def deliver(self, pack: int, gradients: dict[str, Tensor]) -> None:

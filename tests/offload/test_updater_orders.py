@@ -124,7 +124,7 @@ NUMBERS = st.integers(0, 8)
 
 
 def requests_of(*kinds: Callable[[Both, int, int], None]) -> st.SearchStrategy[list[Request]]:
-    """Lists of these, for any pack; half of them are deliveries."""
+    """Lists of these, for any pack; half of them are transfers."""
     some = st.sampled_from((*kinds, *[Both.deliver] * len(kinds)))
     return st.lists(st.tuples(some, st.sampled_from(sorted(PACKS)), NUMBERS), max_size=24)
 
@@ -143,7 +143,7 @@ def test_any_order_of_requests_is_the_same_work_in_turn(requests: list[Request])
 
 @given(requests_of(Both.update), st.integers(1, 3))
 def test_slabs_that_are_few_change_nothing_and_come_back(requests: list[Request], limit: int) -> None:
-    """As an engine does: a pack is updated behind its delivery."""
+    """As an engine does: a pack is updated behind its transfer."""
     with bench(limit=limit) as b:
         both = Both(b)
         for _, pack, number in requests:

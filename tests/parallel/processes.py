@@ -19,7 +19,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "transformers", "harmony_ds", "tests.parallel.preload"])
-LIMIT_S = 120
+LIMIT_S = 60
 
 
 @dataclass

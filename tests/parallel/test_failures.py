@@ -271,12 +271,9 @@ def refusals() -> dict[str, tuple[str, str]]:
             return super().step(closure)
 
     def trainer() -> None:
-        from transformers import TrainingArguments
+        from harmony_ds.integrations.transformers import HarmonyMixin
 
-        from harmony_ds.integrations.transformers import HarmonyTrainer
-
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # what a launcher sets, and transformers asks for
-        HarmonyTrainer(model=build("mlp"), args=TrainingArguments(use_cpu=True, report_to=[]))
+        HarmonyMixin._build_accelerator_args(None)  # type: ignore[arg-type]
 
     return {
         "residency": said(lambda: engine(residency=1)),

@@ -53,8 +53,9 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
           "harmony": {"device": "cpu"}}
 engine, *_ = harmony_ds.initialize(model=model, config=config)
-print("pid", os.getpid(), engine.global_rank, flush=True)
-while True:
+os.write(1, f"pid {os.getpid()} {engine.global_rank};\\n".encode())
+end = time.time() + 120
+while time.time() < end:
     engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
 """
 
@@ -68,9 +69,9 @@ def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> 
         assert launcher.stdout is not None and launcher.stderr is not None
         pids: dict[int, int] = {}
         while len(pids) < 3:
-            found = re.search(r"pid (\d+) (\d)", launcher.stdout.readline())
-            if found:
-                pids[int(found[2])] = int(found[1])
+            line = launcher.stdout.readline()
+            assert line, "they have ended"
+            pids |= {int(rank): int(pid) for pid, rank in re.findall(r"pid (\d+) (\d);", line)}
         before = shared_files()
         time.sleep(1)
         os.kill(pids[1], signal.SIGKILL)

@@ -55,7 +55,7 @@ def test_another_format_and_other_files_are_named() -> None:
 
 def test_a_foreign_profile_says_what_differs() -> None:
     PROFILE.check({"model": "m", "torch": "2"})
-    with pytest.raises(ProfileError, match=r"torch was '2' and is '3' now \(1 of 2 entries differ\)"):
+    with pytest.raises(ProfileError, match=r"torch was '2' and is '3' now"):
         PROFILE.check({"model": "m", "torch": "3"})
 
 

@@ -48,18 +48,18 @@ def test_nothing_runs_before_it_is_resumed() -> None:
         assert ran == [1]
 
 
-def test_it_parks_at_every_layer_call_and_goes_on_with_the_reply() -> None:
+def test_it_is_suspended_at_every_layer_call_and_goes_on_with_the_reply() -> None:
     with model_and_lane(whole) as lane:
         lane.resume()
         layers = []
         while lane.request is not None:
             layers.append(lane.request.layer)
-            assert lane.parked
+            assert lane.suspended
             (argument,) = lane.request.args
             lane.resume(argument + 10)
         assert layers == [0, 1, 2]
         assert lane.finished
-        assert not lane.parked
+        assert not lane.suspended
         assert lane.result.tolist() == [[31.0, 31.0]]
 
 
@@ -125,8 +125,8 @@ def test_closing_a_lane_that_never_ran_runs_nothing() -> None:
 
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
-    with model_and_lane(whole) as parked, model_and_lane(whole):
-        parked.resume()
+    with model_and_lane(whole) as suspended, model_and_lane(whole):
+        suspended.resume()
         assert threading.active_count() == before + 2
     assert threading.active_count() == before
 

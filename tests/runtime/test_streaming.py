@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.assembly import Assembly
+from harmony_ds.calls.intercept import Request
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.streaming import Observer, Streamer
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 WIDTHS = (3, 20, 40, 60)  # no two layers have buffers of one size
@@ -46,7 +49,7 @@ class Bench:
 
     def __init__(self, assembly: Assembly, model: Net, device: ScriptedDevice) -> None:
         parts = assembly.parts
-        self.parts, self.model, self.device = parts, model, device
+        self.parts, self.layers, self.model, self.device = parts, assembly.layers, model, device
         self.streamer = Streamer(parts, assembly.layers)
         self.sizes = {
             sum(slab_bytes(p.numel(), 4) for p in layer.parameters()) // 4: number
@@ -71,6 +74,42 @@ def bench() -> Iterator[Bench]:
     model = Net(device)
     with assembled(model, device) as assembly:
         yield Bench(assembly, model, device)
+
+
+class Noting(Observer):
+    """Notes in the device's log what it is told."""
+
+    def __init__(self, parts: Parts, device: ScriptedDevice) -> None:
+        super().__init__(parts)
+        self.log = device.log
+
+    def arrived(self, request: Request) -> None:
+        self.log.append(f"arrived {request.layer}")
+
+    def swapped_in(self, copy: DeviceCopy) -> None:
+        self.log.append(f"here {len(copy.leaves)}")
+
+    def evicted(self) -> None:
+        self.log.append("gone")
+
+
+def test_an_observer_is_told_of_a_call_before_its_layer_comes_and_when_it_has_gone(bench: Bench) -> None:
+    layers = [layer.index for layer in bench.layers]
+    bench.streamer = Streamer(bench.parts, bench.layers, Noting(bench.parts, bench.device))
+    bench.model.order = (0,)
+    size = next(size for size, number in bench.sizes.items() if number == 0)
+    bench.device.log.clear()
+    with bench.streamer.streaming((), ()):
+        bench.model(torch.ones(1, WIDTHS[0]))
+    assert bench.device.log == [
+        "here 0",  # of what no layer owns
+        f"arrived {layers[0]}",
+        f"in {size}",
+        "here 2",
+        "run 0",
+        f"out {size}",
+        "gone",
+    ]
 
 
 def test_the_next_layer_comes_before_the_one_that_is_called_runs(bench: Bench) -> None:
@@ -120,6 +159,15 @@ def test_nothing_stays_where_a_layer_fails(bench: Bench) -> None:
         bench.stream((0, 1, 2))
     hook.remove()
     assert bench.device.allocated_bytes() == 0
+    bench.stream((0, 1, 2))
+    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+
+
+def test_where_the_resident_set_does_not_come_nothing_is_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.parts.residency, "swap_in", _fail)
+        with pytest.raises(ZeroDivisionError):
+            bench.stream((0, 1, 2))
     bench.stream((0, 1, 2))
     assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
 

@@ -16,6 +16,7 @@ from harmony_ds import HarmonyEngine, TaskKind
 from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
+from tests.inside import assembly_of
 
 RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.UPDATE_ON_DEVICE)
 COPIES = {TaskKind.SWAP_IN: "swap_in", TaskKind.SWAP_OUT: "swap_out"}
@@ -119,10 +120,13 @@ def test_on_the_cpu_copies_and_compute_never_run_at_once() -> None:
     assert row and all(one.end_ms <= following.begin_ms for one, following in pairwise(row))
 
 
-def test_the_resident_set_is_told_apart_from_tasks() -> None:
+def test_the_unlayered_parameters_are_swapped_and_updated_by_tasks() -> None:
     for config in (CONFIGS["immediate"], CONFIGS["deferred"]):
-        names = Counter(span.stream for span in recorded(config)[-1].spans if span.name == "unlayered parameters")
+        step = recorded(config)[-1]
+        number = step.plan.packing.unlayered
+        names = Counter(span.stream for span in step.spans if span.tasks[0].pack == number)
 
+        assert str(step.tasks[0]) == f"I{number}"
         assert names["swap_in"] == names["swap_out"] == 1
         assert names["update"] >= 1
 
@@ -155,7 +159,7 @@ def test_recording_changes_no_bit(config: dict[str, Any]) -> None:
 
 
 def nothing_is_watched(engine: HarmonyEngine) -> bool:
-    parts = engine._assembly.parts
+    parts = assembly_of(engine).parts
     return parts.device._watch is None and parts.timeline._steps is None
 
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import ElementBytes, Pack, Packer, Task, uniform_bounds
-from harmony_ds.scheduler.partition import Bounds
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import Bounds, uniform_bounds
+from harmony_ds.scheduler.plan import Pack, Packing, Task
 
 GPU = Machine(
     name="a GPU of numbers that add up",
@@ -54,6 +55,13 @@ def packs_of(*needs_backward: bool, weight_bytes: int = 100, gradient_bytes: int
         Pack(i, (i,), (i,), (f"p{i}",), (f"p{i}",), weight_bytes, gradient_bytes if needs else 0, needs)
         for i, needs in enumerate(needs_backward)
     )
+
+
+def with_unlayered(packing: Packing, weight_bytes: int = 100, gradient_bytes: int = 100) -> Packing:
+    """The same packs, and parameters that no layer call covers."""
+    number = len(packing.packs)
+    pack = Pack(number, (), (), ("scale",), ("scale",), weight_bytes, gradient_bytes, True, update_elements=25)
+    return replace(packing, packs=(*packing.packs, pack), unlayered=number)
 
 
 def pack_uniformly(graph: LayerGraph, costs: CostTable, element: ElementBytes, pack_layers: int) -> tuple[Pack, ...]:

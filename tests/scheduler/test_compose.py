@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harmony_ds.scheduler import ALL_PACKS, Group, Pack, Packing, Policy, compose_forward, compose_step
-from harmony_ds.scheduler.plan import parked
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy, suspended
 from tests.scheduler.examples import packs_of, text
 
 THREE = packs_of(True, True, True)
@@ -106,11 +106,12 @@ def test_a_single_pack_is_fused() -> None:
 
 
 def test_a_forward_pass_of_its_own_passes_every_pack() -> None:
-    assert text(compose_forward(Packing.reused(THREE), 4, Policy(prefetch=False))) == "I0 F0.4 E0 I1 F1.4 E1 I2 F2.4 E2"
-    assert text(compose_forward(Packing.reused(THREE), 4, Policy(prefetch=True))) == "I0 I1 F0.4 E0 I2 F1.4 E1 F2.4 E2"
-    assert text(compose_forward(Packing.reused(THREE), 0, Policy(prefetch=False, stash_on_host=ALL_PACKS))) == (
-        "I0 F0.0 S0.0 E0 I1 F1.0 S1.0 E1 I2 F2.0 S2.0 E2"
-    )
+    def alone(policy: Policy) -> str:
+        return text(compose_forward(Packing.reused(THREE), Group((4,)), policy))
+
+    assert alone(Policy(prefetch=False)) == "I0 F0.4 E0 I1 F1.4 E1 I2 F2.4 E2"
+    assert alone(Policy(prefetch=True)) == "I0 I1 F0.4 E0 I2 F1.4 E1 F2.4 E2"
+    assert alone(Policy(prefetch=False, stash_on_host=ALL_PACKS)) == "I0 F0.4 S0.4 E0 I1 F1.4 S1.4 E1 I2 F2.4 S2.4 E2"
 
 
 def test_swaps_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -167,10 +168,10 @@ def test_the_overlap_of_updates_changes_no_task() -> None:
     assert step(THREE, TWO_FRESH, replace(PLAIN, overlap_update=False)) == step(THREE, TWO_FRESH, PLAIN)
 
 
-def test_micro_batches_are_parked_that_run_through_the_last_pack_both_ways() -> None:
-    def parked_in(group: Group, policy: Policy) -> frozenset[int]:
-        return parked(THREE, compose_step(Packing.reused(THREE), group, policy))
+def test_micro_batches_are_suspended_that_run_through_the_last_pack_both_ways() -> None:
+    def suspended_in(group: Group, policy: Policy) -> frozenset[int]:
+        return suspended(THREE, compose_step(Packing.reused(THREE), group, policy))
 
-    assert parked_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
-    assert parked_in(Group((0, 2), (1,)), Policy()) == set()
-    assert parked(THREE, compose_forward(Packing.reused(THREE), 0, Policy(fuse_last_pack=False))) == set()
+    assert suspended_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
+    assert suspended_in(Group((0, 2), (1,)), Policy()) == set()
+    assert suspended(THREE, compose_forward(Packing.reused(THREE), Group((0,)), Policy(fuse_last_pack=False))) == set()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Plan, Policy, compose_step
+from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.grid import amount, format_plan, ranges
+from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
 from tests.scheduler.examples import packs_of
 
 SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.scheduler import (
-    ALL_PACKS,
-    Group,
-    MemoryProfile,
-    Pack,
-    Packing,
-    Policy,
-    compose_forward,
-    compose_step,
-    walk_memory,
-)
+from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy
 from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
@@ -117,7 +109,7 @@ def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
 
 
 def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> None:
-    tasks = compose_forward(Packing.reused(TWO), 0, Policy(prefetch=False))
+    tasks = compose_forward(Packing.reused(TWO), Group((0,)), Policy(prefetch=False))
     profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3_000))
 
     assert text(tasks) == "I0 F0.0 E0 I1 F1.0 E1"

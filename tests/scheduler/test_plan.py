@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from harmony_ds import Plan, Task, TaskKind
 from harmony_ds.config import HarmonySettings
-from harmony_ds.scheduler import ALL_PACKS, Group, Packing, Policy, Request, compose_step
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Policy
 from harmony_ds.scheduler.search import search
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of
 
@@ -59,7 +61,7 @@ def test_a_plan_saves_as_json_and_comes_back_equal() -> None:
 def test_any_chosen_plan_survives_json(numels: list[int], micro_batches: int, pack_layers: int, defer: bool) -> None:
     graph = graph_of(numels)
     settings = HarmonySettings(pack_layers=pack_layers, residency="off")
-    request = Request(settings, micro_batches, None, 7, Policy(deferred_update=defer))
+    request = PlanRequest(settings, micro_batches, None, 7, Policy(deferred_update=defer))
     plan = search(graph, costs_of(graph.calls), GPU, FP32, request)[0].plan
 
     assert Plan.from_json(plan.to_json()) == plan

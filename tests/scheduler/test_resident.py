@@ -9,20 +9,14 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import ParameterSpec
 from harmony_ds.profiler.costs import CallCost
-from harmony_ds.scheduler import (
-    Group,
-    Packer,
-    Packing,
-    Plan,
-    PlanError,
-    Policy,
-    Request,
-    compose_step,
-    validate,
-    walk_memory,
-)
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.resident import resident_packs, why_not_resident
 from harmony_ds.scheduler.search import search
+from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, pack_uniformly, packs_of, text
 
 
@@ -76,7 +70,7 @@ def test_a_plan_counts_weights_masters_state_and_the_update_of_resident_packs() 
 
     def planned(residency: str | int) -> Plan:
         settings = HarmonySettings(pack_layers=1, stash="device", residency=residency)
-        return search(graph, costs, GPU, FP32, Request(settings, 2, None, 7, Policy()))[0].plan
+        return search(graph, costs, GPU, FP32, PlanRequest(settings, 2, None, 7, Policy()))[0].plan
 
     without, plan = planned("off"), planned(2)
     assert plan.policy.resident == (1, 2)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import ALL_PACKS, Packer, Plan, Policy, Request, make_plan, uniform_bounds
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.partition import uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of
@@ -27,7 +30,7 @@ def planned(
     graph = graph_of([numel] * layers)
     costs = replace(costs_of(graph.calls, COST), head_ms=0.25, tail_ms=0.5)
     packing = Packer(graph, costs, FP32).packing(uniform_bounds(layers, pack_layers))
-    return make_plan(packing, costs, Request(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
+    return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
 
 
 @st.composite

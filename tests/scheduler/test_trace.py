@@ -12,26 +12,28 @@ import pytest
 
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler import Group, Packing, Plan, Policy, Task, TaskKind, compose_step, walk_memory
-from harmony_ds.scheduler.plan import UnlayeredParameters
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
-from tests.scheduler.examples import CPU, GPU, costs_of, packs_of
+from tests.scheduler.examples import CPU, GPU, costs_of, packs_of, with_unlayered
 
 COSTS = costs_of(
     (0, 1, 2), CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40)
 )
-KINDS = {kind.name.lower() for kind in TaskKind} | {"unlayered"}
+KINDS = {kind.name.lower() for kind in TaskKind}
 
 
 STASHING = Policy(stash_on_host=2)
 
 
-def plan_of(policy: Policy = STASHING, unlayered: UnlayeredParameters | None = None) -> Plan:
+def plan_of(policy: Policy = STASHING, unlayered: bool = False) -> Plan:
     packing = Packing.reused(tuple(replace(pack, update_elements=50) for pack in packs_of(True, True, True)))
+    packing = with_unlayered(packing) if unlayered else packing
     tasks = compose_step(packing, Group((0, 1, 2)), policy)
-    return Plan(packing, policy, tasks, 3, 64, 12_345, unlayered or UnlayeredParameters())
+    return Plan(packing, policy, tasks, 3, 64, 12_345)
 
 
 def executed_of(plan: Plan) -> ExecutedStep:
@@ -39,7 +41,7 @@ def executed_of(plan: Plan) -> ExecutedStep:
     count = len(plan.tasks)
     times = tuple((float(i), i + 1.0) for i in range(count))
     spans = tuple(Span("compute", *times[i], (task,)) for i, task in enumerate(plan.tasks))
-    return ExecutedStep(plan, plan.tasks, times, tuple(range(count)), spans)
+    return ExecutedStep(plan, times, tuple(range(count)), spans)
 
 
 def drawn(plan: Plan, executed: ExecutedStep | None = None, machine: Machine = GPU, costs: CostTable = COSTS) -> Any:
@@ -55,7 +57,7 @@ def of_phase(events: Any, phase: str, pid: int = 1) -> list[Any]:
 @pytest.mark.parametrize("machine", [GPU, CPU])
 @pytest.mark.parametrize("policy", [Policy(), Policy(stash_on_host=2), Policy(deferred_update=False, kept=(1,))])
 def test_events_follow_the_trace_event_format(machine: Machine, policy: Policy) -> None:
-    plan = plan_of(policy, UnlayeredParameters(100, 100, 25))
+    plan = plan_of(policy, unlayered=True)
 
     for event in drawn(plan, executed_of(plan), machine):
         assert event["ph"] in "MXC"
@@ -151,8 +153,8 @@ def test_memory_is_drawn_as_it_was_planned() -> None:
 
 def test_an_executed_step_ends_with_its_last_work_but_updates() -> None:
     task = Task(TaskKind.FORWARD, 0, 0)
-    spans = (Span("compute", 1.0, 6.0, (task,)), Span("update", 5.0, 20.0))
-    step = ExecutedStep(plan_of(), (task,), ((0.5, 2.0),), (1,), spans)
+    spans = (Span("compute", 1.0, 6.0, (task,)), Span("update", 5.0, 20.0, (task,)))
+    step = ExecutedStep(replace(plan_of(), tasks=(task,)), ((0.5, 2.0),), (1,), spans)
 
     assert step.step_ms == 6.0
     assert step.busy_ms == {"host": 0.0, "swap_in": 0.0, "compute": 5.0, "swap_out": 0.0, "update": 15.0}

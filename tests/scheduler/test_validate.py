@@ -7,16 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from harmony_ds.scheduler import (
-    ALL_PACKS,
-    Group,
-    Pack,
-    Packing,
-    PlanError,
-    Policy,
-    compose_step,
-    validate,
-)
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy
+from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import packs_of, parse, text
 
 PACKS = packs_of(True, True, True)

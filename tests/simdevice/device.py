@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-
 import torch
-from torch import Tensor
 
-from harmony_ds.device.base import MemoryProbe
-from harmony_ds.device.cuda import AllocatorProbe
 from harmony_ds.device.host_streams import HostStreamDevice
 from tests import simdevice
 
@@ -25,18 +19,6 @@ class SimDevice(HostStreamDevice):
         self._before = simdevice.allocated_bytes()  # what other tests left behind
         simdevice.set_limit(None if budget_bytes is None else budget_bytes + self._before)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.torch_device)
-
-    def free(self, buffer: Tensor) -> None:
-        return None
-
-    def charge(self, nbytes: int, what: str) -> None:
-        return None
-
-    def discharge(self, nbytes: int) -> None:
-        return None
-
     def allocated_bytes(self) -> int:
         return simdevice.allocated_bytes() - self._before
 
@@ -45,10 +27,3 @@ class SimDevice(HostStreamDevice):
 
     def reset_peak(self) -> None:
         simdevice.reset_peak()
-
-    def probe(self) -> AbstractContextManager[MemoryProbe]:
-        return self._allocator_probe()
-
-    @contextmanager
-    def _allocator_probe(self) -> Iterator[MemoryProbe]:
-        yield AllocatorProbe(self)

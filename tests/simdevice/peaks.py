@@ -16,6 +16,7 @@ from harmony_ds.reports import SwapReport
 from harmony_ds.scheduler.plan import Plan
 from tests import simdevice
 from tests.families import FAMILIES, MODULES
+from tests.inside import planner_of
 from tests.simdevice.device import SimDevice
 
 GROUP = 3
@@ -78,7 +79,7 @@ def train(case: Case) -> Peak:
     try:
         engine.train_batch(iter([batch] * GROUP))
         report = engine.memory_report()
-        costs = engine._runner.planner._costs
+        costs = planner_of(engine)._costs
         assert engine.plan is not None
         assert costs is not None
         return Peak(report.planned_peak_bytes, report.device_peak_bytes, engine.plan, costs, engine.swap_report())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.engine.drive import config_of, engine_for
 from tests.families import build_seeded
+from tests.inside import planner_of
 from tests.oracle import assert_same, train_plainly
 
 WIDTH = 8
@@ -60,7 +61,7 @@ def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
         engine.train_batch(iter(groups[0]))
         before = engine.plan
         # More micro-batches than the plan was made for: a new one, here with larger packs.
-        planner = engine._runner.planner
+        planner = planner_of(engine)
         planner._settings = dataclasses.replace(planner._settings, pack_layers=3)
         engine.set_train_batch_size(8)
         engine.train_batch(iter(groups[1]))

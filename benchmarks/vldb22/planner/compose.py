@@ -9,13 +9,13 @@ from itertools import pairwise
 from benchmarks.vldb22.planner.graph import (
     Content,
     DeviceTask,
+    DeviceTaskKind,
     Medium,
     Mode,
     Port,
     Schedule,
     Setup,
     TaskGraph,
-    TaskKind,
 )
 
 
@@ -52,7 +52,7 @@ class _Step:
     """A forward or backward task before it knows its ports."""
 
     index: int
-    kind: TaskKind
+    kind: DeviceTaskKind
     device: int
     first: int
     last: int
@@ -67,12 +67,12 @@ class _Chain:
         self._rank = rank
         self._updates = setup.mode is Mode.PIPELINE or rank == 0
         self._micro_batches = {
-            TaskKind.FORWARD: split_samples(samples, schedule.forward_micro_batch),
-            TaskKind.BACKWARD: split_samples(samples, schedule.backward_micro_batch),
+            DeviceTaskKind.FORWARD: split_samples(samples, schedule.forward_micro_batch),
+            DeviceTaskKind.BACKWARD: split_samples(samples, schedule.backward_micro_batch),
         }
-        packs = [(TaskKind.FORWARD, *pack) for pack in pairwise(schedule.forward)]
+        packs = [(DeviceTaskKind.FORWARD, *pack) for pack in pairwise(schedule.forward)]
         self._forward = len(packs)
-        packs += [(TaskKind.BACKWARD, *pack) for pack in reversed([*pairwise(schedule.backward)])]
+        packs += [(DeviceTaskKind.BACKWARD, *pack) for pack in reversed([*pairwise(schedule.backward)])]
         self._steps = [
             _Step(begin + self._place_of(turn), kind, self._device(turn), first, last)
             for turn, (kind, first, last) in enumerate(packs)
@@ -91,8 +91,8 @@ class _Chain:
         """Layers that a device's last forward and first backward task share stay there: the port of each of the two."""
         for device in {step.device for step in self._steps}:
             mine = [step for step in self._steps if step.device == device]
-            forward = [step for step in mine if step.kind is TaskKind.FORWARD]
-            backward = [step for step in mine if step.kind is TaskKind.BACKWARD]
+            forward = [step for step in mine if step.kind is DeviceTaskKind.FORWARD]
+            backward = [step for step in mine if step.kind is DeviceTaskKind.BACKWARD]
             if forward and backward:
                 one, other = forward[-1], backward[0]
                 first, last = max(one.first, other.first), min(one.last, other.last)
@@ -105,15 +105,15 @@ class _Chain:
             before = self._steps[turn - 1] if turn else None
             after = self._steps[turn + 1] if turn + 1 < len(self._steps) else None
             takes = (*self._weights(step), *self._takes(step, before))
-            pin = self._pins.get(step.index) if step.kind is TaskKind.FORWARD else None
+            pin = self._pins.get(step.index) if step.kind is DeviceTaskKind.FORWARD else None
             gives = (*self._gives(step, after), *((pin,) if pin else ()))
             sizes, fused = self._micro_batches[step.kind], turn == self._forward
             yield DeviceTask(step.index, step.kind, step.device, step.first, step.last, fused, sizes, takes, gives)
-            if step.kind is TaskKind.BACKWARD and self._updates:
+            if step.kind is DeviceTaskKind.BACKWARD and self._updates:
                 yield self._update(step)
 
     def _weights(self, step: _Step) -> Iterator[Port]:
-        pin = self._pins.get(step.index) if step.kind is TaskKind.BACKWARD else None
+        pin = self._pins.get(step.index) if step.kind is DeviceTaskKind.BACKWARD else None
         kept = (pin.first, pin.last) if pin else (step.last, step.last)
         for first, last in ((step.first, kept[0]), (kept[1], step.last)):
             if first < last:
@@ -129,15 +129,15 @@ class _Chain:
     def _takes(self, step: _Step, before: _Step | None) -> Iterator[Port]:
         if before is None:
             yield Port(Content.INPUT, Medium.DATA, 0, 1)
-        elif before.kind is TaskKind.FORWARD:
+        elif before.kind is DeviceTaskKind.FORWARD:
             yield Port(Content.INPUT, self._medium(before, step), step.first, step.first + 1, before.index)
         else:
-            source = next(s for s in self._steps if s.kind is TaskKind.FORWARD and s.first <= step.first < s.last)
+            source = next(s for s in self._steps if s.kind is DeviceTaskKind.FORWARD and s.first <= step.first < s.last)
             yield Port(Content.STASH, Medium.MESSAGE, step.first, step.first + 1, source.index)
             yield Port(Content.GRADIENT, self._medium(before, step), step.last, step.last + 1, before.index)
 
     def _gives(self, step: _Step, after: _Step | None) -> Iterator[Port]:
-        if step.kind is TaskKind.FORWARD:
+        if step.kind is DeviceTaskKind.FORWARD:
             assert after is not None
             for layer in range(step.first, step.last):
                 if layer in self._stashes:
@@ -154,5 +154,5 @@ class _Chain:
     def _update(self, step: _Step) -> DeviceTask:
         takes = (Port(Content.WEIGHT_GRADIENTS, Medium.SHARED, step.first, step.last, step.index),)
         gives = (Port(Content.WEIGHTS, Medium.SHARED, step.first, step.last),)
-        kind = TaskKind.UPDATE
+        kind = DeviceTaskKind.UPDATE
         return DeviceTask(step.index + 1, kind, step.device, step.first, step.last, False, (), takes, gives)

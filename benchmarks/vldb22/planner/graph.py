@@ -20,7 +20,7 @@ class Mode(Enum):
     PIPELINE = "vPP"
 
 
-class TaskKind(Enum):
+class DeviceTaskKind(Enum):
     FORWARD = "FWD"
     BACKWARD = "BWD"
     UPDATE = "UPD"
@@ -86,7 +86,7 @@ class DeviceTask:
     """
 
     index: int
-    kind: TaskKind
+    kind: DeviceTaskKind
     device: int
     first: int
     last: int

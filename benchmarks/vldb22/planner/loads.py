@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.vldb22.planner.graph import Mode, Setup
-from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.profile import PackCosts
 from harmony_ds.scheduler.partition import Bounds, PartCost
 
@@ -79,7 +79,7 @@ class Loads:
         at_work: devices that have tasks.
     """
 
-    def __init__(self, setup: Setup, costs: PackCosts, machine: Machine, overlap: bool, at_work: int) -> None:
+    def __init__(self, setup: Setup, costs: PackCosts, machine: Server, overlap: bool, at_work: int) -> None:
         self._costs = costs
         self._overlap = overlap
         self._free_ms = machine.free_ms
@@ -96,21 +96,15 @@ class Loads:
         self._update_ms = np.array([costs.update_ms(0, layer) for layer in layers])
         self._computed: dict[tuple[bool, int], Array] = {}
 
-    def forward(self, micro_batch: int, bounds: Bounds) -> PassLoad:
-        cuts = np.array(bounds)
-        first, last = cuts[:-1], cuts[1:]
-        tasks = self._forward_tasks(micro_batch, first, last, in_turn=True)
+    def of(self, backward: bool, micro_batch: int, bounds: Bounds) -> PassLoad:
+        """Of the pass whose packs lie between `bounds`."""
+        cuts = np.array(bounds[::-1] if backward else bounds)
+        make = self._backward_tasks if backward else self._forward_tasks
+        tasks = make(micro_batch, np.minimum(cuts[:-1], cuts[1:]), np.maximum(cuts[:-1], cuts[1:]), in_turn=True)
         size = min(micro_batch, self._samples)
-        first_ms = self._costs.forward_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
-        return PassLoad(self._by_device(tasks), first_ms, len(first))
-
-    def backward(self, micro_batch: int, bounds: Bounds) -> PassLoad:
-        cuts = np.array(bounds[::-1])
-        first, last = cuts[1:], cuts[:-1]
-        tasks = self._backward_tasks(micro_batch, first, last, in_turn=True)
-        size = min(micro_batch, self._samples)
-        first_ms = self._costs.backward_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
-        return PassLoad(self._by_device(tasks), first_ms, len(first))
+        compute_ms = self._costs.backward_ms if backward else self._costs.forward_ms
+        first_ms = compute_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
+        return PassLoad(self._by_device(tasks), first_ms, len(bounds) - 1)
 
     def pack_ms(self, backward: bool, micro_batch: int) -> PartCost:
         """How long a pack keeps a device from its other packs."""

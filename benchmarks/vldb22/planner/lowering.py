@@ -13,14 +13,14 @@ from bisect import bisect_left
 from functools import cache
 from itertools import accumulate
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Mode, Port, TaskGraph, TaskKind
-from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Mode, Port, TaskGraph
+from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.profile import PackCosts
-from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial, Waits
+from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial
 from harmony_ds.scheduler.events import Job
 
 
-def lower(graph: TaskGraph, costs: PackCosts, machine: Machine, overlap: bool) -> list[Job]:
+def lower(graph: TaskGraph, costs: PackCosts, machine: Server, overlap: bool) -> list[Job]:
     """The jobs of a graph; of a data-parallel one those of device 0, which has the largest share.
 
     Every job stands behind those that it waits for. Times are in ms.
@@ -58,7 +58,7 @@ class _Lanes:
 class _Shop:
     """The jobs so far, and what all tasks need to know."""
 
-    def __init__(self, graph: TaskGraph, costs: PackCosts, machine: Machine, overlap: bool) -> None:
+    def __init__(self, graph: TaskGraph, costs: PackCosts, machine: Server, overlap: bool) -> None:
         self.jobs: list[Job] = []
         self.tasks = graph.tasks
         self.costs = costs
@@ -90,17 +90,17 @@ class _TaskJobs:
         self._source = task.taken(Content.INPUT) or task.taken(Content.STASH)
         self._gradient = task.taken(Content.GRADIENT)
         self._stashes = task.given(Content.STASH)
-        self._handed = task.given(Content.INPUT if task.kind is TaskKind.FORWARD else Content.GRADIENT)
+        self._handed = task.given(Content.INPUT if task.kind is DeviceTaskKind.FORWARD else Content.GRADIENT)
         self._done = Done(task)
-        self._waits: Waits = shop.waits(self._done, history, shop.pipeline)
-        if task.kind is not TaskKind.UPDATE:
+        self._waits = shop.waits(self._done, history, shop.pipeline)
+        if task.kind is not DeviceTaskKind.UPDATE:
             history.append(self._done)
             shop.done[task.index] = self._done
 
     def add(self) -> None:
-        if self._task.kind is TaskKind.UPDATE:
+        if self._task.kind is DeviceTaskKind.UPDATE:
             self._update()
-        elif self._task.kind is TaskKind.FORWARD:
+        elif self._task.kind is DeviceTaskKind.FORWARD:
             self._forward()
         else:
             self._backward()

@@ -8,7 +8,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Server:
     """Bandwidths in bytes per ms at full speed.
 
     Attributes:
@@ -24,7 +24,7 @@ class Machine:
     free_ms: float
 
 
-HARMONY_VLDB22 = Machine(
+HARMONY_VLDB22 = Server(
     swap=11.5 * _GIB / 1000,
     peer=8.2 * _GIB / 1000,
     message=16 * _GIB / 1000,

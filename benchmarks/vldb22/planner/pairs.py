@@ -84,7 +84,7 @@ class Pairs:
         """The packings of the backward pass at one micro-batch size, the most promising first."""
         halves = []
         for bounds in self._cuts(True, size, self._costs.count, self._space.most_packs):
-            load = self._loads.backward(size, bounds)
+            load = self._loads.of(True, size, bounds)
             halves.append(Half(size, bounds, load, self._promise_ms(size, bounds, load)))
         return sorted(halves, key=lambda half: half.promise_ms)
 
@@ -123,12 +123,12 @@ class Pairs:
         bounds = half.bounds[:-1]
         if not fits_all(bounds, self._packings(False, size).fits):
             return None
-        again = Half(size, bounds, self._loads.forward(size, bounds))
+        again = Half(size, bounds, self._loads.of(False, size, bounds))
         return _Family([again], PassLoads.of([again.load]))
 
     def _make_forward(self, size: int, layers: int) -> _Family | None:
         cuts = self._cuts(False, size, layers, self._space.most_packs)
-        halves = [Half(size, bounds, self._loads.forward(size, bounds)) for bounds in cuts]
+        halves = [Half(size, bounds, self._loads.of(False, size, bounds)) for bounds in cuts]
         return _Family(halves, PassLoads.of([half.load for half in halves])) if halves else None
 
     def _cuts(self, backward: bool, size: int, layers: int, most: int) -> Iterator[Bounds]:

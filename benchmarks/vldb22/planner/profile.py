@@ -50,7 +50,7 @@ class PassCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class LayerProfile:
     """A model's layers in call order; the last holds the loss. `backward` contains the recomputation."""
 
     layers: tuple[LayerCost, ...]
@@ -58,11 +58,11 @@ class Profile:
     backward: PassCosts
 
     @staticmethod
-    def from_json(text: str) -> Profile:
+    def from_json(text: str) -> LayerProfile:
         """Reads the format of benchmarks/vldb22/data, which counts in seconds."""
         data = json.loads(text)
         columns = ("W_bytes", "B_bytes", "K_bytes", "X_bytes_per_sample", "upd_cpu_s")
-        return Profile(
+        return LayerProfile(
             tuple(
                 LayerCost(weight, buffer, optimizer, input_, update_ms=1000 * update_s)
                 for weight, buffer, optimizer, input_, update_s in zip(*(data[name] for name in columns), strict=True)
@@ -100,7 +100,7 @@ class PackCosts:
     Times are in ms; `micro_batch` is the number of samples in one.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: LayerProfile) -> None:
         layers = profile.layers
         self.count = len(layers)
         self._profile = profile

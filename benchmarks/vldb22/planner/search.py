@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from benchmarks.vldb22.planner.cuts import Fits, fits_all, within
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads
-from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.pairs import Pair, Pairs, Space
 from benchmarks.vldb22.planner.profile import PackCosts
 from benchmarks.vldb22.planner.simulate import simulate
@@ -70,13 +70,13 @@ class Answer:
     simulated: int
 
 
-def search(question: Question, costs: PackCosts, machine: Machine, effort: Effort | None = None) -> Answer | None:
+def search(question: Question, costs: PackCosts, machine: Server, effort: Effort | None = None) -> Answer | None:
     """The fastest schedule found, None if some layer alone does not fit."""
     return _Search(question, costs, machine, effort or Effort()).run()
 
 
 class _Search:
-    def __init__(self, question: Question, costs: PackCosts, machine: Machine, effort: Effort) -> None:
+    def __init__(self, question: Question, costs: PackCosts, machine: Server, effort: Effort) -> None:
         self._question = question
         self._costs = costs
         self._machine = machine

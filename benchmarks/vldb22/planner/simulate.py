@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.vldb22.planner.compose import compose
 from benchmarks.vldb22.planner.graph import Schedule, Setup
 from benchmarks.vldb22.planner.lowering import lower
-from benchmarks.vldb22.planner.machine import Machine
+from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.profile import PackCosts
 from harmony_ds.scheduler.events import run_jobs
 
@@ -20,7 +20,7 @@ class Simulated:
     jobs: int
 
 
-def simulate(setup: Setup, schedule: Schedule, costs: PackCosts, machine: Machine, overlap: bool) -> Simulated:
+def simulate(setup: Setup, schedule: Schedule, costs: PackCosts, machine: Server, overlap: bool) -> Simulated:
     """How long one optimizer step takes.
 
     Args:

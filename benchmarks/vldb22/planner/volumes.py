@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, Medium, Port, TaskGraph, TaskKind
+from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
 from benchmarks.vldb22.planner.profile import PackCosts
 
 
@@ -51,7 +51,7 @@ _HOST = (Medium.SWAP, Medium.MESSAGE, Medium.SHARED)
 
 def count_volumes(graph: TaskGraph, costs: PackCosts) -> Volumes:
     """Adds up what the tasks take and give."""
-    tasks = [task for task in graph.tasks if task.kind is not TaskKind.UPDATE]
+    tasks = [task for task in graph.tasks if task.kind is not DeviceTaskKind.UPDATE]
     taken = [(port, _bytes(port, task, costs)) for task in tasks for port in task.takes]
     given = [(port, _bytes(port, task, costs)) for task in tasks for port in task.gives]
 

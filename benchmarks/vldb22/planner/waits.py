@@ -9,9 +9,8 @@ W X0 X1       W X0 X1         swap in
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from benchmarks.vldb22.planner.graph import DeviceTask, TaskKind
+from benchmarks.vldb22.planner.graph import DeviceTask, DeviceTaskKind
 
 Places = tuple[int, ...]
 
@@ -41,30 +40,8 @@ class Done:
     freed: int = -1
 
 
-class Waits(Protocol):
-    """What each kind of job waits for; `i` counts micro-batches."""
-
-    @property
-    def weights_come_first(self) -> bool:
-        """Whether the weights are queued before the first input, or behind it."""
-
-    def weights(self) -> Places: ...
-    def input(self, i: int) -> Places: ...
-    def stash(self, i: int) -> Places:
-        """The copy of an input that is a stash too, beyond the input itself."""
-
-    def computation_after(self, copy: int) -> Places:
-        """The computation that follows a stash's copy."""
-
-    def gradient_before_recomputation(self, i: int) -> Places | None:
-        """None: the gradient comes behind it."""
-
-    def end(self) -> Places:
-        """The end of a task, or its all-reduce."""
-
-
 class Serial:
-    """One thing after the other.
+    """One thing after the other. Says what each kind of job waits for; `i` counts micro-batches.
 
     Args:
         done: the task.
@@ -75,52 +52,49 @@ class Serial:
     def __init__(self, done: Done, history: list[Done], pipeline: bool) -> None:
         self._done = done
         self._left = history[-1] if history else None
-        self._pipeline = pipeline
-
-    @property
-    def weights_come_first(self) -> bool:
-        return True
-
-    def weights(self) -> Places:
-        return (self._left.freed,) if self._left else ()
-
-    def input(self, i: int) -> Places:
-        if i == 0:
-            return (self._done.weights,)
-        return self._last_copy() or (self._done.computed[i - 1],)
-
-    def stash(self, i: int) -> Places:
-        return ()
-
-    def computation_after(self, copy: int) -> Places:
-        return (copy,)
-
-    def gradient_before_recomputation(self, i: int) -> Places | None:
-        return None
-
-    def end(self) -> Places:
-        return self._last_copy()
-
-    def _last_copy(self) -> Places:
-        return () if self._pipeline else tuple(self._done.copied[-1:])
-
-
-class Overlapped:
-    """Weights come during the last micro-batch of the task before, inputs two ahead; nobody waits for copies out.
-
-    Args: those of `Serial`.
-    """
-
-    def __init__(self, done: Done, history: list[Done], pipeline: bool) -> None:
-        self._done = done
-        self._left = history[-1] if history else None
         self._left2 = history[-2] if len(history) > 1 else None
         self._pipeline = pipeline
 
     @property
     def weights_come_first(self) -> bool:
+        """Whether the weights are queued before the first input, or behind it."""
+        return True
+
+    def weights(self) -> Places:
+        return self._left_freed()
+
+    def input(self, i: int) -> Places:
+        if i == 0:
+            return (self._done.weights,)
+        return self.end() or (self._done.computed[i - 1],)
+
+    def stash(self, i: int) -> Places:
+        """The copy of an input that is a stash too, beyond the input itself."""
+        return ()
+
+    def computation_after(self, copy: int) -> Places:
+        """The computation that follows a stash's copy."""
+        return (copy,)
+
+    def gradient_before_recomputation(self, i: int) -> Places | None:
+        """None: the gradient comes behind it."""
+        return None
+
+    def end(self) -> Places:
+        """The end of a task, or its all-reduce."""
+        return () if self._pipeline else tuple(self._done.copied[-1:])
+
+    def _left_freed(self) -> Places:
+        return (self._left.freed,) if self._left else ()
+
+
+class Overlapped(Serial):
+    """Weights come during the last micro-batch of the task before, inputs two ahead; nobody waits for copies out."""
+
+    @property
+    def weights_come_first(self) -> bool:
         task = self._done.task
-        return self._left is None or (self._pipeline and (task.kind is TaskKind.FORWARD or task.fused))
+        return self._left is None or (self._pipeline and (task.kind is DeviceTaskKind.FORWARD or task.fused))
 
     def weights(self) -> Places:
         return (self._left.computed[-1],) if self._left else ()
@@ -129,13 +103,11 @@ class Overlapped:
         if i == 0:
             return self._second_buffer()
         if i == 1:
-            return (self._left.freed,) if self._left else ()
+            return self._left_freed()
         return (self._done.computed[i - 2],)
 
     def stash(self, i: int) -> Places:
-        if i == 0:
-            return (self._left.freed,) if self._left else ()
-        return (self._done.computed[i - 1],)
+        return (self._done.computed[i - 1],) if i else self._left_freed()
 
     def computation_after(self, copy: int) -> Places:
         return ()
@@ -145,7 +117,7 @@ class Overlapped:
             return (self._done.recomputed[i - 1],)
         if self._left is None:
             return ()
-        left_is_backward = self._left.task.kind is TaskKind.BACKWARD and not self._left.task.fused
+        left_is_backward = self._left.task.kind is DeviceTaskKind.BACKWARD and not self._left.task.fused
         if not self._pipeline or left_is_backward:
             return (self._left.recomputed[-1],)
         return self._second_buffer()

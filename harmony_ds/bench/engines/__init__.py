@@ -1,27 +1,22 @@
-"""The engines that can be compared: every module of this folder that has `ENGINES`, adapters by their names."""
+"""The engines that can be compared: adapters by their names, of the modules of this folder."""
 
 from __future__ import annotations
 
-import difflib
-import pkgutil
-from functools import cache
-from importlib import import_module
-
+from harmony_ds.bench.engines import deepspeed, fsdp2, harmony, roundpipe, torch
 from harmony_ds.bench.engines.adapter import Adapter, Engine
+from harmony_ds.config.hints import nearest
 from harmony_ds.errors import ConfigError
 
 __all__ = ["Adapter", "Engine", "adapter", "names"]
 
-
-@cache
-def _adapters() -> dict[str, Adapter]:
-    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
-    return dict(sorted(row for module in modules for row in getattr(module, "ENGINES", {}).items()))
+_ENGINES: dict[str, Adapter] = {
+    name: one for room in (deepspeed, fsdp2, harmony, roundpipe, torch) for name, one in room.ENGINES.items()
+}
 
 
 def names() -> tuple[str, ...]:
     """Of all engines, as they are called on the command line."""
-    return tuple(_adapters())
+    return tuple(sorted(_ENGINES))
 
 
 def adapter(name: str) -> Adapter:
@@ -30,9 +25,8 @@ def adapter(name: str) -> Adapter:
     Raises:
         ConfigError: there is none.
     """
-    found = _adapters().get(name)
-    if found is None:
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]}" if near else ""
+    if name not in _ENGINES:
+        near = nearest(name, _ENGINES)
+        hint = f"; did you mean {near}" if near else ""
         raise ConfigError(f'there is no engine "{name}"{hint}. There are {", ".join(names())}.')
-    return found
+    return _ENGINES[name]

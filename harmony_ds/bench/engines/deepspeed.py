@@ -1,9 +1,10 @@
-"""DeepSpeed in one process, without a launcher. An engine here is a zero_optimization block and a formula of its bytes."""
+"""DeepSpeed in one process, without a launcher. An engine here is a row: a zero_optimization block, and its bytes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,14 +16,49 @@ from harmony_ds.bench.workload import Workload
 from harmony_ds.distributed import init_distributed
 from harmony_ds.offload import compiled
 
-_Zero = Callable[[Workload], dict[str, Any]]
-_Formula = Callable[[Workload], Mapping[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """One way of offloading.
+
+    Attributes:
+        block: of zero_optimization, beside what is offloaded.
+        offload: of each offloaded kind, what stands beside the device.
+        weights: how often they come in during a step of so many micro-batches (a third time where layers are recomputed,
+            which is not counted).
+        gradients_in, gradients_out: of how many micro-batches they come and go; out once more in fp32.
+        zenflow: its block, but for `update_interval`, which it takes for the accumulation steps.
+    """
+
+    block: Mapping[str, Any]
+    offload: Mapping[str, Mapping[str, Any]]
+    weights: Callable[[int], int]
+    gradients_in: Callable[[int], int]
+    gradients_out: Callable[[int], int]
+    zenflow: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, workload: Workload) -> dict[str, Any]:
+        """The zero_optimization block; page-locked where there is a GPU."""
+        place = {"device": "cpu", "pin_memory": workload.device == "cuda"}
+        offloaded = {f"offload_{kind}": {**place, **more} for kind, more in self.offload.items()}
+        zenflow = {"zenflow": {**self.zenflow, "update_interval": workload.accumulation}} if self.zenflow else {}
+        return {**self.block, "overlap_comm": True, **offloaded, **zenflow}
+
+    def traffic(self, workload: Workload) -> dict[str, Any]:
+        """Bytes of one step by formula."""
+        numbers = sum(parameter.numel() for parameter in workload.subject.model.parameters())
+        once, count = workload.settings.compute_dtype.itemsize * numbers, workload.accumulation
+        return {
+            "how": "by formula",
+            "host_to_device": {"weights": self.weights(count) * once, "gradients": self.gradients_in(count) * once},
+            "device_to_host": {"gradients": self.gradients_out(count) * once + 4 * numbers},
+        }
 
 
 class ZeroOffload(Loop):
     """A DeepSpeed engine, called once per micro-batch, with the model's own gradient checkpointing."""
 
-    def __init__(self, workload: Workload, zero: _Zero, formula: _Formula) -> None:
+    def __init__(self, workload: Workload, zero: Zero) -> None:
         super().__init__(workload)
         if workload.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -30,10 +66,10 @@ class ZeroOffload(Loop):
         init_distributed()
         self._checkpointing = checkpoint(self.model)
         config = {key: value for key, value in workload.config().items() if key != "harmony"}
-        self._config = {**config, "zero_optimization": zero(workload)}
+        self._config = {**config, "zero_optimization": zero.config(workload)}
         with compiled.instead_of_torch():
             self.model, *_ = import_module("deepspeed").initialize(model=self.model, config=self._config)
-        self._traffic = formula(workload)
+        self._traffic = zero.traffic(workload)
 
     def back(self, loss: Tensor, micro_batches: int) -> None:
         self.model.backward(loss)
@@ -47,97 +83,42 @@ class ZeroOffload(Loop):
                 "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
                 "gradient_checkpointing": self._checkpointing,
             },
-            "traffic": dict(self._traffic),
+            "traffic": self._traffic,
         }
 
 
-def _offload(workload: Workload, **more: Any) -> dict[str, Any]:
-    """An offload block: page-locked where there is a GPU."""
-    return {"device": "cpu", "pin_memory": workload.device == "cuda", **more}
+def _all(count: int) -> int:
+    return count
 
 
-def _moved(workload: Workload, passes: int, gradients_in: int, gradients_out: int) -> dict[str, Any]:
-    """Bytes of one step: weights in so often, gradients of so many micro-batches; out once more in fp32."""
-    count = sum(parameter.numel() for parameter in workload.subject.model.parameters())
-    once = workload.settings.compute_dtype.itemsize * count
-    return {
-        "how": "by formula",
-        "host_to_device": {"weights": passes * once, "gradients": gradients_in * once},
-        "device_to_host": {"gradients": gradients_out * once + 4 * count},
-    }
+def _once(_: int) -> int:
+    return 1
 
 
-def zero3(workload: Workload) -> dict[str, Any]:
-    """ZeRO-3 with parameters and optimizer offloaded: DeepSpeed's defaults but for page-locked memory."""
-    return {
-        "stage": 3,
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "offload_optimizer": _offload(workload),
-        "offload_param": _offload(workload),
-    }
+def _but_one(count: int) -> int:
+    return count - 1
 
 
-def _zero3_bytes(workload: Workload) -> dict[str, Any]:
-    """Per micro-batch weights in twice (a third time, not counted here, where layers are recomputed), gradients in and
-    out.
-    """
-    count = workload.accumulation
-    return _moved(workload, 2 * count, count, count)
-
-
-def _zero2(workload: Workload) -> dict[str, Any]:
-    """ZeRO-2 with the optimizer offloaded: ZeRO-Offload."""
-    return {
-        "stage": 2,
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "offload_optimizer": _offload(workload),
-    }
-
-
-def _zero2_bytes(workload: Workload) -> dict[str, Any]:
-    """Weights stay; after the first micro-batch, sums of gradients come back to be added to."""
-    count = workload.accumulation
-    return _moved(workload, 1, count - 1, count if count > 1 else 0)
-
-
-def _super_offload(workload: Workload) -> dict[str, Any]:
-    """ZeRO-3, the host's Adam in a process of its own beside the backward pass."""
-    return {"stage": 3, "overlap_comm": True, "offload_optimizer": _offload(workload, super_offload=True)}
-
-
-def _super_offload_bytes(workload: Workload) -> dict[str, Any]:
-    """Weights stay on the device; gradients in and out for every micro-batch."""
-    return _moved(workload, 1, workload.accumulation, workload.accumulation)
-
-
-def _zenflow(workload: Workload) -> dict[str, Any]:
-    """The important gradients are applied on the device, the others later on the host.
-
-    ZenFlow takes its `update_interval` for the accumulation steps, so it is given as many.
-    """
-    sparse = {"topk_ratio": 0.05, "select_strategy": "step", "select_interval": 1, "overlap_step": True}
-    return {
-        "stage": 2,
-        "overlap_comm": True,
-        "offload_optimizer": _offload(workload),
-        "zenflow": {**sparse, "update_interval": workload.accumulation},
-    }
-
-
-def _zenflow_bytes(workload: Workload) -> dict[str, Any]:
-    return _moved(workload, 1, workload.accumulation - 1, workload.accumulation)
-
-
-def _adapter(zero: _Zero, formula: _Formula, **more: Any) -> Adapter:
-    return Adapter(partial(ZeroOffload, zero=zero, formula=formula), traffic=formula, **more)
-
-
+_STAGE_2, _STAGE_3 = ({"stage": stage, "contiguous_gradients": True} for stage in (2, 3))
+_TOP_K = {"topk_ratio": 0.05, "select_strategy": "step", "select_interval": 1, "overlap_step": True}
+ZEROS = {
+    # Weights stay; after the first micro-batch, sums of gradients come back to be added to.
+    "deepspeed-zero2-offload": Zero(
+        _STAGE_2, {"optimizer": {}}, _once, _but_one, lambda count: count if count > 1 else 0
+    ),
+    "deepspeed-zero3-offload": Zero(_STAGE_3, {"optimizer": {}, "param": {}}, lambda count: 2 * count, _all, _all),
+    # The host's Adam in a process of its own beside the backward pass; weights stay on the device.
+    "deepspeed-super-offload": Zero({"stage": 3}, {"optimizer": {"super_offload": True}}, _once, _all, _all),
+    # The important gradients are applied on the device, the others a step or more late on the host.
+    "deepspeed-zenflow": Zero({"stage": 2}, {"optimizer": {}}, _once, _but_one, _all, _TOP_K),
+}
+_ON_CUDA, _NOT_EXACT = {"deepspeed-super-offload", "deepspeed-zenflow"}, {"deepspeed-zenflow"}
 ENGINES = {
-    "deepspeed-zero2-offload": _adapter(_zero2, _zero2_bytes),
-    "deepspeed-zero3-offload": _adapter(zero3, _zero3_bytes),
-    "deepspeed-super-offload": _adapter(_super_offload, _super_offload_bytes, unavailable=only_on_cuda),
-    # most gradients are applied a step or more late
-    "deepspeed-zenflow": _adapter(_zenflow, _zenflow_bytes, unavailable=only_on_cuda, is_exact=False),
+    name: Adapter(
+        partial(ZeroOffload, zero=zero),
+        only_on_cuda if name in _ON_CUDA else lambda _: None,
+        name not in _NOT_EXACT,
+        zero.traffic,
+    )
+    for name, zero in ZEROS.items()
 }

@@ -1,13 +1,9 @@
-"""Flat groups: DeepSpeed's way of keeping many parameters in one vector, cut over processes.
-
-ZeRO-1, 2   a group's parameters one after another (each maybe padded), the whole padded and cut into equal parts
-ZeRO-3      each parameter cut into equal parts, the last one padded; a process has its parts one after another
-"""
+"""What a ZeRO stage keeps where, for who reads and who writes it: many parameters in one vector, cut over processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +31,48 @@ class Shares:
         return pieces
 
 
-def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Shares, where: str) -> dict[str, Source]:
-    """Parameters of a group of ZeRO-1 or 2.
+@dataclass(frozen=True, slots=True)
+class ZeroForm:
+    """How a stage keeps an optimizer in its *_optim_states.pt.
 
-    Raises:
-        CheckpointError: the vector is too short.
+    Attributes:
+        stage: DeepSpeed's name for it.
+        base: the key of torch's state dict, to which a vector is one parameter.
+        flat: the key of the vectors' fp32 values.
+        alignment: elements that states are padded to a multiple of.
+        cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
+            another; otherwise parameters (each maybe padded) lie one after another, and the whole is padded and cut.
+        prefix: of the names of model_states files.
     """
+
+    stage: str
+    base: str
+    flat: str
+    alignment: int
+    cut_each: bool = False
+    prefix: str = ""
+
+    def split(
+        self, shapes: Shapes, paddings: Sequence[int] | None, vectors: Iterable[Tensor], what: str
+    ) -> dict[str, Source]:
+        """The parameters in a vector of which each process has one part.
+
+        Raises:
+            CheckpointError: it is too short.
+        """
+        parts = Shares(tuple(vectors))
+        return split_each(shapes, parts, what) if self.cut_each else split_in_order(shapes, paddings, parts, what)
+
+
+ZERO2 = ZeroForm("gradients", "base_optimizer_state", "single_partition_of_fp32_groups", alignment=2)
+"""And ZeRO-1."""
+ZERO3 = ZeroForm(
+    "weights", "optimizer_state_dict", "fp32_flat_groups", alignment=1, cut_each=True, prefix="zero_pp_rank_0_"
+)
+
+
+def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Shares, where: str) -> dict[str, Source]:
+    """Parameters of a vector of ZeRO-1 or 2."""
     found: dict[str, Source] = {}
     offset = 0
     for place, (name, shape) in enumerate(shapes.items()):
@@ -51,11 +83,7 @@ def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Share
 
 
 def split_each(shapes: Shapes, vector: Shares, where: str) -> dict[str, Source]:
-    """Parameters of a group of ZeRO-3.
-
-    Raises:
-        CheckpointError: a process's part is too short.
-    """
+    """Parameters of a vector of ZeRO-3."""
     found: dict[str, Source] = {}
     offset = 0
     count = len(vector.parts)

@@ -7,7 +7,6 @@ host memory for fp32 values and optimizer state once more; the universal layout 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.checkpoint.deepspeed.flat import ZERO2, ZERO3, ZeroForm
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED
 from harmony_ds.checkpoint.folders import making, point_latest
+from harmony_ds.checkpoint.scripts import put_scripts
 from harmony_ds.checkpoint.snapshot import Layout, OptimizerState, ParameterGroup, Snapshot, Source, listed
 from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
-_ALIGNMENT = 2  # ZeRO-2 pads its vectors to this many elements per process
 
 
 def to_deepspeed(
@@ -44,11 +44,12 @@ def to_deepspeed(
             if layout is Layout.UNIVERSAL:
                 _write_universal(snapshot, optimizer, folder)
             else:
-                _write_zero(snapshot, optimizer, folder, layout is Layout.ZERO3, sub_group_size)
-        universal = layout is Layout.UNIVERSAL
-        point_latest(save_dir, tag, "latest_universal" if universal else "latest")
-        if not universal:
-            _add_recovery_script(save_dir)
+                _write_zero(snapshot, optimizer, folder, ZERO3 if layout is Layout.ZERO3 else ZERO2, sub_group_size)
+        if layout is Layout.UNIVERSAL:
+            point_latest(save_dir, tag, "latest_universal")
+        else:
+            point_latest(save_dir, tag)
+            put_scripts(save_dir, ours=False)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     return target
@@ -75,14 +76,16 @@ def _checked(snapshot: Snapshot) -> OptimizerState:
 # ---- what all layouts have
 
 
-def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], stage3: bool) -> dict[str, Any]:
+def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], form: ZeroForm) -> dict[str, Any]:
     """A model_states file; ZeRO-3's has no weights, but for frozen ones."""
+    import deepspeed
+
     shapes = [OrderedDict((n, torch.Size(snapshot.parameters[n].shape)) for n in names) for names in vectors]
     weights = {name: source.alone() for name, source in snapshot.parameters.items()}
     fragments = OrderedDict((name, weights[name]) for name in snapshot.frozen if name in weights)
-    if stage3:
+    if form is ZERO3:
         fragments = OrderedDict((name, value.reshape(-1)) for name, value in fragments.items())
-    module = OrderedDict((name, torch.empty(0, dtype=w.dtype) if stage3 else w) for name, w in weights.items())
+    module = OrderedDict((name, torch.empty(0, dtype=w.dtype) if form is ZERO3 else w) for name, w in weights.items())
     module.update((other, module[first]) for other, first in snapshot.tied.items())
     module.update((name, source.alone()) for name, source in snapshot.buffers.items())
     progress = snapshot.progress
@@ -104,29 +107,33 @@ def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], stage3: bo
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
-        "ds_version": _version(),
+        "ds_version": str(deepspeed.__version__),
         **snapshot.client_state,
     }
 
 
-def _version() -> str:
+def _common(snapshot: Snapshot, stage: str) -> dict[str, Any]:
+    """What the optimizer's files of all layouts have."""
     import deepspeed
-
-    return str(deepspeed.__version__)
-
-
-def _loss_scaler(snapshot: Snapshot) -> dict[str, Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
 
     state = snapshot.progress.loss_scaler
     if state is None:
-        return {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
-    rules = {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
-    scaler = DynamicLossScaler(init_scale=state["scale"], **rules)
-    scaler.cur_iter = state["step"]
-    scaler.last_overflow_iter = state["last_overflow"]
-    scaler.cur_hysteresis = state["hysteresis"]
-    return {"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False}
+        scaler = LossScaler(scale=1)
+    else:
+        rules = {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
+        scaler = DynamicLossScaler(init_scale=state["scale"], **rules)
+        scaler.cur_iter = state["step"]
+        scaler.last_overflow_iter = state["last_overflow"]
+        scaler.cur_hysteresis = state["hysteresis"]
+    return {
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": state is not None,
+        "overflow": False,
+        "zero_stage": ZeroStageEnum[stage],
+        "ds_version": str(deepspeed.__version__),
+    }
 
 
 def _param_groups(optimizer: OptimizerState, vectors_of: list[list[int]]) -> list[dict[str, Any]]:
@@ -159,28 +166,33 @@ def _step_of(optimizer: OptimizerState, names: Iterable[str]) -> Any:
 # ---- ZeRO-2 and ZeRO-3
 
 
-def _write_zero(snapshot: Snapshot, optimizer: OptimizerState, folder: Path, stage3: bool, sub_group_size: int) -> None:
+def _write_zero(
+    snapshot: Snapshot, optimizer: OptimizerState, folder: Path, form: ZeroForm, sub_group_size: int
+) -> None:
     vectors: list[tuple[str, ...]] = []
     vectors_of: list[list[int]] = []
     for group in optimizer.groups:
-        cut = _sub_groups(snapshot, group, sub_group_size) if stage3 else [group.parameters]
+        cut = _sub_groups(snapshot, group, sub_group_size) if form is ZERO3 else [group.parameters]
         vectors_of.append(list(range(len(vectors), len(vectors) + len(cut))))
         vectors += cut
-    alignment = 1 if stage3 else _ALIGNMENT
     flat = [_flat({name: snapshot.fp32(name) for name in names}, 1) for names in vectors]
-    state = {
-        index: found
-        for index, names in enumerate(vectors)
-        if (found := _flat_state(snapshot, optimizer, names, alignment))
+    found = {index: _flat_state(snapshot, optimizer, names, form.alignment) for index, names in enumerate(vectors)}
+    states = {
+        **_common(snapshot, form.stage),
+        form.base: {
+            "state": {index: state for index, state in found.items() if state},
+            "param_groups": _param_groups(optimizer, vectors_of),
+        },
+        form.flat: flat,
+        "partition_count": 1 if form is ZERO3 else [1] * len(vectors),
     }
-    base = {"state": state, "param_groups": _param_groups(optimizer, vectors_of)}
-    own = _zero3_states(flat, base) if stage3 else _zero2_states(vectors, flat, base)
-    states = {**_loss_scaler(snapshot), **own, "ds_version": _version()}
-    prefix = "zero_pp_rank_0_" if stage3 else ""
+    if form is ZERO2:
+        states["group_paddings"] = [-vector.numel() % form.alignment for vector in flat]
+        states["param_alignment_paddings"] = [[0] * len(names) for names in vectors]
     half = any(source.dtype == torch.bfloat16 for source in snapshot.parameters.values())
-    torch.save(_model_states(snapshot, vectors, stage3), folder / f"{prefix}mp_rank_00_model_states.pt")
+    torch.save(_model_states(snapshot, vectors, form), folder / f"{form.prefix}mp_rank_00_model_states.pt")
     torch.save(
-        {"optimizer_state_dict": states, "ds_config": {}, "ds_version": _version()},
+        {"optimizer_state_dict": states, "ds_config": {}, "ds_version": states["ds_version"]},
         folder / f"{'bf16_' if half else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt",
     )
 
@@ -226,43 +238,10 @@ def _flat_state(
     return found
 
 
-def _zero2_states(vectors: list[tuple[str, ...]], flat: list[Tensor], base: dict[str, Any]) -> dict[str, Any]:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return {
-        "base_optimizer_state": base,
-        "single_partition_of_fp32_groups": flat,
-        "zero_stage": ZeroStageEnum.gradients,
-        "group_paddings": [-vector.numel() % _ALIGNMENT for vector in flat],
-        "param_alignment_paddings": [[0] * len(names) for names in vectors],
-        "partition_count": [1] * len(vectors),
-    }
-
-
-def _zero3_states(flat: list[Tensor], base: dict[str, Any]) -> dict[str, Any]:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return {
-        "zero_stage": ZeroStageEnum.weights,
-        "partition_count": 1,
-        "optimizer_state_dict": base,
-        "fp32_flat_groups": flat,
-    }
-
-
-def _add_recovery_script(save_dir: Path) -> None:
-    """The script that DeepSpeed puts beside its checkpoints."""
-    from deepspeed.utils import zero_to_fp32
-
-    shutil.copyfile(str(zero_to_fp32.__file__), save_dir / "zero_to_fp32.py")
-
-
 # ---- universal
 
 
 def _write_universal(snapshot: Snapshot, optimizer: OptimizerState, folder: Path) -> None:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
     vectors = [group.parameters for group in optimizer.groups]
     for name in snapshot.parameters:
         own = folder / "zero" / name
@@ -276,17 +255,15 @@ def _write_universal(snapshot: Snapshot, optimizer: OptimizerState, folder: Path
     groups = _param_groups(optimizer, [[index] for index in range(len(vectors))])
     step = _step_of(optimizer, optimizer.names)
     common = {
-        **_loss_scaler(snapshot),
-        "zero_stage": ZeroStageEnum.gradients,
+        **_common(snapshot, ZERO2.stage),
         "partition_count": [1] * len(vectors),
-        "ds_version": _version(),
         "param_groups": groups,
         # ZeRO-3 looks for these two in here
         "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
     }
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     states = {
-        **_model_states(snapshot, vectors, False),
+        **_model_states(snapshot, vectors, ZERO2),
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
     torch.save(states, folder / "mp_rank_00_model_states.pt")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.checkpoint.deepspeed.flat import Shapes, Shares, split_each, split_in_order
+from harmony_ds.checkpoint.deepspeed.flat import ZERO2, ZERO3, Shapes
 from harmony_ds.checkpoint.deepspeed.pickles import Record, load_pickle
 from harmony_ds.checkpoint.snapshot import (
     OptimizerState,
@@ -59,7 +59,12 @@ def read_zero(folder: Path) -> Snapshot:
     first = models[0]
     if not optims:
         return snapshot_of(models, None)
-    _check_all_there(folder, optims, first)
+    saved_by = int(first.get("dp_world_size") or 1)
+    if len(optims) != saved_by:
+        raise CheckpointError(
+            f"{folder} was saved by {saved_by} processes and holds the *_optim_states.pt of {len(optims)}: files are "
+            "missing."
+        )
     return snapshot_of(models, _trained(folder, [one["optimizer_state_dict"] for one in optims], first))
 
 
@@ -77,15 +82,6 @@ def _model_states(folder: Path) -> list[dict[str, Any]]:
 def _numbered(folder: Path, pattern: str) -> list[Path]:
     """Files in the order of the numbers in their names."""
     return sorted(folder.glob(pattern), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
-
-
-def _check_all_there(folder: Path, optims: list[Any], model: dict[str, Any]) -> None:
-    saved_by = int(model.get("dp_world_size") or 1)
-    if len(optims) != saved_by:
-        raise CheckpointError(
-            f"{folder} was saved by {saved_by} processes and holds the *_optim_states.pt of {len(optims)}: files are "
-            "missing."
-        )
 
 
 def snapshot_of(models: list[dict[str, Any]], trained: OptimizerFiles | None) -> Snapshot:
@@ -130,8 +126,7 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, shape in shapes.items():
         if name in fragments[0]:
-            parts = Shares(tuple(fragment[name].reshape(-1) for fragment in fragments))
-            found |= split_each({name: shape}, parts, "value")
+            found |= ZERO3.split({name: shape}, None, (fragment[name].reshape(-1) for fragment in fragments), "value")
     return found
 
 
@@ -154,37 +149,28 @@ def _scaler(record: Record | None) -> dict[str, Any] | None:
 def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) -> OptimizerFiles:
     shapes: list[Shapes] = model.get("param_shapes") or []
     first = states[0]
-    if "fp32_flat_groups" in first:
-        base, flat, paddings = "optimizer_state_dict", "fp32_flat_groups", None
-    elif "single_partition_of_fp32_groups" in first and isinstance(first.get("base_optimizer_state"), dict):
-        base, flat = "base_optimizer_state", "single_partition_of_fp32_groups"
-        paddings = first.get("param_alignment_paddings")
-    else:
+    form = next(
+        (form for form in (ZERO3, ZERO2) if form.flat in first and isinstance(first.get(form.base), dict)), None
+    )
+    if form is None:
         raise CheckpointError(
             f"{folder}: its *_optim_states.pt hold {listed(sorted(first))}, which is neither ZeRO-1 or 2 nor ZeRO-3. "
             "Elastic checkpoints and those of DeepSpeed's BF16_Optimizer can be made universal by ds_to_universal.py."
         )
-
-    def split(vectors: Iterable[Tensor], index: int, what: str) -> dict[str, Source]:
-        parts = Shares(tuple(vectors))
-        if flat == "fp32_flat_groups":
-            return split_each(shapes[index], parts, what)
-        return split_in_order(shapes[index], paddings[index] if paddings else None, parts, what)
-
+    paddings = first.get("param_alignment_paddings") or [None] * len(shapes)
     masters: dict[str, Source] = {}
     by_name: dict[str, dict[str, Any]] = {}
-    for index in range(len(shapes)):
-        masters |= split((state[flat][index] for state in states), index, "fp32 value")
-        groups = [state[base]["state"].get(index, {}) for state in states]
+    for index, names in enumerate(shapes):
+        masters |= form.split(names, paddings[index], (state[form.flat][index] for state in states), "fp32 value")
+        groups = [state[form.base]["state"].get(index, {}) for state in states]
         for key, value in groups[0].items():
+            values: Mapping[str, Any] = dict.fromkeys(names, value)
             if isinstance(value, Tensor) and value.dim() > 0:
-                sources: dict[str, Any] = dict(split((group[key] for group in groups), index, key))
-            else:
-                sources = dict.fromkeys(shapes[index], value)
-            for name, source in sources.items():
+                values = form.split(names, paddings[index], (group[key] for group in groups), key)
+            for name, source in values.items():
                 by_name.setdefault(name, {})[key] = source
-    param_groups = first[base]["param_groups"]
-    return OptimizerFiles(masters, optimizer_of(param_groups, shapes, by_name), first.get("loss_scaler"))
+    optimizer = optimizer_of(first[form.base]["param_groups"], shapes, by_name)
+    return OptimizerFiles(masters, optimizer, first.get("loss_scaler"))
 
 
 def optimizer_of(
@@ -203,12 +189,11 @@ def optimizer_of(
             for name in group.parameters:
                 if name in states:
                     states[name].setdefault("step", values["step"])
-    whole = {name: {key: _counter(value) for key, value in state.items()} for name, state in states.items()}
+    whole = {
+        name: {key: Source.of(value.clone()) if isinstance(value, Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
     return OptimizerState(_kind(whole), groups, whole)
-
-
-def _counter(value: Any) -> Any:
-    return Source.of(value.clone()) if isinstance(value, Tensor) else value
 
 
 def _kind(states: dict[str, dict[str, Any]]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner import LayerCost, Machine, Mode, PackCosts, PassCosts, Profile, Schedule, Setup
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.planner.machine import Server
+from benchmarks.vldb22.planner.profile import LayerCost, LayerProfile, PackCosts, PassCosts
 
-MACHINE = Machine(swap=100.0, peer=50.0, message=400.0, free_ms=1.0)
+MACHINE = Server(swap=100.0, peer=50.0, message=400.0, free_ms=1.0)
 LAYERS = 6
 
 
@@ -22,7 +24,7 @@ def costs_of(layers: int = LAYERS) -> PackCosts:
         )
         for ms, peak in ((1, 40), (3, 100))
     ]
-    return PackCosts(Profile(per_layer, *passes))
+    return PackCosts(LayerProfile(per_layer, *passes))
 
 
 @st.composite

@@ -8,17 +8,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from benchmarks.vldb22.planner import (
+from benchmarks.vldb22.planner.compose import compose, split_samples
+from benchmarks.vldb22.planner.graph import (
     Content,
     DeviceTask,
+    DeviceTaskKind,
     Medium,
     Mode,
     Schedule,
     Setup,
     TaskGraph,
-    TaskKind,
-    compose,
-    split_samples,
 )
 from tests.benchmarks.vldb22.examples import LAYERS, schedules, setups
 
@@ -31,14 +30,14 @@ def replicas(graph: TaskGraph) -> list[list[DeviceTask]]:
     return [[task for task in graph.tasks if task.device == device] for device in range(graph.setup.devices)]
 
 
-def of_kind(tasks: list[DeviceTask], kind: TaskKind) -> list[DeviceTask]:
+def of_kind(tasks: list[DeviceTask], kind: DeviceTaskKind) -> list[DeviceTask]:
     return [task for task in tasks if task.kind is kind]
 
 
 @given(setups(), schedules())
 def test_each_pass_has_every_layer_once(setup: Setup, schedule: Schedule) -> None:
     for tasks in replicas(compose(setup, schedule)):
-        forward, backward = of_kind(tasks, TaskKind.FORWARD), of_kind(tasks, TaskKind.BACKWARD)
+        forward, backward = of_kind(tasks, DeviceTaskKind.FORWARD), of_kind(tasks, DeviceTaskKind.BACKWARD)
         (fused,) = (task for task in tasks if task.fused)
         assert fused == backward[0]
         assert [layer for task in (*forward, fused) for layer in range(task.first, task.last)] == list(range(LAYERS))
@@ -81,7 +80,7 @@ def test_media_follow_the_devices(setup: Setup, schedule: Schedule) -> None:
     tasks = compose(setup, schedule).tasks
     for task in tasks:
         for port in task.takes:
-            if port.peer is None or port.medium is Medium.MESSAGE or task.kind is TaskKind.UPDATE:
+            if port.peer is None or port.medium is Medium.MESSAGE or task.kind is DeviceTaskKind.UPDATE:
                 continue
             assert (tasks[port.peer].device == task.device) == (port.medium in (Medium.SWAP, Medium.PIN))
             if port.medium is Medium.PEER:
@@ -102,11 +101,11 @@ def test_a_pipeline_deals_its_tasks_out_in_turn(setup: Setup, schedule: Schedule
 def test_replicas_differ_in_their_share_only_and_the_first_updates(setup: Setup, schedule: Schedule) -> None:
     graph = compose(Setup(Mode.DATA_PARALLEL, setup.devices, setup.batch), schedule)
     packs = [
-        [(task.kind, task.first, task.last) for task in tasks if task.kind is not TaskKind.UPDATE]
+        [(task.kind, task.first, task.last) for task in tasks if task.kind is not DeviceTaskKind.UPDATE]
         for tasks in replicas(graph)
     ]
     assert all(one == packs[0] for one in packs)
-    updates = of_kind(list(graph.tasks), TaskKind.UPDATE)
+    updates = of_kind(list(graph.tasks), DeviceTaskKind.UPDATE)
     assert {task.device for task in updates} == {0}
     assert len(updates) == len(schedule.backward) - 1
 
@@ -138,7 +137,9 @@ def test_a_worked_example() -> None:
     packs = (0, 7, 14, 21, 28)
     graph = compose(Setup(Mode.PIPELINE, 4, 256), Schedule(2, packs[:-1], 2, packs))
 
-    assert [(task.kind.value, task.first, task.device) for task in graph.tasks if task.kind is not TaskKind.UPDATE] == [
+    assert [
+        (task.kind.value, task.first, task.device) for task in graph.tasks if task.kind is not DeviceTaskKind.UPDATE
+    ] == [
         ("FWD", 0, 0),
         ("FWD", 7, 1),
         ("FWD", 14, 2),

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner import Mode, PassCosts, Question, Schedule, Setup, search, simulate
 from benchmarks.vldb22.planner.candidates import Packings
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads
+from benchmarks.vldb22.planner.profile import PassCosts
+from benchmarks.vldb22.planner.search import Question, search
+from benchmarks.vldb22.planner.simulate import simulate
 from tests.benchmarks.vldb22.examples import LAYERS, MACHINE, bounds, costs_of, setups
 
 COSTS = costs_of()

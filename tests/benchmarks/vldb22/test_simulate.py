@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner import HARMONY_VLDB22, Mode, Schedule, Setup, compose, lower, simulate
+from benchmarks.vldb22.planner.compose import compose
+from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads, PassLoads
-from benchmarks.vldb22.planner.lowering import taken_with
+from benchmarks.vldb22.planner.lowering import lower, taken_with
+from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
+from benchmarks.vldb22.planner.simulate import simulate
 from tests.benchmarks.vldb22.examples import MACHINE, costs_of, schedules, setups
 
 COSTS = costs_of()
@@ -74,9 +77,9 @@ def test_the_first_replica_is_the_slowest(setup: Setup, schedule: Schedule) -> N
 def test_no_step_takes_less_than_its_bound(setup: Setup, schedule: Schedule, overlap: bool) -> None:
     at_work = compose(setup, schedule).devices_at_work
     loads = Loads(setup, COSTS, MACHINE, overlap, at_work)
-    backward = loads.backward(schedule.backward_micro_batch, schedule.backward)
+    backward = loads.of(True, schedule.backward_micro_batch, schedule.backward)
     if len(schedule.forward) > 1:
-        forward = loads.forward(schedule.forward_micro_batch, schedule.forward)
+        forward = loads.of(False, schedule.forward_micro_batch, schedule.forward)
         bound_ms = float(loads.bounds_ms(PassLoads.of([forward]), backward)[0])
     else:
         bound_ms = loads.bound_ms(backward)

@@ -1,0 +1,272 @@
+"""Runs one of the kit's three calls: what matters most first, none longer than ten minutes, and on where the last ended.
+
+    bash gpu-kit/run.sh 1        is it right
+    bash gpu-kit/run.sh 2        is it fast
+    bash gpu-kit/run.sh 3        why
+
+Installs the kit's wheels that the machine lacks into a folder of the kit, then runs every step of the call as a process of
+its own with its own time limit. Writes under $OUT, after every step: `callN.json` (what ran, for how long, how it ended),
+`callN.txt` (the summary that is printed in the end) and `callN.tar.gz` (all results and logs). A step that has succeeded
+is not run again: `callN.tar.gz` of an earlier try is looked for in $OUT and in the kit's folder `before/`.
+
+Without a GPU the same steps run on the CPU device, small. Until the wheels are there it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+BUDGET_S = 570  # of 600: the rest is for the start and the last archive
+_SUMMARY_CHARACTERS = 10_000
+_ALWAYS = ("deepspeed",)
+_STOP_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One process.
+
+    Attributes:
+        script: below the sources, with its arguments; `{left}` is the seconds that it has.
+        limit_s: it is killed then.
+        least_s: it is not begun with less.
+    """
+
+    name: str
+    script: str
+    limit_s: float
+    least_s: float = 20
+
+
+def _race(name: str, options: str, limit_s: float, least_s: float = 90) -> Step:
+    script = f"benchmarks/gpu/head_to_head.py {options} --no-sweep --resume --limit-s {{left}}"
+    return Step(name, script, limit_s, least_s)
+
+
+def _one_step(model: str, options: str, limit_s: float) -> Step:
+    name = f"step-{model}{options.replace(' --', '-').replace(' ', '-')}"
+    return Step(name, f"benchmarks/gpu/one_step.py --model {model}{options}", limit_s, 60)
+
+
+_SAME = "--model llama-6b --cap-gib 24 --tokens 32768 --no-clip"
+_TWO = "harmony,deepspeed-zero3-offload"
+CALLS: dict[int, tuple[Step, ...]] = {
+    1: (
+        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
+        Step("correctness", "benchmarks/gpu/correctness.py --resume --limit-s {left}", 420),
+        Step("demo", "examples/pretrain_gpt2/train.py --text {kit}/text/wikipedia.xml.bz2 --out {work}/demo", 240, 60),
+    ),
+    2: (
+        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
+        _one_step("llama-3b", "", 120),
+        _one_step("llama-6b", "", 180),
+        _race("6b", f"{_SAME} --micro-batch 1 --rounds 1 --steps 1 --engines {_TWO} --uncapped torch-checkpoint", 420),
+        _race("6b-micro-batch-4", f"{_SAME} --micro-batch 4 --rounds 1 --steps 1 --engines {_TWO} --uncapped=", 300),
+        _race("6b-micro-batch-8", f"{_SAME} --micro-batch 8 --rounds 1 --steps 1 --engines {_TWO} --uncapped=", 300),
+        _race(
+            "3b",
+            "--model llama-3b --cap-gib 24 --tokens 32768 --no-clip --micro-batch 1 --rounds 3 --steps 1 "
+            f"--engines {_TWO} --uncapped torch-checkpoint",
+            420,
+        ),
+    ),
+    3: (
+        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
+        _race("ablations", "--model llama-3b --cap-gib 16 --tokens 32768 --micro-batch 1 --ablate --rounds 1", 300),
+        _one_step("llama-6b", " --tokens 131072", 180),
+        _one_step("llama-6b", " --tokens 8192", 120),
+        _one_step("llama-6b", " --clip", 120),
+        _one_step("llama-6b", " --cap-gib 16", 120),
+        _one_step("llama-6b", " --cap-gib 8", 120),
+        _race(
+            "others",
+            "--model llama-3b --cap-gib 24 --tokens 32768 --micro-batch 1 --no-clip --rounds 1 --steps 1 --engines "
+            "harmony,roundpipe,deepspeed-super-offload,fsdp2-offload --uncapped=",
+            420,
+        ),
+        _one_step("llama-8b", "", 240),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a step ended: `outcome` is "done", "failed", "out of time" or "not begun"."""
+
+    outcome: str
+    seconds: float = 0.0
+    status: int | None = None
+
+
+def main() -> int:
+    """The exit status: 0 if every step has succeeded, in this try or an earlier one."""
+    options = _options()
+    began = time.monotonic()
+    kit: Path = options.kit.resolve()
+    work, out = kit / "work", Path(os.environ.get("OUT") or kit / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    call = _Call(options.call, kit, work, out, began + options.budget_s)
+    call.go_on()
+    call.run()
+    return 0 if all(ended.outcome == "done" for ended in call.ended.values()) else 1
+
+
+class _Call:
+    def __init__(self, number: int, kit: Path, work: Path, out: Path, deadline: float) -> None:
+        self.ended: dict[str, Ended] = {}
+        self._number, self._kit, self._work, self._out, self._deadline = number, kit, work, out, deadline
+        self._steps = CALLS[number]
+
+    def go_on(self) -> None:
+        """Takes over what an earlier try has left."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        archive = f"call{self._number}.tar.gz"
+        for folder in (self._kit / "before", self._out):
+            if (folder / archive).is_file():
+                with tarfile.open(folder / archive) as earlier:
+                    earlier.extractall(self._work, filter="data")
+        if self._state.is_file():
+            known = json.loads(self._state.read_text())["steps"]
+            self.ended = {name: Ended(**ended) for name, ended in known.items()}
+
+    def run(self) -> None:
+        environment = self._environment()
+        for step in self._steps:
+            if self.ended.get(step.name, Ended("")).outcome == "done":
+                continue
+            left = self._deadline - time.monotonic()
+            if left < step.least_s:
+                self.ended.setdefault(step.name, Ended("not begun"))
+                continue
+            print(f"{step.name}: at most {min(step.limit_s, left):.0f} s", flush=True)
+            self.ended[step.name] = self._run(step, min(step.limit_s, left), environment)
+            self._save()
+        self._save()
+        print((self._out / f"call{self._number}.txt").read_text())
+
+    def _run(self, step: Step, limit_s: float, environment: dict[str, str]) -> Ended:
+        begin = time.monotonic()
+        values = {"left": f"{max(limit_s - 2 * _STOP_S, 1):.0f}", "kit": self._kit, "work": self._results}
+        script, *arguments = [part.format(**values) for part in step.script.split()]
+        source = self._kit / "source"
+        with (self._logs / f"{step.name}.log").open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(source / script), *arguments],
+                cwd=source,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            # Whatever it has started ends with it: the next step needs the device for itself.
+            _end_group(process)
+        outcome = "out of time" if status is None else "failed" if status else "done"
+        return Ended(outcome, round(time.monotonic() - begin, 1), status)
+
+    def _environment(self) -> dict[str, str]:
+        site = self._kit / "site"
+        _install_missing(self._kit / "wheels", site)
+        paths = [str(self._kit / "source"), str(site), os.environ.get("PYTHONPATH", "")]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PATH": os.pathsep.join([str(site / "bin"), os.environ.get("PATH", os.defpath)]),
+            "HOME": os.environ.get("HOME") or str(self._kit),
+            "OUT": str(self._results),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "0",
+        }
+
+    @property
+    def _logs(self) -> Path:
+        return self._work / "logs"
+
+    @property
+    def _results(self) -> Path:
+        return self._work / "results"
+
+    @property
+    def _state(self) -> Path:
+        return self._work / f"call{self._number}.json"
+
+    def _save(self) -> None:
+        self._state.write_text(json.dumps({"steps": {n: asdict(e) for n, e in self.ended.items()}}, indent=1) + "\n")
+        (self._out / self._state.name).write_text(self._state.read_text())
+        (self._out / f"call{self._number}.txt").write_text(self._summary())
+        with tarfile.open(self._out / f"call{self._number}.tar.gz", "w:gz") as archive:
+            for part in (self._state, self._logs, self._results):
+                if part.exists():
+                    archive.add(part, part.name)
+
+    def _summary(self) -> str:
+        """How every step ended, and the end of what each printed; room is shared evenly."""
+        lines = [
+            f"{name:<24} {ended.outcome:<12} {ended.seconds:7.1f} s"
+            + (f"  status {ended.status}" if ended.status else "")
+            for name, ended in self.ended.items()
+        ]
+        head = "\n".join(lines)
+        room = (_SUMMARY_CHARACTERS - len(head)) // max(len(self.ended), 1) - 40
+        for name in self.ended:
+            log = self._logs / f"{name}.log"
+            if log.is_file():
+                head += f"\n\n== {name}\n{log.read_text(errors='replace').strip()[-room:]}"
+        return head[:_SUMMARY_CHARACTERS] + "\n"
+
+
+def _install_missing(wheels: Path, site: Path) -> None:
+    """What the machine has stays as it is: its torch and transformers are made for each other."""
+    files = [file for file in sorted(wheels.glob("*.whl")) if _is_missing(file.name.split("-")[0])]
+    if not files or (site / "deepspeed").is_dir():
+        return
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "--target", str(site), *map(str, files)], check=True)
+
+
+def _is_missing(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return True
+    return distribution in _ALWAYS
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", type=int, choices=CALLS)
+    parser.add_argument("--kit", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""One layer as its calls run it: on device copies of its parameters, over what it was given, with what it leaves found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_tensors
+from harmony_ds.calls.boundary import DeadEnd, GradientTarget, cut
+from harmony_ds.calls.buffers import changes_buffers_unseen, versions
+from harmony_ds.calls.caches import emptied
+from harmony_ds.calls.installed import LayerParameters
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.own_memory import ParameterMemory
+from harmony_ds.calls.places import Place, Places, held, read_all, write_all
+from harmony_ds.calls.recorded_call import Outcome, RecordedCall
+from harmony_ds.calls.trees import changed, flatten, unflatten
+from harmony_ds.decomposer.find import Layer
+
+
+class CalledLayer:
+    """Runs one layer, and knows what its calls change.
+
+    Attributes:
+        places: what its calls take and give beside arguments and results.
+        changes_inputs, changes_buffers: whether a call was seen to.
+        draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
+        replayed: it depends on buffers that it changes: a recomputation begins with what they were.
+    """
+
+    def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
+        self.name = layer.name
+        self.parameters = parameters
+        self.dead_end = DeadEnd(layer.name)
+        self.memory = ParameterMemory(layer.parameters)
+        self.buffered = [module for module in layer.module.modules() if module._buffers]
+        self.places: Places = ()
+        self.changes_inputs = False
+        self.changes_buffers = False
+        self.replayed = False
+        self.draws = False
+        self._names = layer.parameters
+
+    def watch(self, places: Iterable[Place]) -> bool:
+        """From now on, `places` are part of what calls take and give. False if they were already."""
+        new = [place for place in places if place not in self.places]
+        self.places = (*self.places, *new)
+        return bool(new)
+
+    def take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
+        """What a call takes without its tensors, and those."""
+        return take_tensors(request, read_all(self.places))
+
+    def may_be_cut(self, arguments: Arguments) -> bool:
+        """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
+        return not (self.changes_inputs or self.changes_buffers or self.places) and arguments.may_be_cut
+
+    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
+        return self.dead_end.guarded({name: copies[name] for name in self._names if name in copies})
+
+    def run(
+        self,
+        call: RecordedCall,
+        tensors: list[Tensor],
+        copies: Mapping[str, Tensor],
+        targets: list[GradientTarget | None],
+    ) -> Outcome:
+        """The call over `tensors`, whose gradients go to `targets`."""
+        request = call.request
+        ends = [place for place, target in enumerate(targets) if target is not None]
+        inputs = list(tensors)
+        leading = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
+        for place, tensor in zip(ends, leading, strict=True):
+            inputs[place] = tensor
+        args, kwargs, attributes, made = call.arguments.filled(inputs)
+        nodes = [tensor.grad_fn for tensor in inputs]
+        before = versions(self.buffered)
+        with (
+            self.parameters.installed(copies),
+            request.callers_state(),
+            held(self.places, attributes) as left,
+            collecting(request) as collected,
+            emptied(call.arguments.caches),
+        ):
+            result = request.context.run(request.forward, *args, **kwargs)
+        if self.buffered:
+            self._look_at_buffers(before)
+        written = changed(made)
+        same = {id(one.value): one.branch.original for one in made}
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        # Views: the tensors themselves may be among the results, as what the caller gave.
+        views = [inputs[p].view_as(inputs[p]) for p in altered]
+        leaves, shape = flatten((result, collected, [one.children for one in written], left, views), same)
+        return Outcome(inputs, leaves, shape, written, altered)
+
+    def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
+        """Notes whether a call has changed buffers."""
+        if self.changes_buffers and self.replayed:
+            return
+        after = versions(self.buffered)
+        seen = len(after) != len(before) or any(
+            a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
+        )
+        self.replayed |= seen
+        self.changes_buffers |= seen or any(map(changes_buffers_unseen, self.buffered))
+
+    def hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
+        """The result, made of `leaves`; what was written elsewhere goes where the layer put it."""
+        result, collected, values, left, views = unflatten(leaves, outcome.shape)
+        for place, view in zip(outcome.altered, views, strict=True):
+            sources[place].copy_(view)  # its memory holds that already: now its graph does, too
+        give_back(call.request, collected, outcome.written, values)
+        write_all(self.places, left)
+        return result

@@ -1,0 +1,256 @@
+"""What a training loop calls, in DeepSpeed's words: forward, step, train_batch; and what runs without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.engine.open_step import OpenStep
+from harmony_ds.engine.optimizer_steps import OptimizerSteps
+from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.training import Training
+from harmony_ds.errors import BatchError, NotScalarError, UsageError
+from harmony_ds.stepping.inputs import Arguments
+from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
+
+
+class Loop:
+    """Hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
+
+    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps, reports: StepReports) -> None:
+        self._training = training
+        self._model = training.model
+        self._runner = training.assembly.runner
+        self._world = training.assembly.world
+        self._counts = training.counts
+        self._scaler = training.scaler
+        self._open = open_step
+        self._steps = steps
+        self._reports = reports
+        self._boundary: bool | None = None  # as somebody has said, in the place of counting
+        self.inside_no_sync = False
+
+    # ---- one micro-batch at a time
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
+
+        Raises:
+            BatchError: there is no tensor among the arguments.
+            DoesNotFitError: no plan fits this micro-batch in the device memory budget.
+        """
+        self._runner.check_alive()
+        if not torch.is_grad_enabled():
+            with self.streaming():
+                return self._open.group.call_now(self._model, args, kwargs)
+        with self._world.together():
+            self._open.settle()
+            return self._open.group.add(args, kwargs)
+
+    # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
+    # `LossScaler.check_scaled` hears of every backward pass, `loss.backward()` too.
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Propagates back from `loss`, or notes that the group has to when it runs.
+
+        Returns:
+            The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
+        """
+        self._training.trained_by.need("backward")
+        _need_scalar(
+            loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
+        if isinstance(loss, PendingLoss):
+            loss.check_not_propagated()
+        self._counts.backwards += 1
+        if scale_wrt_gas:
+            loss = loss / self._training.settings.gradient_accumulation_steps()
+        scaled = self._scaler.scaled(loss)
+        with self._scaler.backward():
+            if isinstance(scaled, PendingLoss):
+                scaled.propagate()
+            else:
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        return loss.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
+        self._training.trained_by.need("scale")
+        _need_scalar(
+            loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        self._scaler.announce_backward()
+        return self._scaler.scaled(loss)
+
+    # ---- the boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
+        if self.inside_no_sync:
+            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
+        self._training.trained_by.need("step")
+        self._steps.not_applied()
+        counts = self._counts
+        if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
+            counts.micro_steps += 1
+            return
+        try:
+            with self._world.together():
+                self._steps.step(lr_kwargs or {})
+        except BaseException:
+            counts.rewind()
+            raise
+        counts.begin_group(counts.micro_steps + 1)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._manages_accumulation():
+            return False
+        return (self._counts.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
+        if not self._manages_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
+                "the caller owns the boundary by calling step()"
+            )
+        self._boundary = is_boundary
+
+    def _manages_accumulation(self) -> bool:
+        return bool(self._training.settings.now.values["managed_gradient_accumulation"])
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """One process has nothing to synchronize: allowed with every ZeRO stage. `step()` is not allowed inside."""
+        if self.inside_no_sync:
+            raise UsageError("no_sync context manager reentry is unsupported")
+        self.inside_no_sync = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync = False
+
+    # ---- a group at once
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | Sequence[Any] | None = None, loss_fn: LossFunction | None = None
+    ) -> Tensor:
+        """One optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
+
+        Args:
+            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
+                is one step's. If it ends early, the step is taken over what it gave, and the mean is over that.
+            loss_fn: from the model's outputs to a scalar (by default, the loss among them).
+
+        Returns:
+            The mean loss, detached, 0-dim, on the device.
+
+        Raises:
+            StopIteration: `data_iter` is at its end.
+        """
+        self._training.trained_by.need("train_batch")
+        queued = len(self._open.group)
+        if queued:
+            raise BatchError(
+                f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
+                "them before train_batch()."
+            )
+        with self._world.together():
+            batches = self._training.data.take(data_iter)
+            queue = self._open.group.queue
+            losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
+            loss = self._world.mean(torch.stack(losses).mean())
+        self._reports.train_loss(loss)
+        return loss
+
+    def train_group(
+        self,
+        batches: Sequence[Any],
+        loss_fn: LossFunction,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> list[Tensor]:
+        """One optimizer step over `batches`, whose losses `loss_fn(batch)` computes with calls of the model of its own.
+
+        Args:
+            batches: one for each micro-batch, however many.
+            loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
+                It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
+                call `engine.module` any number of times, with and without gradients, and must not call backward.
+            aside: makes the context that measuring runs in, which may undo what `loss_fn` noted meanwhile.
+
+        Returns:
+            The losses, detached, 0-dim, on the device.
+        """
+        self._training.trained_by.need("train_group")
+        queued = len(self._open.group)
+        if queued or not batches:
+            raise BatchError(
+                f"train_group() got {len(batches)} micro-batches while {queued} of engine(...) are queued: it "
+                "takes at least one, and none may be queued."
+            )
+        given = [Arguments((batch,), {}) for batch in batches]
+        queue = self._open.group.queue
+        with self._world.together():
+            return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given])
+
+    def _step_over(self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]]) -> list[Tensor]:
+        """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
+        counts = self._counts
+        try:
+            queued = queue()
+            for micro_batch in queued:
+                micro_batch.backward_from_loss(divisor, self._scaler.scale)
+                if self._runner.hooked:
+                    self._open.settle()
+                    self._open.propagate()
+            counts.backwards = len(queued)
+            self._steps.step({})
+        except BaseException:
+            self._open.renew()
+            raise
+        counts.begin_group(counts.micro_steps + len(queued))
+        return [ticket.loss(attached=False) for ticket in queued]
+
+    # ---- without gradients
+
+    def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
+        """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
+
+        The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
+        """
+        self._runner.check_alive()
+        training = self._model.training
+        with self._world.together():
+            batches = self._training.data.take(data_iter)
+            self._model.eval()
+            self._training.assembly.wait_for_updates()
+            try:
+                losses = self._open.group.evaluate(batches, loss_fn)
+            finally:
+                self._model.train(training)
+            return self._world.mean(torch.stack(losses).mean())
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, its weights streamed layer by layer."""
+        with self.streaming():
+            return self._open.group.call_now(self._model.generate, args, kwargs)  # type: ignore[arg-type]
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """A context in which the model's methods can be called without gradients, under the device memory budget."""
+        self._open.group.catch_up()
+        with self._training.assembly.ledger.aside(), self._runner.streaming():
+            yield
+
+
+def _need_scalar(loss: object, message: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise NotScalarError(message)

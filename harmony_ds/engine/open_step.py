@@ -1,0 +1,196 @@
+"""The optimizer step that is open: micro-batches that wait, and the gradients that have gathered so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harmony_ds.engine.early_look import EarlyLooks
+from harmony_ds.engine.lifetime import asked_while_alive, while_alive
+from harmony_ds.engine.step_gradients import StepGradients
+from harmony_ds.engine.training import Training
+from harmony_ds.errors import CallChangedError, UnsupportedError, UsageError
+from harmony_ds.offload.updater import Clipping
+from harmony_ds.parameters import Owner, ParameterLinks
+from harmony_ds.stepping.group import GroupParts, StepGroup
+from harmony_ds.stepping.output_kinds import OutputKinds
+
+
+class OpenStep(Owner):
+    """Its group runs as a whole, or in parts when gradients are wanted before; the model's parameters ask it."""
+
+    def __init__(self, training: Training) -> None:
+        self._assembly = assembly = training.assembly
+        self._runner = assembly.runner
+        self._world = assembly.world
+        self._config = config = training.settings.now
+        self._counts = training.counts
+        self._scaler = scaler = training.scaler
+        self._early_looks = EarlyLooks()
+        self._running = False  # the step, or a part of it
+        self.gradients = StepGradients(assembly, scaler)
+        self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
+        self._parts = GroupParts(
+            module=training.model,
+            device=assembly.device,
+            ledger=assembly.ledger,
+            runner=assembly.runner,
+            kinds=OutputKinds(),
+            seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
+            looked=while_alive(self._early_looks.warn),
+            propagating=scaler.check_scaled,
+            propagate=while_alive(self.propagate),
+        )
+        self.renew()
+
+    # ---- its micro-batches
+
+    @property
+    def seed(self) -> int:
+        """What the random numbers of its micro-batches are derived from, with the number of the step."""
+        return self._parts.seed
+
+    def renew(self, seed: int | None = None) -> None:
+        """Begins a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""
+        if seed is not None and self._config.harmony.seed is None:
+            self._parts = replace(self._parts, seed=seed)
+        self.group = StepGroup(self._parts, self._counts.global_steps)
+
+    def settle(self) -> None:
+        """Before the model runs: what the user has done to it by hand is taken over.
+
+        Raises:
+            ModelError, CallChangedError: it cannot be.
+        """
+        if not self.group:
+            self.links.check_memory()
+        self.links.settle()
+        if self._assembly.interception.follow() and self.group.is_open:
+            raise CallChangedError(
+                "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
+                "the first micro-batch of a step."
+            )
+
+    def run(self) -> bool:
+        """Runs the rest of the step; False if there is no gradient at all. The next one is open behind it."""
+        try:
+            ran = self._run()
+        finally:
+            self.renew()
+        held = self.links.held()
+        if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
+            self._assembly.looks.at_weights(tuple(held))
+            self.links.watch(held)
+        return ran
+
+    def _run(self) -> bool:
+        """The queued group, and what the user's own backward passes left."""
+        optimizer = self._assembly.host_optimizer
+        assert optimizer is not None
+        hyper, clipping = optimizer.hyper(), self._clipping()
+        self.links.check_memory()
+        self.settle()
+        if self._assembly.parts.own.are_there():
+            self._world.refuse(
+                "gradients that are put on parameters by hand, or by a backward pass of the program's own"
+            )
+        if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
+            raise UnsupportedError(
+                "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
+                "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
+            )
+        with self._busy():
+            return self.group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+
+    def propagate(self) -> bool:
+        """Runs what is queued and propagated from, so that gradients are there; False if there are none.
+
+        A part of a step: later micro-batches add to them, and `run` uses them.
+        """
+        optimizer = self._assembly.host_optimizer
+        if self._running or optimizer is None or not self.group:
+            return False
+        if not self.group.wanted:
+            return self.group.propagated
+        self._world.refuse("looking at gradients, or dropping them, before the step that they are for")
+        try:
+            with self._busy():
+                return self.group.propagate(optimizer.hyper(), self._clipping() or Clipping())
+        except BaseException:
+            self.group.abandon()
+            self.renew()
+            self._counts.rewind()
+            raise
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """A step, or a part of one, wherever it is asked for: gradients may be read under `torch.no_grad()`."""
+        self.gradients.used.check()
+        self._running = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.gradients.hide()
+                yield
+        finally:
+            self._running = False
+
+    def _clipping(self) -> Clipping | None:
+        config = self._config
+        if not config.deferred_update:
+            return None
+        return Clipping(config.gradient_clipping, self._scaler.scale, config.skip_overflow)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
+        self.gradients.used.clear()
+        self.gradients.drop(self.propagate())
+
+    # ---- what the model's parameters ask, see `Owner`
+
+    def finish(self) -> None:
+        self._assembly.finish_updates()
+
+    def materialize(self, name: str) -> None:
+        self._assembly.looks.at_weights((name,))
+
+    def run_queued(self, why: str) -> None:
+        """As `propagate`, since `why` is about to happen.
+
+        Raises:
+            UsageError: a micro-batch is queued that has not been propagated back from.
+        """
+        if self._running or not self.group:
+            return
+        self.propagate()
+        if self.group.waits:
+            raise UsageError(
+                f"{why}, while a micro-batch that was handed over with the values before is still to be propagated back "
+                "from: call engine.backward(loss) first, or change parameters behind engine.step()."
+            )
+
+    def is_shared(self) -> bool:
+        return self._world.size > 1
+
+    def refuse_shared(self, what: str) -> None:
+        self._world.refuse(what)
+
+    def has_queued(self) -> bool:
+        return not self._running and self.group.is_open
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name`, itself, not scaled: what has gathered since the last step, or was used by it."""
+        if self.propagate():
+            return self.gradients.show(name)
+        return self.gradients.used.show(name, self._assembly.store.parameters[name])
+
+    def is_updating(self, name: str) -> bool:
+        return self._assembly.parts.own.is_updating(name)
+
+    def drop(self, name: str) -> None:
+        self.gradients.used.drop(name)
+        if self.propagate():
+            self._runner.executor.gathered.drop((name,))

@@ -1,0 +1,68 @@
+"""Gradients that wait for their update, on either side: added up over packs, measured, and made what an optimizer takes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from harmony_ds.parallel import Alone
+
+
+class GradientSums(ABC):
+    """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
+
+    def __init__(self, trains: Callable[[str], bool]) -> None:
+        """`trains`: whether the optimizer has a parameter."""
+        self._trains = trains
+        self.norms: dict[str, Tensor] = {}
+        self.world = Alone()
+        """Whose gradients they are; set by the updater."""
+
+    @abstractmethod
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of `name` that waits here, in the accumulation dtype: the tensor itself, its parts added up."""
+
+    @abstractmethod
+    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+        """Drops the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
+
+    @torch.no_grad()
+    def measure(self, names: Iterable[str]) -> None:
+        """Takes the norms of the gradients of `names`, whose backward passes are finished."""
+        for name, total in self._trained(names):
+            self.norms[name] = self.world.measured(total)
+
+    def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
+        """The gradients of `names` as an optimizer takes them, in fp32.
+
+        Args:
+            coefficient: what they are multiplied with (on the host, 0-dim).
+            measured: whether their norms are known; if not, they are taken for whoever asks.
+        """
+        gradients: dict[str, Tensor] = {}
+        for name, total in self._trained(names):
+            gradient = total.to(torch.float32)
+            if not measured:
+                self.norms[name] = self.world.measured(gradient)
+            gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
+        return gradients
+
+    def drop_unused(self, names: Iterable[str]) -> None:
+        """Drops the gradients of `names`, and their norms with them."""
+        self.forget_gradients(names)
+        for name in names:
+            self.norms.pop(name, None)
+
+    @torch.no_grad()
+    def copied(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies on the host of the gradients of `names` that wait here."""
+        return {name: g.to("cpu", copy=True) for name in names if (g := self.gradient(name)) is not None}
+
+    def _trained(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            total = self.gradient(name)
+            if total is not None and self._trains(name):
+                yield name, total

@@ -1,0 +1,297 @@
+"""While a model is installed its parameters are phantoms; afterwards all is as it was, and copies are plain."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds import ModelError, ParameterOutsideLayerError
+from harmony_ds.calls.installed import FixedParameters, Installation, PhantomParameter
+from harmony_ds.decomposer import Decomposition, find_layers
+from harmony_ds.device import CpuDevice
+from harmony_ds.offload.ledger import Kind, Ledger
+from tests.oracle import assert_same
+
+
+class Net(nn.Module):
+    """Tied weights, a bare parameter, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(0), persistent=False)
+        self.register_buffer("nothing", None)
+
+
+class Installed:
+    """A model with its installation, and how often somebody waited."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.decomposition: Decomposition = find_layers(self.model)
+        self.ledger = Ledger()
+        self.device = CpuDevice()
+        self.installation = Installation(self.model, self.decomposition.canonical, self.device, self.ledger)
+
+
+def watched(module: nn.Module) -> bool:
+    return any(isinstance(m.__dict__["_parameters"], FixedParameters) for m in module.modules())
+
+
+# ---- the host's own, and always the same ones
+
+
+def assign(model: Net) -> None:
+    model.first.weight = nn.Parameter(torch.ones(3, 3))
+
+
+def delete(model: Net) -> None:
+    del model.first.weight
+
+
+def register(model: Net) -> None:
+    model.first.register_parameter("more", nn.Parameter(torch.ones(3)))
+
+
+def parametrize(model: Net) -> None:
+    nn.utils.parametrizations.weight_norm(model.first)
+
+
+@pytest.mark.parametrize(
+    ("change", "installed"),
+    [(assign, False), (delete, False), (register, False), (parametrize, False), (assign, True), (delete, True)],
+)
+def test_which_parameters_a_module_has_cannot_change(change: Any, installed: bool) -> None:
+    one = Installed()
+    before = one.model.first.weight
+    with (
+        one.installation.installed({}) if installed else nullcontext(),
+        pytest.raises(ModelError, match="an engine trains this model"),
+    ):
+        change(one.model)
+    assert one.model.first.weight is before
+
+
+def test_a_watched_model_shows_its_own_parameters() -> None:
+    expected = Net()
+    one = Installed()
+    one.model.load_state_dict(expected.state_dict())
+
+    assert_same(one.model, expected, bitwise=True)
+    assert one.model.last.weight is one.model.first.weight
+
+
+def test_a_deepcopy_is_a_plain_module_of_its_own() -> None:
+    one = Installed()
+    clone = copy.deepcopy(one.model)
+
+    assert watched(one.model)
+    assert not watched(clone)
+    assert_same(clone, one.model, bitwise=True)
+    assert clone.last.weight is clone.first.weight is not one.model.first.weight
+
+
+def test_pickling_gives_a_plain_module() -> None:
+    one = Installed()
+    clone = pickle.loads(pickle.dumps(one.model))
+
+    assert not watched(clone)
+    assert_same(clone, one.model, bitwise=True)
+    assert clone.last.weight is clone.first.weight
+
+
+def test_torch_save_of_a_watched_module_gives_a_plain_one() -> None:
+    one = Installed()
+    buffer = io.BytesIO()
+    torch.save(one.model, buffer)
+    buffer.seek(0)
+    clone = torch.load(buffer, weights_only=False)
+
+    assert not watched(clone)
+    assert_same(clone, one.model, bitwise=True)
+
+
+@pytest.mark.parametrize("make", [copy.copy, lambda held: held.copy()])
+def test_a_copy_of_the_dictionary_is_plain(make: Any) -> None:
+    held = Installed().model.first.__dict__["_parameters"]
+
+    assert type(make(held)) is dict
+    assert make(held).keys() == held.keys()
+
+
+# ---- installed: phantoms
+
+
+def test_phantoms_answer_what_they_are_asked_about_themselves() -> None:
+    one = Installed()
+    with one.installation.installed({}):
+        weight, scale = one.model.first.weight, one.model.scale
+        assert isinstance(weight, PhantomParameter)
+        assert (weight.shape, weight.dtype, weight.device) == ((3, 3), torch.float32, torch.device("cpu"))
+        assert (weight.requires_grad, scale.requires_grad) == (True, False)
+        assert weight.size(0) == weight.ndim + 1 == 3
+        assert next(one.model.parameters()).dtype == torch.float32
+        assert repr(weight).startswith("PhantomParameter(first.weight, (3, 3), torch.float32, cpu")
+    assert not one.installation.touched
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.first.weight + 1,
+        lambda model: model.last(torch.ones(1, 3)),
+        lambda model: torch.stack([torch.ones(3, 3), model.first.weight]),
+        lambda model: model.first.weight.sum(),
+        lambda model: model.first.weight.clone(),
+    ],
+)
+def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
+    one = Installed()
+    with (
+        one.installation.installed({}),
+        pytest.raises(ParameterOutsideLayerError, match=r"parameter first.weight was used"),
+    ):
+        use(one.model)
+
+    assert one.installation.touched == {"first.weight"}
+    with (
+        pytest.raises(ParameterOutsideLayerError, match=r"Name a module .* in harmony.layers"),
+        one.installation.installed({}),
+    ):
+        use(one.model)
+
+
+def test_resident_parameters_are_there_and_can_be_used() -> None:
+    one = Installed()
+    with one.installation.installed({"scale": nn.Parameter(torch.tensor(5.0))}):
+        assert (one.model.scale * 2).item() == 10.0
+    assert one.model.scale.item() == 2.0
+
+
+def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
+    one = Installed()
+    copies = {"first.weight": torch.zeros(3, 3), "first.bias": torch.ones(3)}
+    with one.installation.installed({}):
+        with one.installation.parameters_of(one.model.first).installed(copies):
+            assert one.model.first(torch.ones(1, 3)).tolist() == [[1.0, 1.0, 1.0]]
+            assert isinstance(one.model.last.weight, PhantomParameter)
+        assert isinstance(one.model.first.weight, PhantomParameter)
+
+
+def test_parameters_come_back_after_an_error() -> None:
+    one = Installed()
+    before = one.model.first.weight
+    with pytest.raises(RuntimeError, match="no luck"), one.installation.installed({}):
+        raise RuntimeError("no luck")
+
+    assert one.model.first.weight is before
+    assert watched(one.model)
+
+
+def test_installing_an_installed_model_changes_nothing() -> None:
+    one = Installed()
+    with one.installation.installed({}):
+        with one.installation.installed({"scale": torch.tensor(7.0)}):
+            assert isinstance(one.model.scale, PhantomParameter)
+        assert isinstance(one.model.scale, PhantomParameter)
+
+
+def test_removing_leaves_plain_dictionaries() -> None:
+    one = Installed()
+    weight = one.model.first.weight
+    one.installation.remove()
+
+    assert not watched(one.model)
+    assert one.model.first.weight is weight
+
+
+# ---- buffers
+
+
+def test_buffers_are_installed_as_copies_and_come_back_changed() -> None:
+    one = Installed()
+    host = dict(one.model.named_buffers())
+    with one.installation.installed({}):
+        assert one.model.steps is not host["steps"]
+        one.model.steps += 3
+        one.model.norm.running_mean.fill_(4.0)
+        assert host["steps"].item() == 0
+
+    assert {name: id(buffer) for name, buffer in one.model.named_buffers()} == {n: id(b) for n, b in host.items()}
+    assert one.model.steps.item() == 3
+    assert one.model.norm.running_mean.tolist() == [4.0] * 3
+
+
+def test_a_buffer_that_is_replaced_comes_back() -> None:
+    one = Installed()
+    with one.installation.installed({}):
+        one.model.steps = torch.tensor(8)
+    assert one.model.steps.item() == 8
+
+    with one.installation.installed({}):
+        one.model.steps = torch.arange(3)
+        one.model.nothing = torch.ones(2)
+    assert one.model.steps.tolist() == [0, 1, 2]
+    assert one.model.nothing.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_changes_are_kept_only_if_wanted(keep: bool) -> None:
+    one = Installed()
+    with one.installation.installed({}, keep_buffers=keep):
+        one.model.steps += 3
+    assert one.model.steps.item() == (3 if keep else 0)
+    with one.installation.installed({}):
+        assert one.model.steps.item() == (3 if keep else 0)
+
+
+def failing_pass(one: Installed) -> None:
+    with one.installation.installed({}):
+        one.model.steps += 3
+        raise RuntimeError("no luck")
+
+
+def test_changes_of_a_pass_that_failed_are_dropped() -> None:
+    one = Installed()
+    with pytest.raises(RuntimeError, match="no luck"):
+        failing_pass(one)
+    assert one.model.steps.item() == 0
+    with one.installation.installed({}):
+        assert one.model.steps.item() == 0
+
+
+def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
+    one = Installed()
+    one.model.eval()
+    booked = []
+    for turn in range(3):
+        if turn == 2:
+            one.model.steps.fill_(5)
+        with one.installation.installed({}):
+            assert one.model.steps.item() == (5 if turn == 2 else 0)
+        booked.append(one.ledger.close().host_to_device[Kind.DATA])
+
+    assert booked == [12 + 12 + 8 + 8, 0, 8]
+    assert one.device.allocated_bytes() == one.installation.buffers.nbytes == 40
+
+
+def test_replacing_a_buffer_again_and_again_does_not_fill_the_device() -> None:
+    one = Installed()
+    allocated = []
+    for turn in range(4):
+        with one.installation.installed({}):
+            one.model.steps = torch.arange(8 + turn % 2)
+        allocated.append(one.device.allocated_bytes())
+
+    assert max(allocated) <= allocated[0] + 9 * 8

@@ -1,0 +1,308 @@
+"""`harmony.micro_batch`: rows of a micro-batch go through layers a few at a time, and the gradients stay what they are.
+
+The reference is plain PyTorch over whole micro-batches. Sums over rows are made slice by slice, so that gradients agree
+to 1e-6 relative (in the norm of each parameter's gradient), not bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.errors import DoesNotFitError
+from tests.cover import spread
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    SEED,
+    config_of,
+    engine_for,
+    family,
+    loop,
+    means_of,
+    seed_of,
+    train_groups,
+)
+from tests.families import Batch, Family
+from tests.oracle import train_plainly
+
+SIZES = ((4, 2), (6, 4), (8, 3))
+ROWS = {(4, 2): (8, 5), (6, 4): (12, 7), (8, 3): (16, 9)}
+"""Micro-batches of a group: one that may come out even, and one that does not."""
+TOLERANCE = 1e-6
+LOOSE = {
+    # Batch normalization behind the first convolution makes nearly all of its gradient cancel out.
+    "resnet": 1e-5,
+}
+
+
+def widened(batch: Batch, rows: int) -> Batch:
+    """`batch` with so many rows, each repetition shifted along the row."""
+    own = next(t.shape[0] for t in batch.values() if isinstance(t, Tensor) and t.dim())
+
+    def wide(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != own:
+            return value
+        return torch.stack(
+            [value[r % own].roll(r // own, 0) if value.dim() > 1 else value[r % own] for r in range(rows)]
+        )
+
+    return {key: wide(value) for key, value in batch.items()}
+
+
+def group_of(one: Family, rows: tuple[int, ...]) -> list[Batch]:
+    return [widened(one.batch(i), n) for i, n in enumerate(rows)]
+
+
+def summing(parameters: Any) -> torch.optim.Optimizer:
+    """Changes nothing, and keeps the sum of all gradients as its momentum."""
+    return torch.optim.SGD(parameters, lr=0.0, momentum=1.0)
+
+
+def gradients_in(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = {name: optimizer.state[p].get("momentum_buffer") for name, p in parameters.items() if p in optimizer.state}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # Some gradients are nothing but rounding (attention key biases).
+        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
+
+
+def slices(forward: int, backward: int, **more: Any) -> dict[str, Any]:
+    return {"micro_batch": {"forward": forward, "backward": backward}, **more}
+
+
+def plain_gradients(one: Family, groups: list[list[Batch]]) -> tuple[dict[str, Tensor], list[float]]:
+    model = one.build(0.0)
+    optimizer = summing(model.parameters())
+    losses = train_plainly(model, groups, optimizer, clip=None, seed_of=seed_of)
+    return gradients_in(optimizer, dict(model.named_parameters())), means_of(losses)
+
+
+@pytest.mark.parametrize(
+    ("one", "sizes"),
+    spread(EVERY_FAMILY, SIZES),
+    ids=lambda value: value.name if isinstance(value, Family) else f"{value[0]}-{value[1]}",
+)
+def test_gradients_are_those_of_whole_micro_batches(one: Family, sizes: tuple[int, int]) -> None:
+    groups = [group_of(one, ROWS[sizes])]
+    expected, losses = plain_gradients(one, groups)
+    model = one.build(0.0)
+    with engine_for(model, summing, config_of(2, harmony=slices(*sizes, pack_layers=2))) as engine:
+        actual = train_groups(engine, groups)
+        assert_close(
+            gradients_in(engine.optimizer, dict(model.named_parameters())), expected, LOOSE.get(one.name, TOLERANCE)
+        )
+    assert actual == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+@pytest.mark.parametrize("look", [lambda i: False, lambda i: True], ids=["never", "every"])
+def test_the_familiar_loop_is_cut_too(look: Any) -> None:
+    one = family("llama")
+    groups = [group_of(one, (8, 5))]
+    expected, losses = plain_gradients(one, groups)
+    model = one.build(0.0)
+    with engine_for(model, summing, config_of(2, harmony=slices(4, 2))) as engine:
+        actual = loop(engine, groups, look)
+        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+    assert means_of(actual) == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
+    """No mean over rows or items is assumed: here rows compete with each other."""
+    one = family("llama")
+    batch = {key: value for key, value in group_of(one, (8,))[0].items() if key != "labels"}
+
+    def contrast(outputs: Any) -> Tensor:
+        pooled = nn.functional.normalize(outputs.logits.mean(1), dim=-1)
+        return nn.functional.cross_entropy(pooled @ pooled.T / 0.1, torch.arange(pooled.shape[0]))
+
+    plain = one.build(0.0)
+    reference = summing(plain.parameters())
+    train_plainly(plain, [[batch]], reference, clip=None, seed_of=seed_of, loss_of=contrast)
+    model = one.build(0.0)
+    with engine_for(model, summing, config_of(1, harmony=slices(3, 2))) as engine:
+        engine.train_batch(iter([batch]), loss_fn=contrast)
+        # Through so hard a softmax, rounding of the logits grows a hundredfold.
+        assert_close(
+            gradients_in(engine.optimizer, dict(model.named_parameters())),
+            gradients_in(reference, dict(plain.named_parameters())),
+            1e-5,
+        )
+
+
+def test_evaluation_is_cut_and_gives_the_same_loss() -> None:
+    one = family("llama")
+    batches = group_of(one, (8, 5))
+    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
+        engine.train_batch(iter(batches))
+        with torch.no_grad():
+            expected = torch.stack([engine.module.eval()(**batch).loss for batch in batches]).mean()
+        engine.train()
+        assert engine.eval_batch(iter(batches)).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class DroppingNet(nn.Module):
+    """Linear in its weights: whatever is dropped, the loss is the scalar product of weights and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([DroppingBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+
+@pytest.mark.parametrize("first_in_training", [True, False])
+def test_recomputed_slices_drop_what_their_forward_pass_dropped(first_in_training: bool) -> None:
+    model = DroppingNet()
+    x = torch.rand(8, 16)
+    with engine_for(model, summing, config_of(1, harmony=slices(8, 3, pack_layers=1))) as engine:
+        model.train(first_in_training)
+        engine.train_batch(iter([x]))
+        before = gradients_in(engine.optimizer, dict(model.named_parameters()))["blocks.0.weight"].clone()
+        model.train()  # from now on random numbers are drawn, which the first measurement may not have seen
+        loss = engine.train_batch(iter([x]))
+        gradient = gradients_in(engine.optimizer, dict(model.named_parameters()))["blocks.0.weight"] - before
+        assert loss.item() == pytest.approx((gradient * model.blocks[0].weight).sum().item(), rel=1e-5)
+        assert not torch.allclose(gradient, x.sum(0))
+
+
+def test_layers_whose_rows_look_at_each_other_are_not_cut_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Centering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x - x.mean(0))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([Centering(), Centering()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return (x**2).mean()
+
+    x = torch.randn(8, 16)
+    plain = Net()
+    plain(x).backward()
+    model = Net()
+    with caplog.at_level(logging.WARNING), engine_for(model, summing, config_of(1, harmony=slices(2, 2))) as engine:
+        engine.train_batch(iter([x]))
+        actual = gradients_in(engine.optimizer, dict(model.named_parameters()))
+    assert_close(actual, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, TOLERANCE)
+    assert "layer blocks.0 runs with whole micro-batches: its rows depend on each other" in caplog.text
+
+
+def test_sizes_as_large_as_the_micro_batch_change_nothing() -> None:
+    one = family("llama")
+    groups = [[one.batch(i) for i in range(2)] for _ in range(2)]
+    weights = []
+    for harmony in ({}, slices(2, 2), slices(9, 4)):
+        model = one.build(0.0)
+        with engine_for(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config_of(2, harmony=harmony)) as engine:
+            train_groups(engine, groups)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for other in weights[1:]:
+        assert all(map(torch.equal, weights[0], other))
+
+
+# ---- the search chooses
+
+
+def with_memory(nbytes: int) -> dict[str, Any]:
+    return {"device_memory_gib": nbytes / 2**30}
+
+
+def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
+    one = family("llama")
+    groups = [group_of(one, (16, 16))]
+    expected, losses = plain_gradients(one, groups)
+    with engine_for(
+        one.build(0.0), summing, config_of(2, harmony=slices(1, 1, residency="off", pack_layers=1))
+    ) as engine:
+        train_groups(engine, groups)
+        small = engine.memory_report().planned_peak_bytes
+    budget = with_memory(small + 2000)
+    whole = engine_for(one.build(0.0), summing, config_of(2, harmony=budget))
+    with whole as engine, pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
+        train_groups(engine, groups)
+    model = one.build(0.0)
+    with engine_for(model, summing, config_of(2, harmony={"micro_batch": "auto", **budget})) as engine:
+        assert train_groups(engine, groups) == pytest.approx(losses, rel=1e-6)
+        assert engine.plan is not None
+        assert 0 < engine.plan.policy.backward_rows < 16
+        assert engine.memory_report().device_peak_bytes <= small + 2000
+        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+
+
+def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices() -> None:
+    one = family("llama")
+    groups = [group_of(one, (13,))]
+    expected, losses = plain_gradients(one, groups)
+    model = one.build(0.0)
+    config = {
+        "train_batch_size": 13,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.0,
+        "harmony": {"device": "cpu", "seed": SEED},
+    }
+    with engine_for(model, summing, config) as engine:
+        assert engine.train_micro_batch_size_per_gpu() == 13
+        assert engine.gradient_accumulation_steps() == 1
+        assert train_groups(engine, groups) == pytest.approx(losses, rel=1e-6)
+        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+
+
+def test_a_saved_plan_says_how_calls_are_cut(tmp_path: Any) -> None:
+    one = family("llama")
+    groups = [group_of(one, (8, 5))]
+    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
+        train_groups(engine, groups)
+        assert engine.plan is not None
+        saved = engine.plan
+    path = tmp_path / "plan.json"
+    path.write_text(saved.to_json())
+    with engine_for(one.build(0.0), summing, config_of(2, harmony={"plan": str(path)})) as engine:
+        train_groups(engine, groups)
+        assert engine.plan == saved
+
+
+def test_times_of_all_sizes_are_kept_in_the_profile(tmp_path: Any) -> None:
+    one = family("llama")
+    groups = [group_of(one, (8, 8))]
+    path = tmp_path / "profile.json"
+    plans = []
+    for _ in range(2):
+        harmony = {"micro_batch": "auto", "profile": str(path)}
+        with engine_for(one.build(0.0), summing, config_of(2, harmony=harmony)) as engine:
+            train_groups(engine, groups)
+            plans.append(engine.plan)
+            text = path.read_text()
+    assert path.read_text() == text
+    assert plans[0] == plans[1]
