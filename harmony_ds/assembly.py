@@ -31,10 +31,12 @@ from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, members
 from harmony_ds.offload.own_gradients import OwnGradients
+from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
+from harmony_ds.parallel import Alone, World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
@@ -44,6 +46,7 @@ from harmony_ds.weights import initialize_weights
 
 _logger = logging.getLogger(__name__)
 
+_ALONE = Alone()
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,6 +58,7 @@ class Assembly:
     store: HostStore
     ledger: Ledger
     parts: Parts
+    world: Alone
     looks: Looks
     runner: Runner
     interception: Interception
@@ -101,6 +105,7 @@ class Assembly:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
         self.store.release()
+        self.world.leave()
         if updater is not None:
             updater.surface()
 
@@ -111,11 +116,13 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
+    world: Alone = _ALONE,
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):
         raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
     settings = config.harmony
+    _check_parallel(config, world)
     saved = saved_plan(settings.plan)
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
@@ -127,41 +134,81 @@ def assemble(
     if device.host_type == "cpu":
         check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
         _fill_meta(model)
-    store = HostStore(model, decomposition, config.compute_dtype, device)
+    store = HostStore(model, decomposition, config.compute_dtype, device, world)
+    world.agree("weights are there")
+    _share_buffers(model, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
-    host_optimizer = HostOptimizer(optimizer, store.masters) if optimizer is not None else None
+    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
     # From here on, the residency is what may be done in this run.
-    residency_wanted = _residency(config, device, device_optimizer)
+    residency_wanted = "off" if world.size > 1 else _residency(config, device, device_optimizer)
     config = replace(config, harmony=replace(settings, residency=residency_wanted))
     graph = layer_graph(decomposition, store.parameters)
     if residency_wanted != "off" or (saved is not None and saved.policy.resident):
         graph = with_update_bytes(graph, store, device_optimizer)
     # What follows starts a thread: whatever may be refused has been by now.
-    parts, looks, ledger = _parts(model, config, decomposition, (device, store), host_optimizer, device_optimizer)
+    parts, looks, ledger = _parts(
+        model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
+    )
     runner = Runner(parts, decomposition, graph, config, saved)
     interception = Interception(decomposition.layers)
     return Assembly(
-        device, store, ledger, parts, looks, runner, interception, decomposition.layers, optimizer, host_optimizer
+        device,
+        store,
+        ledger,
+        parts,
+        world,
+        looks,
+        runner,
+        interception,
+        decomposition.layers,
+        optimizer,
+        host_optimizer,
     )
+
+
+def _check_parallel(config: Config, world: Alone) -> None:
+    """Raises UnsupportedError for what several processes cannot do."""
+    if config.harmony.micro_batch == "auto":
+        world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.residency not in ("auto", "off", 0):
+        world.refuse("harmony.residency: packs that stay on the device and are updated there")
+    if config.values["gradient_allreduce_op"] == "sum":
+        world.refuse('gradient_allreduce_op "sum"')
+
+
+def _share_buffers(model: nn.Module, world: Alone) -> None:
+    """All processes begin with the buffers of the first."""
+    buffers = dict(model.named_buffers())
+    first = world.first("buffers", lambda: buffers)
+    if first is not buffers:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(first[name])
+
+
+def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
+    if isinstance(world, World):
+        return PieceOptimizer(optimizer, store.masters, world)
+    return HostOptimizer(optimizer, store.masters)
 
 
 def _parts(
     model: nn.Module,
     config: Config,
     decomposition: Decomposition,
-    memory: tuple[Device, HostStore],
+    memory: tuple[Device, HostStore, Alone],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
 ) -> tuple[Parts, Looks, Ledger]:
-    device, store = memory
+    device, store, world = memory
     ledger, timeline = Ledger(), StepTimeline(device)
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains)
-        updater = Updater(store, host_optimizer, gradients, timeline.host_work)
+        updater = Updater(store, host_optimizer, gradients, timeline.host_work, world)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:
@@ -183,6 +230,7 @@ def _parts(
         timeline=timeline,
         progress=Progress(),
         own=OwnGradients(store, updater),
+        world=world,
         follow_masters=store.follow_masters,
     )
     return parts, looks, ledger

@@ -1,4 +1,4 @@
-"""`torch.distributed` and `deepspeed.comm` for one process: no launcher, no environment variables, no MPI."""
+"""`torch.distributed` and `deepspeed.comm`: as a launcher says (torchrun, deepspeed, accelerate), or one process alone."""
 
 from __future__ import annotations
 
@@ -19,25 +19,39 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     auto_mpi_discovery: bool = True,  # noqa: ARG001
     distributed_port: int = 29500,  # noqa: ARG001
     verbose: bool = True,  # noqa: ARG001
-    timeout: Any = None,  # noqa: ARG001
-    init_method: str | None = None,  # noqa: ARG001
+    timeout: Any = None,
+    init_method: str | None = None,
     dist_init_required: bool | None = None,  # noqa: ARG001
     config: Any = None,  # noqa: ARG001
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Makes this process a world of its own, for `torch.distributed` and for `deepspeed.comm`.
+    """Joins the processes that a launcher, or the caller, speaks of; else this one is a world of its own.
 
     The signature is that of `deepspeed.init_distributed`. Nothing happens to what is initialized already.
 
     Raises:
-        UnsupportedError: a launcher, or the caller, speaks of more than one process.
+        UnsupportedError: several processes are spoken of, and `torch.distributed` does not know of them.
     """
-    refuse_several_processes(world_size, rank)
-    if not dist.is_initialized():
-        backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    asked = max(world_size, launched_size())
+    if not dist.is_initialized() and asked > 1:
+        ranks = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
+        try:
+            dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UnsupportedError(
+                f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with "
+                "a launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
+            ) from error
+    elif not dist.is_initialized():
         # A store in memory: no port, no address, nobody else who could join.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if asked > 1 and dist.get_world_size() == 1:
+        raise UnsupportedError(
+            f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
+            "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
+        )
     from deepspeed.comm import comm
 
     if comm.cdb is None or not comm.cdb.is_initialized():
@@ -45,14 +59,9 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             comm.init_distributed(dist_backend=dist_backend, auto_mpi_discovery=False, verbose=False)
 
 
-def refuse_several_processes(world_size: int = 1, rank: int = 0) -> None:
-    """Raises UnsupportedError if a launcher (WORLD_SIZE), or the caller, speaks of more than one process."""
-    asked = max(world_size, int(os.environ.get("WORLD_SIZE") or 1))
-    if asked > 1 or rank > 0:
-        raise UnsupportedError(
-            f"{asked} processes were asked for: harmony_ds trains in one process, and several would train several models. "
-            "Start the script once, without a launcher or with one process (WORLD_SIZE=1)."
-        )
+def launched_size() -> int:
+    """How many processes the launcher of this one has started (WORLD_SIZE)."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @contextmanager

@@ -22,7 +22,9 @@
     ├── HostMemoryError                     host memory (or a container's share) does not hold the training state
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
-    └── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
+    ├── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
+    ├── PeerFailedError                     another process of this training failed, or has ended
+    └── ProcessesDifferError                processes of one training do, or were given, different things
 
 Where DeepSpeed has an `assert`, ours is an AssertionError too, so that what catches its errors catches these.
 Errors of the user's own code (a layer, a loss, an optimizer, Ctrl-C) are never wrapped: they surface as themselves.
@@ -138,6 +140,27 @@ class LossScaleError(HarmonyError):
 
 class EngineFailedError(HarmonyError):
     """An earlier error left some layers updated and others not; the engine must be rebuilt from a checkpoint."""
+
+
+class PeerFailedError(HarmonyError):
+    """Another process of this training failed, ended, or cannot be reached.
+
+    Attributes:
+        rank: of that process.
+        message: what it said, or what was seen of it.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(rank, message)
+        self.rank = rank
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of this training failed: {self.message}"
+
+
+class ProcessesDifferError(HarmonyError):
+    """The processes of one training do different things, or were given different models, settings or data."""
 
 
 def _both(cls: Any, theirs: type[Exception]) -> Any:

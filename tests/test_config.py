@@ -134,6 +134,7 @@ def test_the_harmony_block_is_read() -> None:
         "layers": ("h.*", "head"),
         "micro_batch": (8, 4),
         "plan": None,
+        "reproducible": True,
         "profile": None,
         "unknown_keys": "error",
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -179,8 +180,12 @@ def train(engine: Any, corpus: Corpus, options: argparse.Namespace) -> Result:
 
 
 def batches_for(engine: Any, token_ids: torch.Tensor, seed: int) -> Batches:
-    """Return the micro-batches of a text, in the engine's size; the same for the same seed."""
-    return micro_batches(token_ids, engine.train_micro_batch_size_per_gpu(), SEQUENCE_TOKENS, seed)
+    """Return the micro-batches of a text, in the engine's size; the same for the same seed.
+
+    Several processes (torchrun) take them in turn.
+    """
+    batches = micro_batches(token_ids, engine.train_micro_batch_size_per_gpu(), SEQUENCE_TOKENS, seed)
+    return itertools.islice(batches, engine.global_rank, None, engine.world_size)
 
 
 def held_out_loss(engine: Any, batches: Batches) -> float:

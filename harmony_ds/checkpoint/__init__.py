@@ -5,6 +5,7 @@ from harmony_ds.checkpoint.convert import convert, find, read_any
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.export import export_weights, save_16bit
 from harmony_ds.checkpoint.layout import write
+from harmony_ds.checkpoint.random_state import capture_random, random_of
 from harmony_ds.checkpoint.restore import LoadOptions, restore
 from harmony_ds.checkpoint.snapshot import Layout, Progress, Snapshot
 
@@ -16,9 +17,11 @@ __all__ = [
     "Snapshot",
     "Trained",
     "capture",
+    "capture_random",
     "convert",
     "export_weights",
     "find",
+    "random_of",
     "read_any",
     "restore",
     "save_16bit",

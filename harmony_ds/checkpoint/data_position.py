@@ -11,12 +11,16 @@ import torch
 class ResumableLoader:
     """Wraps the loader that the engine made. Attributes of that are found here too; there is one pass at a time.
 
+    Of several processes, each has every so many batches of one order; a position counts the batches of all, so that any
+    number of processes goes on from it.
+
     A position is the number of batches taken, and the state of torch's generator when the pass began, since samplers
     draw their order from it. Going on draws the same order and skips what was taken; the generator does not notice.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, processes: int = 1) -> None:
         self._loader = loader
+        self._processes = processes
         self._batches: Iterator[Any] | None = None
         self._began: torch.Tensor | None = None
         self._taken = 0
@@ -64,9 +68,20 @@ class ResumableLoader:
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """The position, `unused` batches back (those that were taken but not trained on yet)."""
         began = None if self._began is None else self._began.clone()
-        return {"began": began, "taken": max(self._taken - unused, 0), "passes": self._passes}
+        taken = max(self._taken - unused, 0) * self._processes
+        return {"began": began, "taken": taken, "passes": self._passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at a position; a pass that is under way goes on there too."""
-        self._began, self._taken, self._passes = state["began"], int(state["taken"]), int(state["passes"])
+        """Goes on at a position; a pass that is under way goes on there too.
+
+        Raises:
+            ValueError: that lies in the middle of what these processes take at a time.
+        """
+        taken, rest = divmod(int(state["taken"]), self._processes)
+        if rest:
+            raise ValueError(
+                f"{state['taken']} batches of the training data were taken, which {self._processes} processes cannot have "
+                "taken: resume with a number of processes that divides it, or load without the engine's own loader"
+            )
+        self._began, self._taken, self._passes = state["began"], taken, int(state["passes"])
         self._batches = None

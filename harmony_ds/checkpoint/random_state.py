@@ -21,6 +21,15 @@ def capture_random(device: Device) -> dict[str, Any]:
     return states
 
 
+def random_of(states: dict[str, Any] | None, rank: int, size: int) -> dict[str, Any] | None:
+    """What process `rank` of `size` goes on from; None: from where it is, since another number of processes saved it."""
+    if states is None or rank == 0:
+        return states
+    others = states.get("others", ())
+    found: dict[str, Any] | None = others[rank - 1] if len(others) == size - 1 else None
+    return found
+
+
 def restore_random(states: dict[str, Any], device: Device) -> None:
     """Sets the generators. Those of a device of another kind than the one that was saved are left alone."""
     random.setstate(states["python"])

@@ -32,6 +32,7 @@ class HarmonySettings(PlanSwitches):
     micro_batch: str | tuple[int, int] = "config"
     pin_memory: bool = True
     seed: int | None = None
+    reproducible: bool = True
     plan: str | None = None
     profile: str | None = None
     unknown_keys: str = "error"

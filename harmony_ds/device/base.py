@@ -130,6 +130,9 @@ class Device(ABC):
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat host buffer of exactly that many bytes, page-locked where the device can use it."""
 
+    def host_lock(self, buffer: Tensor) -> None:  # noqa: B027 - most devices have nothing to lock
+        """Page-locks host memory that the device did not make, where it can use that; undone by `host_free`."""
+
     @abstractmethod
     def host_free(self, buffer: Tensor) -> None:
         """Undoes what `host_empty` did to the memory beyond allocating it, once every copy issued so far is done.

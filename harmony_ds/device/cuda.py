@@ -85,9 +85,13 @@ class CudaDevice(Device):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype)
-        if not self.pins_host or numel == 0:
-            return buffer
-        nbytes = numel * dtype.itemsize
+        self.host_lock(buffer)
+        return buffer
+
+    def host_lock(self, buffer: Tensor) -> None:
+        nbytes = buffer.numel() * buffer.element_size()
+        if not self.pins_host or nbytes == 0:
+            return
         with torch.cuda.device(self.torch_device):  # registering is for the current device, and makes it one
             status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
         if int(status) == 0:
@@ -102,7 +106,6 @@ class CudaDevice(Device):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return buffer
 
     def _clear_last_error(self) -> None:
         """CUDA keeps the error of a call that failed, until it is asked for it: by the check behind the next launch.

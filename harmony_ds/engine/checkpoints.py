@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ class Checkpoints:
     def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps) -> None:
         self._training = training
         self._runner = training.assembly.runner
+        self._world = training.assembly.world
         self._open = open_step
         self._steps = steps
 
@@ -47,9 +49,17 @@ class Checkpoints:
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        snapshot = self._captured(client_state, exclude_frozen_parameters)
         folder = f"global_step{self._training.counts.global_steps}" if tag is None else str(tag)
-        checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
+
+        def write() -> None:
+            snapshot = self._captured(client_state, exclude_frozen_parameters)
+            if snapshot.random is not None:
+                snapshot = replace(snapshot, random={**snapshot.random, "others": others})
+            checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
+
+        with self._world.together():
+            others = self._world.all("random states", checkpoint.capture_random(self._training.assembly.device))[1:]
+            self._world.first(f"save the checkpoint {folder}", write)
         return True
 
     def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -70,23 +80,32 @@ class Checkpoints:
         Raises:
             CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
         """
-        folder = checkpoint.find(Path(load_dir), tag)
-        if folder is None:
-            return None, None
-        snapshot = checkpoint.read_any(folder)
         wanted = checkpoint.LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
+        with self._world.together():
+            return self._load(checkpoint.find(Path(load_dir), tag), wanted)
+
+    def _load(self, folder: Path | None, wanted: checkpoint.LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        world = self._world
+        world.agree(f"load the checkpoint {None if folder is None else folder.name}")
+        if folder is None:
+            return None, None
+        snapshot = checkpoint.read_any(folder)
+        snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._open.finish()
+        world.agree("load")  # nobody uses weights any more
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
+            world.agree("loaded")
         except CheckpointError:
             raise
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        self._go_on_from(snapshot.progress, load_module_only)
+        self._open.links.forget()
+        self._go_on_from(snapshot.progress, wanted.module_only)
         return str(folder), snapshot.client_state
 
     def save_16bit_model(
@@ -97,7 +116,13 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written.
         """
-        checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), Path(save_dir) / save_filename)
+        target = Path(save_dir) / save_filename
+
+        def write() -> None:
+            checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), target)
+
+        with self._world.together():
+            self._world.first(f"save the weights as {save_filename}", write)
         return True
 
     save_fp16_model = save_16bit_model

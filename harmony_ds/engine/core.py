@@ -50,11 +50,14 @@ class HarmonyEngine(nn.Module):
         self.module = model
         self.client_optimizer, self.client_lr_scheduler = client.optimizer, client.lr_scheduler
         self._assembly = assembly
-        self._settings = settings = Settings(config)
+        world = assembly.world
+        self.local_rank, self.global_rank = world.local_rank, world.rank
+        self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
+        self._settings = settings = Settings(config, world.size)
         self._counts = Counts()
         self._scaler = LossScaler(config.loss_scale)
         self._trained_by = TrainedBy(assembly, settings, client.lr_scheduler)
-        self._data = TrainingData(settings, client.training_data, client.collate_fn)
+        self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
         training = Training(model, assembly, settings, self._counts, self._scaler, self._trained_by, self._data)
         self._reports = StepReports(training)
         self._record = self._reports.record
@@ -263,7 +266,7 @@ class HarmonyEngine(nn.Module):
             "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
         )
 
-    # ---- one process, and what there is none of
+    # ---- data parallelism alone, and what there is none of
 
     local_rank = global_rank = 0
     world_size = dp_world_size = mp_world_size = seq_dp_world_size = sequence_parallel_size = 1

@@ -26,6 +26,7 @@ class Loop:
         self._training = training
         self._model = training.model
         self._runner = training.assembly.runner
+        self._world = training.assembly.world
         self._counts = training.counts
         self._scaler = training.scaler
         self._open = open_step
@@ -47,8 +48,9 @@ class Loop:
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.group.call_now(self._model, args, kwargs)
-        self._open.settle()
-        return self._open.group.add(args, kwargs)
+        with self._world.together():
+            self._open.settle()
+            return self._open.group.add(args, kwargs)
 
     # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
     # `LossScaler.check_scaled` hears of every backward pass, `loss.backward()` too.
@@ -98,7 +100,8 @@ class Loop:
             counts.micro_steps += 1
             return
         try:
-            self._steps.step(lr_kwargs or {})
+            with self._world.together():
+                self._steps.step(lr_kwargs or {})
         except BaseException:
             counts.rewind()
             raise
@@ -160,9 +163,11 @@ class Loop:
                 f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        batches = self._training.data.take(data_iter)
-        losses = self._step_over(len(batches), lambda: [self._open.group.queue(batch, loss_fn) for batch in batches])
-        loss = torch.stack(losses).mean()
+        with self._world.together():
+            batches = self._training.data.take(data_iter)
+            queue = self._open.group.queue
+            losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
+            loss = self._world.mean(torch.stack(losses).mean())
         self._reports.train_loss(loss)
         return loss
 
@@ -193,7 +198,8 @@ class Loop:
             )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
-        return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given])
+        with self._world.together():
+            return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given])
 
     def _step_over(self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]]) -> list[Tensor]:
         """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
@@ -221,15 +227,16 @@ class Loop:
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         self._runner.check_alive()
-        batches = self._training.data.take(data_iter)
         training = self._model.training
-        self._model.eval()
-        self._training.assembly.wait_for_updates()
-        try:
-            losses = self._open.group.evaluate(batches, loss_fn)
-        finally:
-            self._model.train(training)
-        return torch.stack(losses).mean()
+        with self._world.together():
+            batches = self._training.data.take(data_iter)
+            self._model.eval()
+            self._training.assembly.wait_for_updates()
+            try:
+                losses = self._open.group.evaluate(batches, loss_fn)
+            finally:
+                self._model.train(training)
+            return self._world.mean(torch.stack(losses).mean())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""

@@ -26,6 +26,7 @@ class OpenStep(Owner):
     def __init__(self, training: Training) -> None:
         self._assembly = assembly = training.assembly
         self._runner = assembly.runner
+        self._world = assembly.world
         self._config = config = training.settings.now
         self._counts = training.counts
         self._scaler = scaler = training.scaler
@@ -39,7 +40,7 @@ class OpenStep(Owner):
             ledger=assembly.ledger,
             runner=assembly.runner,
             kinds=OutputKinds(),
-            seed=torch.initial_seed() if config.harmony.seed is None else config.harmony.seed,
+            seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
             looked=while_alive(self._early_looks.warn),
             propagating=scaler.check_scaled,
             propagate=while_alive(self.propagate),
@@ -83,6 +84,7 @@ class OpenStep(Owner):
         held = self.links.held()
         if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
             self._assembly.looks.at_weights(tuple(held))
+            self.links.watch(held)
         return ran
 
     def _run(self) -> bool:
@@ -92,6 +94,10 @@ class OpenStep(Owner):
         hyper, clipping = optimizer.hyper(), self._clipping()
         self.links.check_memory()
         self.settle()
+        if self._assembly.parts.own.are_there():
+            self._world.refuse(
+                "gradients that are put on parameters by hand, or by a backward pass of the program's own"
+            )
         if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
@@ -110,6 +116,7 @@ class OpenStep(Owner):
             return False
         if not self.group.wanted:
             return self.group.propagated
+        self._world.refuse("looking at gradients, or dropping them, before the step that they are for")
         try:
             with self._busy():
                 return self.group.propagate(optimizer.hyper(), self._clipping() or Clipping())
@@ -164,6 +171,12 @@ class OpenStep(Owner):
                 f"{why}, while a micro-batch that was handed over with the values before is still to be propagated back "
                 "from: call engine.backward(loss) first, or change parameters behind engine.step()."
             )
+
+    def is_shared(self) -> bool:
+        return self._world.size > 1
+
+    def refuse_shared(self, what: str) -> None:
+        self._world.refuse(what)
 
     def has_queued(self) -> bool:
         return not self._running and self.group.is_open

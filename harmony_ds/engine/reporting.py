@@ -115,18 +115,20 @@ class StepReports:
     def __init__(self, training: Training) -> None:
         config, values = training.settings.now, training.settings.now.values
         self._training = training
-        self._every = config.steps_per_print
-        self._breakdown = bool(values["wall_clock_breakdown"])
-        self._memory = bool(values["memory_breakdown"])
+        speaks = training.assembly.world.speaks  # what is said once for all processes
+        self._every = config.steps_per_print if speaks else None
+        self._breakdown = speaks and bool(values["wall_clock_breakdown"])
+        self._memory = speaks and bool(values["memory_breakdown"])
         self._times = TaskTimes()
         self.record = StepRecord(training.assembly)
         self.throughput = Throughput(bool(values["timers.throughput.enabled"]))
-        self.monitor = make_monitor(config)
+        self.monitor = make_monitor(config) if speaks else NoMonitor()
         if values["log_level"] is not None:
             logging.getLogger("harmony_ds").setLevel(values["log_level"].upper())
-        if self._every or self._breakdown or self._memory or values["dump_state"]:
+        dumps = speaks and values["dump_state"]
+        if self._every or self._breakdown or self._memory or dumps:
             _let_progress_be_seen()
-        if values["dump_state"]:
+        if dumps:
             for path, value in sorted(values.items()):
                 _logger.info("  %s = %r", path, value)
         self.on_progress(None)

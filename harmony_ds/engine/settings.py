@@ -23,8 +23,9 @@ class Settings:
     What the value of one key answers comes from the table of keys, see `table_getters`; here is what has to be worked out.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, world_size: int = 1) -> None:
         self.now = config
+        self._world_size = world_size
 
     def of_deepspeed(self) -> Any:
         """DeepSpeed's own view of the ds_config, made when somebody asks for it."""
@@ -62,13 +63,13 @@ class Settings:
         Raises:
             ConfigError: `train_batch_size` is no multiple of the micro-batch size.
         """
-        micro_batch = self.now.micro_batch
-        if train_batch_size <= 0 or train_batch_size % micro_batch:
+        micro_batch, size = self.now.micro_batch, self._world_size
+        if train_batch_size <= 0 or train_batch_size % (micro_batch * size):
             raise ConfigError(
                 "Train batch size must be divisible by micro-batch data parallelism: "
-                f"{train_batch_size} is no multiple of {micro_batch} * 1"
+                f"{train_batch_size} is no multiple of {micro_batch} * {size}"
             )
-        self._resize(micro_batch, train_batch_size // micro_batch)
+        self._resize(micro_batch, train_batch_size // (micro_batch * size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the size of micro-batches, and of batches with it."""
@@ -81,7 +82,7 @@ class Settings:
             self.now,
             micro_batch=micro_batch,
             gradient_accumulation_steps=steps,
-            train_batch_size=micro_batch * steps,
+            train_batch_size=micro_batch * steps * self._world_size,
         )
 
     # ---- optimizer and precision

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from harmony_ds.arguments import the_model
@@ -17,10 +20,11 @@ from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
-from harmony_ds.distributed import init_distributed, refuse_several_processes
+from harmony_ds.distributed import init_distributed, launched_size
 from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
+from harmony_ds.parallel import Alone, join_world
 
 _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path
@@ -67,19 +71,18 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 
 def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
-    refuse_several_processes()
     model = the_model(model)
     if mpu is not None or mesh_param is not None:
-        raise UnsupportedError("harmony_ds trains in one process: leave mpu and mesh_param out.")
+        raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
     return model
 
 
 def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
-    settings = load_config(given)
+    if dist_init_required or launched_size() > 1:
+        init_distributed()
+    settings = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
     if settings.without_meaning:
         _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(settings.without_meaning))
-    if dist_init_required:
-        init_distributed()
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
     return settings
@@ -95,13 +98,39 @@ def _started(
     _check_schedule(client.optimizer, client.lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, client.optimizer, parameters)
-    assembly = assemble(model, settings, client.optimizer, parameters, device)
-    try:
-        engine = HarmonyEngine(model, settings, assembly, client)
-    except BaseException:
-        assembly.destroy()
-        raise
+    settings, world = _join(settings, model, device)
+    with world.together():
+        assembly = assemble(model, settings, client.optimizer, parameters, device, world)
+        try:
+            engine = HarmonyEngine(model, settings, assembly, client)
+        except BaseException:
+            assembly.destroy()
+            raise
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, Alone]:
+    """The processes that train `model`, and the settings of this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return settings, Alone()
+    harmony = settings.harmony
+    on_cuda = torch.cuda.is_available() and harmony.device != "cpu" if device is None else device.pins_host
+    if on_cuda and device is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        if harmony.device not in ("auto", "cuda"):
+            raise ContradictionError(
+                f'harmony.device is "{harmony.device}" for all {dist.get_world_size()} processes: leave it to the '
+                'launcher, which gives each a device of its own ("auto").'
+            )
+        torch.cuda.set_device(local_rank)
+        settings = replace(settings, harmony=replace(harmony, device=f"cuda:{local_rank}"))
+    parameters = dict(model.named_parameters())
+    digest = {
+        "The ds_config": settings.values,
+        "The model": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()},
+        "The version of torch": str(torch.__version__),
+    }
+    return settings, join_world(tuple(parameters), digest, on_cuda, harmony.reproducible)
 
 
 def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:

@@ -10,20 +10,22 @@ import torch
 from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError
+from harmony_ds.parallel import Alone
 from harmony_ds.stepping.inputs import Arguments, take_batches
 
 
 class TrainingData:
     """What `train_batch()` takes its micro-batches from when it is given no iterator."""
 
-    def __init__(self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None) -> None:
+    def __init__(self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: Alone) -> None:
         self._settings = settings
+        self._world = world
         self._batches: Iterator[Any] | None = None
         self.training_data = dataset
         self.collate_fn = collate_fn
         self.training_dataloader: Any = None
         if dataset is not None:
-            self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset))
+            self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset), world.size)
 
     def take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
         """The micro-batches of the next group, from `data_iter` (None: from here).
@@ -62,22 +64,27 @@ class TrainingData:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) and not hasattr(dataset, "__iter__"):
             raise ValueError("Training data must be a torch Dataset")
         if data_sampler is None and route in ("eval", "predict"):
-            data_sampler = torch.utils.data.SequentialSampler(dataset)
+            data_sampler = self._in_order(dataset)
         from deepspeed.runtime.dataloader import DeepSpeedDataLoader  # its order of samples depends on its own seed
 
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=self._settings.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
             pin_memory=False,  # inputs are copied once, and a step is long
-            local_rank=0,
+            local_rank=self._world.local_rank,
             tput_timer=None,
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers or 0,  # or they would be forked beside the update's thread
             data_sampler=data_sampler,
-            data_parallel_world_size=1,
-            data_parallel_rank=0,
+            data_parallel_world_size=self._world.size,
+            data_parallel_rank=self._world.rank,
             dataloader_drop_last=self._settings.now.values["dataloader_drop_last"],
         )
+
+    def _in_order(self, dataset: Any) -> torch.utils.data.Sampler[int]:
+        if self._world.size == 1:
+            return torch.utils.data.SequentialSampler(dataset)
+        return torch.utils.data.DistributedSampler(dataset, self._world.size, self._world.rank, shuffle=False)
 
     def set_dataloader(self, loader: Any) -> None:
         """What `train_batch()` without an iterator takes its micro-batches from, over and over."""

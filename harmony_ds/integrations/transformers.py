@@ -29,6 +29,7 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from harmony_ds.config.read import read_config
+from harmony_ds.distributed import launched_size
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
 
@@ -99,6 +100,11 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- setup
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        if launched_size() > 1:
+            raise UnsupportedError(
+                f"HarmonyTrainer in {launched_size()} processes is not there yet: train with several devices by a loop of "
+                "your own over harmony_ds.initialize (docs/parallel.md), or start the Trainer in one process."
+            )
         if self._ds_config is None:
             self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
         # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.

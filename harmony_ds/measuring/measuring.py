@@ -7,7 +7,7 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,10 @@ class Measuring:
     def unlayered(self) -> tuple[str, ...]:
         """The parameters that no layer owns, those that are used between layers included."""
         return self._setup.unlayered
+
+    def join_unlayered(self, names: Iterable[str]) -> None:
+        """Parameters that other processes have found to be used between layers are unlayered here, too."""
+        self._setup = replace(self._setup, unlayered=tuple(dict.fromkeys((*names, *self.unlayered))))
 
     def rows(self, sizes: Sizes) -> Rows:
         """How layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from harmony_ds.parallel import Alone
+
 
 class GradientSums(ABC):
     """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
@@ -17,6 +19,8 @@ class GradientSums(ABC):
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
         self._came: set[str] = set()
+        self.world = Alone()
+        """Whose gradients they are; set by the updater."""
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:
@@ -39,7 +43,7 @@ class GradientSums(ABC):
     def measure(self, names: Iterable[str]) -> None:
         """Takes the norms of the gradients of `names`, whose backward passes are finished."""
         for name, total in self._trained(names):
-            self.norms[name] = torch.linalg.vector_norm(total, 2, dtype=torch.float32)
+            self.norms[name] = self.world.measured(total)
 
     def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
         """The gradients of `names` as an optimizer takes them, in fp32.
@@ -52,7 +56,7 @@ class GradientSums(ABC):
         for name, total in self._trained(names):
             gradient = total.to(torch.float32)
             if not measured:
-                self.norms[name] = torch.linalg.vector_norm(gradient, 2)
+                self.norms[name] = self.world.measured(gradient)
             gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
         return gradients
 

@@ -23,10 +23,12 @@ from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
 from harmony_ds.offload.places import Place, places_of
 from harmony_ds.offload.process_memory import MappedFiles, return_freed
+from harmony_ds.parallel import Alone
 
 ungated = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
 
+_ALONE = Alone()
 _WORTH_RETURNING = 2**20
 """Bytes; to ask the allocator takes it milliseconds."""
 
@@ -42,9 +44,20 @@ class SlabPart:
 class HostStore:
     """Owns the slabs and the masters of a model's parameters."""
 
-    def __init__(self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device) -> None:
-        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice."""
+    def __init__(
+        self,
+        model: nn.Module,
+        decomposition: Decomposition,
+        dtype: torch.dtype,
+        device: Device,
+        world: Alone = _ALONE,
+    ) -> None:
+        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
+
+        Where several processes share the slabs, their values are those of the first.
+        """
         self.dtype = dtype
+        self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
@@ -65,16 +78,17 @@ class HostStore:
         freed_bytes = 0
         places, end = places_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
         # Slabs that torch allocates are aligned already; so is every place in them.
-        slab = self._device.host_empty(end, self.dtype)
+        slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         for name, place in places.items():
             parameter = self.parameters[name]
             view = place.view(slab)
             with torch.no_grad():
-                view.copy_(parameter)
-                slab[place.start + view.numel() : place.end].zero_()
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
+                if self._world.speaks:
+                    view.copy_(parameter)
+                    slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
             mapped.release(before)
@@ -87,8 +101,10 @@ class HostStore:
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == torch.float32:
             return parameter
-        master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        return nn.Parameter(master.copy_(parameter.detach()), requires_grad=True)
+        master = self._world.empty(parameter, torch.float32)
+        if self._world.speaks:
+            master.copy_(parameter.detach())
+        return nn.Parameter(master, requires_grad=True)
 
     def weight(self, name: str) -> Tensor:
         """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
@@ -97,11 +113,12 @@ class HostStore:
 
     @torch.no_grad()
     def follow_masters(self, names: Iterable[str]) -> None:
-        """Makes the weights `names` what their masters are, in the compute dtype."""
+        """Makes this process's pieces of the weights `names` what their masters are, in the compute dtype."""
         for name in names:
             copy = self.upload_copy(name)
             if copy is not None:
-                copy.copy_(self.masters[name].detach())
+                piece = self._world.piece(copy.numel())
+                copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
     def pieces(self, names: Iterable[str]) -> list[SlabPart]:
         """The fewest contiguous runs of host memory that hold `names`."""

@@ -24,7 +24,9 @@ from torch import Tensor
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.parallel import Alone
 
+_ALONE = Alone()
 _FIRST = -1  # the priority of what is not an update
 _LAST = 2**31
 _Result = TypeVar("_Result")
@@ -54,9 +56,8 @@ class GradientNorm:
     overflow: bool
 
     @staticmethod
-    def of(norms: list[Tensor], clipping: Clipping) -> GradientNorm:
-        """As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters."""
-        total = torch.linalg.vector_norm(torch.stack(norms), 2) if norms else torch.zeros(())
+    def of(total: Tensor, clipping: Clipping) -> GradientNorm:
+        """What `clipping` makes of the norm of all gradients, which may be scaled."""
         if clipping.loss_scale != 1.0:
             total = total / clipping.loss_scale
         coefficient: Tensor | None = None
@@ -65,6 +66,20 @@ class GradientNorm:
         if clipping.loss_scale != 1.0:
             coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
         return GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total)))
+
+
+class PromisedNorm(Future[GradientNorm]):
+    """One whose parts of other processes are still to come: whoever asks waits for them."""
+
+    def __init__(self, posted: Future[Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self._posted = posted
+        self._known: GradientNorm | None = None
+
+    def result(self, timeout: float | None = None) -> GradientNorm:
+        if self._known is None:
+            self._known = GradientNorm.of(self._posted.result(timeout)(), Clipping())
+        return self._known
 
 
 class Updater:
@@ -76,6 +91,7 @@ class Updater:
         optimizer: HostOptimizer,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        world: Alone = _ALONE,
     ) -> None:
         """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
         self._store = store
@@ -83,6 +99,8 @@ class Updater:
         self._timed = timed
         self._order = {name: place for place, name in enumerate(store.parameters)}
         self._gradients = gradients
+        self._world = gradients.world = world
+        self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
         self._counter = itertools.count()
         self._pending: Counter[int] = Counter()  # updates queued or running, by pack
@@ -135,17 +153,21 @@ class Updater:
 
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queues the global norm of everything measured."""
-        return self._queue_work((), lambda: self._global_norm(clipping))
+        number = self._world.number_norm()
+        return self._queue_work((), lambda: GradientNorm.of(self._post_norm(number)(), clipping))
 
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queues, behind all updates, the global norm of what they used."""
-        return self._queue(_LAST, lambda: self._global_norm(Clipping()))
+        number = self._world.number_norm()
+        return PromisedNorm(self._queue(_LAST, lambda: self._post_norm(number)))
 
     def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
         """Queues the update of `names`, the parameters that `pack` owns."""
         with self._changed:
             self._pending[pack] += 1
             self._updating.update(names)
+            self._last_names[pack] = names
+        self._world.issue(names)
         work = self._timed()
 
         def update() -> None:
@@ -156,6 +178,7 @@ class Updater:
                 self._optimizer.step(gradients, hyper)
                 self._store.follow_masters(gradients)
                 self._gradients.forget_gradients(names)
+            self._world.updated(names)
             with self._changed:
                 self._updating.subtract(names)
                 self._pending -= Counter([pack])
@@ -184,10 +207,14 @@ class Updater:
             BaseException: what went wrong on the thread, as it was raised there.
         """
         self._wait_for(lambda: not self._pending[pack])
+        if threading.current_thread() is not self._thread:
+            self._world.wait_updated(self._last_names.get(pack, ()))
 
     def wait_all(self) -> None:
         """Blocks until nothing is pending; raises as `wait` does."""
         self._wait_for(lambda: not self._pending and not self._jobs)
+        if threading.current_thread() is not self._thread:
+            self._world.wait_updated()
 
     def _wait_for(self, done: Callable[[], bool], fails: bool = True) -> None:
         if threading.current_thread() is self._thread:
@@ -265,6 +292,7 @@ class Updater:
         try:
             result.set_result(job())
         except BaseException as failure:  # noqa: BLE001 - surfaces in the caller's thread
+            self._world.give_up(f"its background update failed: {failure!r}")
             with self._changed:
                 self._failure = failure
                 for *_, promised in self._jobs:
@@ -278,7 +306,8 @@ class Updater:
             self._changed.notify_all()
         return True
 
-    def _global_norm(self, clipping: Clipping) -> GradientNorm:
+    def _post_norm(self, number: int) -> Callable[[], Tensor]:
+        """The norm of all that has been measured, once all processes have told of theirs."""
         norms = [self._gradients.norms[name] for name in sorted(self._gradients.norms, key=self._order.__getitem__)]
         self._gradients.norms.clear()
-        return GradientNorm.of(norms, clipping)
+        return self._world.post_norm(number, norms)

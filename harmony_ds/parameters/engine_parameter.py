@@ -102,6 +102,8 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         result = func(*args, **kwargs)
         if len(links) == 1 and isinstance(result, Tensor):
             links[0].note_alias(result)
+        elif name in _ALIASES:
+            links[0].note_address()
         return result
 
 

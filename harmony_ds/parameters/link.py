@@ -12,6 +12,7 @@ from torch import Tensor
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.piece_optimizer import checksum
 
 
 class Owner(Protocol):
@@ -38,6 +39,12 @@ class Owner(Protocol):
     def drop(self, name: str) -> None:
         """The gradient of `name` is not wanted."""
 
+    def is_shared(self) -> bool:
+        """Whether several processes have one copy of weights, masters and state."""
+
+    def refuse_shared(self, what: str) -> None:
+        """Raises UnsupportedError for `what` if so."""
+
 
 class ParameterLink:
     """One parameter, its place in its slab, its master if it is trained, and that one's state."""
@@ -53,6 +60,8 @@ class ParameterLink:
         self._apart = None if self._master is self._parameter else self._master  # the master that has to follow
         self._aliases: list[weakref.ref[Tensor]] = []
         self._handed_out: Tensor | None = None  # its values when somebody got at its memory while micro-batches wait
+        self._seen: int | None = None  # where memory is shared: a checksum of what somebody may have written into
+        self._lent_out = False  # where memory is shared: somebody has its address
         self._touched = False  # somebody may have written into the parameter, and not into its master
 
     # ---- what the user does to the parameter itself
@@ -60,6 +69,7 @@ class ParameterLink:
     def before(self, writes: bool, aliases: bool = False) -> None:
         """The parameter's values are about to be read, changed (`writes`) or handed out (`aliases`)."""
         if writes:
+            self.owner.refuse_shared(f"changing {self.name} by hand, which every process would do again")
             self.owner.run_queued(f"{self.name} is about to be changed")
         self.owner.materialize(self.name)
         self._touched = True
@@ -90,12 +100,35 @@ class ParameterLink:
         """`result` came of the parameter: whoever keeps it may share its memory."""
         if result is not self._parameter and _same_memory(result, self._weight):
             self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(result)]
+            self.watch()
+
+    def note_address(self) -> None:
+        """Somebody may write into the parameter's memory from now on, for as long as he likes."""
+        self._lent_out = self.owner.is_shared()
+        self.watch()
+
+    def watch(self) -> None:
+        """Where memory is shared: what is written into the parameter from now on is noticed."""
+        if self.owner.is_shared() and self._seen is None:
+            self._seen = checksum(self._weight)
+
+    def check_unwritten(self) -> None:
+        """Raises UnsupportedError if several processes have the parameter, and it was written into."""
+        seen, self._seen = self._seen, None
+        if seen is not None and seen != checksum(self._weight):
+            self.owner.refuse_shared(
+                f"changing {self.name} through .data, .detach() or the like, which every process has done again"
+            )
+
+    def forget(self) -> None:
+        """What is there now is what shall be there."""
+        self._seen, self._touched = None, False
 
     @property
     def is_held(self) -> bool:
         """Whether somebody keeps a tensor that shares the parameter's memory."""
         self._aliases = [alias for alias in self._aliases if alias() is not None]
-        return bool(self._aliases)
+        return bool(self._aliases) or self._lent_out
 
     def _give_away(self, copy: Tensor) -> None:
         """Lets those who keep the parameter's memory have a copy of it: the parameter gets another, as they see it."""
@@ -174,9 +207,11 @@ class ParameterLink:
                     "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
                     "them run first, or change it behind engine.step()."
                 )
+        if self._seen is not None:
+            self.check_unwritten()
         if self._touched:
             self._touched = False
-            if self._apart is not None:
+            if self._apart is not None and not self.owner.is_shared():
                 self.owner.finish()  # the master, too, may be newer on the device
                 self.take_over()
 
@@ -196,6 +231,7 @@ class ParameterLink:
 
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the master (and the weight with it), or the optimizer state of that name."""
+        self.owner.refuse_shared(f"replacing the master or the optimizer state of {self.name}")
         self.owner.finish()
         if self._master is None:
             return
@@ -229,8 +265,9 @@ class ParameterLink:
 
     def take_over(self) -> None:
         """Makes the master follow the parameter, where that was changed by hand."""
+        self.check_unwritten()
         master = self._apart
-        if master is None:
+        if master is None or self.owner.is_shared():
             return
         with torch.no_grad():
             changed = self._weight != master.to(self._weight.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,18 @@ class ParameterLinks(Added):
     def held(self) -> list[str]:
         """The parameters whose memory somebody keeps: `p.data`, a state dict, a view."""
         return [link.name for link in self._links if link.is_held]
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Where memory is shared: what is written into `names` from now on is noticed."""
+        wanted = set(names)
+        for link in self._links:
+            if link.name in wanted:
+                link.watch()
+
+    def forget(self) -> None:
+        """What the parameters are now is what they shall be."""
+        for link in self._links:
+            link.forget()
 
     def take_over(self) -> None:
         """Makes masters follow what was written into the parameters."""

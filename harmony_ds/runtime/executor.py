@@ -319,7 +319,10 @@ class Executor:
     def _swap_out(self, task: Task) -> None:
         parts, pack = self._parts, self._plan.packs[task.pack]
         assert parts.gradients is not None and parts.updater is not None
-        gradients = parts.residency.gradients(self._copies[task.pack])
+        copy = self._copies[task.pack]
+        kind = f"of pack {task.pack}"
+        gradients = parts.world.reduce(kind, parts.device, copy.leaves, parts.residency.gradients(copy))
+        self.outcome.others_update |= self._clipping is None and parts.world.size > 1
         held = self._held_deliveries if self._clipping is None else None
         transfer = parts.gradients.swap_out(gradients, held)
         self._leaving[task.pack] = (gradients, transfer.arrived)
@@ -354,6 +357,8 @@ class Executor:
             else:  # behind the backward pass of the step's last part
                 self.gathered.receive_own(pack.owned, measure=True)
         updater.add_norms(store.take_norms())
+        self._parts.world.agree("norm")  # from here on, weights change
+        self.outcome.others_update = self._parts.world.size > 1
         self.outcome.norm = updater.norm(self._clipping)
         if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
             self.outcome.overflow = True

@@ -16,8 +16,10 @@ class Outcome:
         norm: of all gradients; promised when the step returns.
         overflow: whether its updates were skipped, because gradients were not finite.
         updates_issued: packs whose weights it has changed, or will.
+        others_update: whether other processes may change weights, whatever becomes of the step here.
     """
 
     norm: Future[GradientNorm] | None = None
     overflow: bool = False
     updates_issued: int = 0
+    others_update: bool = False

@@ -17,6 +17,7 @@ from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
+from harmony_ds.parallel import Alone
 from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 
@@ -39,5 +40,6 @@ class Parts:
     timeline: StepTimeline
     progress: Progress
     own: OwnGradients
+    world: Alone
     follow_masters: Callable[[Iterable[str]], None]
     """Makes weights of the compute dtype follow their masters."""

@@ -18,12 +18,13 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError, ModelError
+from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
 from harmony_ds.stepping.output_kinds import OutputKinds
@@ -31,6 +32,7 @@ from harmony_ds.stepping.pending import PendingLoss, PendingOutput
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
+_MOST_TOLD = 4096
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
 
@@ -62,6 +64,7 @@ class StepGroup:
     def __init__(self, parts: GroupParts, step: int) -> None:
         self._parts = parts
         self._runner = parts.runner
+        self._world = parts.runner.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
         self.propagated = False  # forward and backward of some are done, the updates are not
@@ -109,9 +112,9 @@ class StepGroup:
         call = call or self._parts.module
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
-        if self._parts.kinds.get(*micro_batch.inputs) is None or not self._runner.planner.covers(
-            micro_batch.inputs, micro_batch.modes
-        ):
+        inputs, planner = micro_batch.inputs, self._runner.planner
+        known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
+        if self._world.any("call the model", not known):
             self._measure(ticket)
         if self._runner.in_order:
             self._calls.watch_buffers()
@@ -146,7 +149,8 @@ class StepGroup:
 
         return MicroBatch(
             index=index,
-            seed=micro_batch_seed(self._parts.seed, self._step, index),
+            # As if one process had taken the micro-batches of all in turn.
+            seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
             forward=forward,
             objective=lambda outputs: None,
             autocast=self.autocast(),
@@ -243,6 +247,9 @@ class StepGroup:
                 self._runner.forward_now(ticket.micro_batch)
                 break
             except (OffPlanError, InputChangedError):
+                self._world.refuse(
+                    "a micro-batch that is looked at before its step takes another way through the model than those before"
+                )
                 self._measure(ticket)
         else:
             raise _other_layers_each_time()
@@ -320,6 +327,7 @@ class StepGroup:
         if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in ahead):
             self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
+        self._check_same(len(tickets), hyper)
         if not tickets:
             return False
         self._run_until_planned(step, tickets, hyper, clipping)
@@ -327,17 +335,29 @@ class StepGroup:
             ticket.finish_propagation()
         return True
 
+    def _check_same(self, count: int, hyper: Hyper) -> None:
+        """Raises ProcessesDifferError if other processes take another step."""
+        told = self._world.agree(f"take a step of {count} micro-batches", repr(hyper).encode()[:_MOST_TOLD])
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                raise ProcessesDifferError(
+                    f"the optimizer's hyper-parameters of rank {rank} are {other.decode(errors='replace')}, and those of "
+                    f"rank 0 {told[0].decode(errors='replace')}: schedules and changes by hand must be the same everywhere."
+                )
+
     def _run_until_planned(
         self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
     ) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
-        retry = not any(m.forwarded for m in micro_batches)
+        retry = not self._world.any("begin a step", any(m.forwarded for m in micro_batches))
         for _ in range(_ATTEMPTS):
             try:
                 return step(micro_batches, hyper, clipping)
-            except (OffPlanError, InputChangedError):
+            except (OffPlanError, InputChangedError, PeerStrayed) as strayed:
                 if not retry:
                     raise
+                if not isinstance(strayed, PeerStrayed):
+                    self._world.strayed()
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
                     self._measure(ticket)
@@ -349,7 +369,7 @@ class StepGroup:
         micro_batches: list[MicroBatch] = []
         for index, arguments in enumerate(batches):
             micro_batch = self._micro_batch(index, arguments, self._parts.module, reduce=loss_fn or loss_of)
-            if not self._runner.planner.covers(micro_batch.inputs):
+            if self._world.any("evaluate", not self._runner.planner.covers(micro_batch.inputs)):
                 ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
                 self._measure(ticket)
             micro_batches.append(micro_batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Planner:
         """Plans with the first of `tables` with which anything fits."""
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
-            table = measured if self._costs is None else self._costs.worst(measured)
+            table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             graph = self._graph_with(table.calls)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
@@ -142,7 +143,16 @@ class Planner:
         trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
         return replace(graph, uncalled=tuple(name for name in trained if name not in used))
 
+    def _agreed(self, table: CostTable) -> CostTable:
+        """What covers the micro-batches of all processes, and what they found out about the model."""
+        found = self._parts.world.all("costs", (table, self.measuring.unlayered))
+        self.measuring.join_unlayered(name for _, names in found for name in names)
+        return reduce(CostTable.worst, (one for one, _ in found))
+
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
+        return self._parts.world.first("plan", lambda: self._chosen(graph, costs, group_size, sizes))
+
+    def _chosen(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
         machine = self.measuring.machine
         assert machine is not None
         request = self.request(graph, group_size, sizes)
@@ -169,7 +179,10 @@ class Planner:
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
-        return self._parts.device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
+        device = self._parts.device
+        return (
+            device.reserve_bytes(self._group_size) + self._parts.world.reduce_bytes(device) + (self._before_bytes or 0)
+        )
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""
@@ -238,15 +251,18 @@ class Planner:
     # ---- what became of it
 
     def check_peak(self, peak_bytes: int) -> None:
-        """A step that took more than planned is said aloud, and what it took is planned for from the next one on."""
+        """A step that took more than planned is said aloud, and what it took is planned for from the next one on.
+
+        What any process took is planned for in all: they run one plan.
+        """
         assert self.plan is not None and self._costs is not None
-        excess = peak_bytes - self.plan.peak_bytes
+        excess = self._parts.world.most("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
         _logger.warning(
             "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
             "with what it was measured with. From now on plans hold a margin for it.",
-            f"{peak_bytes:,}",
+            f"{self.plan.peak_bytes + excess:,}",
             f"{excess:,}",
         )
         self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)

@@ -19,6 +19,7 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.parallel import Alone
 from harmony_ds.runtime.at_once import step_whole, update_own
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -48,6 +49,11 @@ class Runner:
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
         self._destroyed = False
+
+    @property
+    def world(self) -> Alone:
+        """The processes that train this model."""
+        return self._parts.world
 
     # ---- how forward passes may run
 
@@ -146,6 +152,7 @@ class Runner:
     def fail(self, why: str) -> None:
         """From now on nothing runs: some layers were changed and others not."""
         self._failed = why
+        self.world.give_up(f"it cannot go on: {why}")
 
     def destroy(self) -> None:
         """From now on nothing runs: the model is a plain one again."""
@@ -228,8 +235,8 @@ class Runner:
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
-            if as_planned:
-                self.planner.check_peak(device.peak_bytes() - others - device.reserve_bytes(len(micro_batches)))
+            set_aside = device.reserve_bytes(len(micro_batches)) + self.world.reduce_bytes(device)
+            self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
@@ -332,8 +339,9 @@ class Runner:
         self._after_norm = None
         if self.failed is not None:
             return
-        if self.executor.outcome.updates_issued:
-            self.fail(f"a step failed after {self.executor.outcome.updates_issued} packs had been updated: {error!r}")
+        outcome = self.executor.outcome
+        if outcome.updates_issued or outcome.others_update:
+            self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
         elif self._parts.updater is not None:
             self._parts.updater.discard()
 

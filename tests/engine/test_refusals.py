@@ -123,7 +123,7 @@ def test_nan_gradients_do_what_they_do_in_plain_pytorch(clip: float | None) -> N
     assert_same(model, plain, bitwise=True)
 
 
-def test_several_processes_are_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would train a model of its own, and all would write one checkpoint."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = LLAMA.build(0.0)

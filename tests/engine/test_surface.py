@@ -391,7 +391,7 @@ except harmony_ds.UnsupportedError as error:
 
 def test_what_asks_for_several_processes_is_refused() -> None:
     for arguments in ({"mpu": object()}, {"mesh_param": (2, 1)}):
-        with pytest.raises(UnsupportedError, match="one process"):
+        with pytest.raises(UnsupportedError, match="data parallelism alone"):
             harmony_ds.initialize(model=Squares(), config=config_of(1), **arguments)  # type: ignore[arg-type]
 
 

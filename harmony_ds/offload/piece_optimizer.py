@@ -1,0 +1,189 @@
+"""Steps this process's pieces of parameters that several processes share.
+
+Masters and state lie in memory of all: each process updates its own piece of every parameter, and whoever reads one
+reads it whole. What an optimizer keeps for every number of a parameter it makes for a piece, at that piece's first step;
+it is moved into a place that was set aside for it, and shown to the program as the part of a whole that it is.
+
+    shared     state[master]["exp_avg"]    rank 0's | rank 1's | rank 2's
+    private    state[piece]["exp_avg"]                a view
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
+from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.watched_state import plain
+from harmony_ds.parallel import World
+
+_ELEMENTWISE = frozenset(
+    "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop DeepSpeedCPUAdam DeepSpeedCPUAdagrad "
+    "DeepSpeedCPULion".split()
+)
+"""Classes of torch and DeepSpeed that give the same for a part of a parameter as for all of it."""
+_MOST_STATES = 5
+"""What any of them keeps for every number, at most."""
+_STATE_BYTES = 4
+
+
+class PieceOptimizer(HostOptimizer):
+    """A `HostOptimizer` of one of several processes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], world: World) -> None:
+        """Raises OptimizerError: what `optimizer` does to a number depends on others of its parameter."""
+        super().__init__(optimizer, masters)
+        self._check_elementwise()
+        self._world = world
+        self._pieces: dict[str, nn.Parameter] = {}
+        self._scratch: set[str] = set()  # this process has no number of them
+        self._states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._places: dict[str, int] = {}
+        self._order: dict[str, list[str]] = {}  # of the states that lie at a place
+        self._shared: dict[tuple[str, str], Tensor] = {}
+        self._seen: dict[str, int] = {}  # what the program may have written into: checksums
+        for name, master in masters.items():
+            self._places[name] = world.memory.reserve(_MOST_STATES * self._room(name))
+            self._order[name] = []
+            piece = master.data.view(-1)[world.piece(master.numel())]
+            if not piece.numel():
+                self._scratch.add(name)
+                piece = torch.zeros(1, dtype=master.dtype)
+            self._pieces[name] = nn.Parameter(piece)
+
+    def _check_elementwise(self) -> None:
+        stepping = next(cls for cls in type(self.optimizer).__mro__ if "step" in cls.__dict__)
+        known = stepping.__module__.split(".")[0] in ("torch", "deepspeed") and stepping.__name__ in _ELEMENTWISE
+        if not known or self.steps_whole:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} (its step is {stepping.__module__}.{stepping.__name__}'s"
+                f"{', with hooks or a step of its own' if known else ''}) cannot be stepped by several processes, each of "
+                f"which has a piece of every parameter. Those that can: {', '.join(sorted(_ELEMENTWISE))}."
+            )
+
+    # ---- stepping
+
+    def hyper(self) -> Hyper:
+        """As `HostOptimizer.hyper`.
+
+        Raises:
+            UnsupportedError: the optimizer cannot be stepped by several processes any more, or its state was written into.
+        """
+        if self.steps_whole:
+            self._world.refuse("hooks on the optimizer's step, or a step of the program's own")
+        for name, before in self._seen.items():
+            if before != self._checksum(name):
+                self._world.refuse(f"writing into the optimizer's state of {name}, which every process would do again")
+        self._seen.clear()
+        return super().hyper()
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        mine: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            if self.trains(name):
+                self._load(name)
+                piece = self._pieces[name]
+                mine[name] = torch.zeros_like(piece) if name in self._scratch else gradient.reshape(-1).contiguous()
+        self.part.state = self._states
+        self.step_part(self.part, self._pieces, mine, hyper)
+        for name in mine:
+            self._keep(name)
+
+    # ---- state
+
+    def put_state(self, name: str, state: dict[str, Any] | None) -> None:
+        """As `HostOptimizer.put_state`; what is kept for every number goes to its place at once."""
+        super().put_state(name, state)
+        self._seen.pop(name, None)
+        if state is not None:
+            self._load(name)
+
+    def _load(self, name: str) -> None:
+        """The state that the optimizer has of `name` becomes that of this process's piece."""
+        piece, whole = self._pieces[name], self.state_of(name)
+        if not whole:
+            self._states.pop(piece, None)
+            return
+        mine: dict[str, Any] = {}
+        for key, value in whole.items():
+            if not self._is_kept_for_each(name, value):
+                mine[key] = value
+                continue
+            shared = self._share(name, key, value.dtype)
+            if value is not shared:
+                part = self._world.piece(shared.numel())
+                shared.view(-1)[part].copy_(value.detach().reshape(-1)[part])
+                whole[key] = shared
+            mine[key] = self._mine(name, shared)
+        self._states[piece] = mine
+
+    def _keep(self, name: str) -> None:
+        """The state of this process's piece becomes part of what the optimizer has of `name`."""
+        piece = self._pieces[name]
+        state = plain(self.optimizer.state)
+        whole = state.get(self._masters[name]) or {}
+        for key, value in self._states[piece].items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == piece.shape:
+                shared = self._share(name, key, value.dtype)
+                mine = self._mine(name, shared)
+                if value.data_ptr() != mine.data_ptr():
+                    mine.copy_(value)
+                    self._states[piece][key] = mine
+                whole[key] = shared
+            else:
+                whole[key] = value
+        state[self._masters[name]] = whole
+
+    def _is_kept_for_each(self, name: str, value: object) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._masters[name].shape
+
+    def _mine(self, name: str, shared: Tensor) -> Tensor:
+        if name in self._scratch:
+            return torch.zeros(1, dtype=shared.dtype)
+        return shared.view(-1)[self._world.piece(shared.numel())]
+
+    def _share(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
+        """The place of the state `key`: the same in every process, since all meet the same states in the same order."""
+        known = self._shared.get((name, key))
+        if known is not None and known.dtype == dtype:
+            return known
+        order = self._order[name]
+        if key not in order:
+            order.append(key)
+        if len(order) > _MOST_STATES or dtype.itemsize > _STATE_BYTES:
+            raise OptimizerError(
+                f"the optimizer keeps {order} of {name}, in {dtype}: several processes share at most {_MOST_STATES} states "
+                f"of {_STATE_BYTES} bytes for a number."
+            )
+        place = self._places[name] + order.index(key) * self._room(name)
+        shared = self._shared[name, key] = self._world.memory.at(place, self._masters[name].shape, dtype)
+        return shared
+
+    def _room(self, name: str) -> int:
+        return -(-self._masters[name].numel() * _STATE_BYTES // 65536) * 65536
+
+    # ---- what the program does with it
+
+    def _looked(self, key: object) -> None:
+        super()._looked(key)
+        name = self._names.get(id(key))
+        for seen in self._masters if key is None else () if name is None else (name,):
+            self._seen.setdefault(seen, self._checksum(seen))
+
+    def _checksum(self, name: str) -> int:
+        state = self.state_of(name) or {}
+        return sum(checksum(value) for value in state.values() if isinstance(value, Tensor))
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of a tensor's bytes in host memory."""
+    with ungated():
+        flat = tensor.detach().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

@@ -1,0 +1,123 @@
+"""The world of one process: it owns everything, and nobody waits for anybody. `World` is that of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import Device
+
+T = TypeVar("T")
+
+
+class Alone:
+    """What an engine asks of the processes that train its model, answered by one that is alone.
+
+    Attributes:
+        rank, size, local_rank: of this process; how many there are; its number on this server.
+    """
+
+    rank = local_rank = 0
+    size = 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says, and writes to disk, what is said once for all."""
+        return self.rank == 0
+
+    def refuse(self, what: str) -> None:
+        """Raises UnsupportedError if there are several processes, with which `what` is not there."""
+
+    # ---- memory
+
+    def piece(self, numel: int) -> slice:
+        """Which elements of a parameter of `numel` this process updates."""
+        return slice(0, numel)
+
+    def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for weights, as `Device.host_empty`."""
+        return device.host_empty(numel, dtype)
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Host memory for the master of a parameter."""
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+    def leave(self) -> None:
+        """This process trains no more: its memory is its own from here on."""
+
+    # ---- agreeing, on the engine's thread
+
+    def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
+        """What every process says, by rank, when it does `kind`; each waits for all."""
+        return [payload]
+
+    def any(self, kind: str, flag: bool) -> bool:
+        """Whether any process says yes."""
+        return flag
+
+    def most(self, kind: str, number: int) -> int:
+        """The largest number that any process says."""
+        return number
+
+    def all(self, kind: str, value: T) -> list[T]:
+        """The value of every process, by rank."""
+        return [value]
+
+    def first(self, kind: str, make: Callable[[], T]) -> T:
+        """What the first process makes; its error is everybody's."""
+        return make()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the processes."""
+        return value
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all processes do: an error in it is told to the others."""
+        yield
+
+    def strayed(self) -> None:
+        """This process has to do again what all are doing."""
+
+    def give_up(self, why: str) -> None:
+        """This process cannot go on, and none can without it."""
+
+    # ---- gradients and updates
+
+    def reduce(
+        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """This process's pieces of the mean of all processes' `gradients`, of those of `leaves` that any has one of."""
+        return gradients
+
+    def reduce_bytes(self, device: Device) -> int:
+        """Device memory that `reduce` takes at most."""
+        return 0
+
+    def measured(self, gradient: Tensor) -> Tensor:
+        """What `total` wants to know of one gradient (a piece)."""
+        norm: Tensor = torch.linalg.vector_norm(gradient, 2, dtype=torch.float32)
+        return norm
+
+    def number_norm(self) -> int:
+        """The number of the next norm: the same in every process, if asked for on the engine's thread."""
+        return 0
+
+    def post_norm(self, number: int, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Tells the others of this process's `parts`; what is returned waits for theirs, and is the norm of all."""
+        # As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters.
+        total: Tensor = torch.linalg.vector_norm(torch.stack(list(parts)), 2) if parts else torch.zeros(())
+        return lambda: total
+
+    def issue(self, names: Sequence[str]) -> None:
+        """An update of `names` has been asked for, in every process; on the engine's thread."""
+
+    def updated(self, names: Sequence[str]) -> None:
+        """This process has updated its pieces of `names`."""
+
+    def wait_updated(self, names: Sequence[str] | None = None) -> None:
+        """Waits until every process has updated what was issued of `names` (None: of all)."""

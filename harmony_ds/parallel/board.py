@@ -1,0 +1,240 @@
+"""What processes on one server tell each other: small messages in memory that they share, read by polling.
+
+Every process has a place of its own, which it alone writes:
+
+    rows        two in turn: what it says in agreement k. It writes k + 2 over k when all have read k
+    passed      the last agreement that it is through with
+    norms       a ring: its part of the norm of step s
+    given up    why it cannot go on, once it cannot
+    versions    for every parameter: how many updates of its piece are done
+
+Rows and norms carry a checksum, so that a reader who comes in the middle of a write reads again, whatever the order in
+which the memory of this machine lets others see stores. A process that has ended is noticed by whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from harmony_ds.errors import PeerFailedError, ProcessesDifferError
+
+_ROW_BYTES = 16384
+_HEAD = struct.Struct("<qII")  # stamp, bytes of the body, checksum
+_KIND = struct.Struct("<BH")  # verdict, bytes of the kind
+_NORM = struct.Struct("<qdI")
+_NORMS = 64
+_NUMBER = struct.Struct("<q")
+_TEXT_BYTES = 4096
+_PASSED = 2 * _ROW_BYTES
+_GIVEN_UP = _PASSED + 64
+_NORM_RING = _GIVEN_UP + _TEXT_BYTES
+_VERSIONS = _NORM_RING + _NORMS * 32
+_OK, _FAILED, _STRAYED = range(3)
+_LOOK_SECONDS = 0.02
+"""How often a process that waits looks whether the others are alive."""
+
+
+class PeerStrayed(Exception):  # noqa: N818 - no error of anybody's: the step is run again
+    """Another process has to measure its micro-batches anew, so that all do."""
+
+
+def board_bytes(size: int, parameters: int) -> int:
+    """Of shared memory, for `size` processes and so many parameters."""
+    return size * _place_bytes(parameters)
+
+
+def _place_bytes(parameters: int) -> int:
+    return -(-(_VERSIONS + 8 * parameters) // 4096) * 4096
+
+
+class Board:
+    """One process's view of it."""
+
+    def __init__(self, file: int, rank: int, pids: Sequence[int], parameters: int, timeout_s: float) -> None:
+        """`file`: of the shared memory, whose first bytes the board has; `pids`: of all processes, by rank."""
+        self._file = file
+        self.rank, self.size = rank, len(pids)
+        self._stride = _place_bytes(parameters)
+        self._parameters = parameters
+        self._timeout_s = timeout_s
+        self._others = [other for other in range(self.size) if other != rank]
+        self._alive = {other: os.pidfd_open(pids[other]) for other in self._others}
+        self._agreements = 0
+
+    def close(self) -> None:
+        """Nobody is asked or told any more."""
+        for file in self._alive.values():
+            os.close(file)
+        self._alive.clear()
+
+    # ---- agreements: on the engine's thread
+
+    def agree(self, kind: str, payload: bytes) -> list[bytes]:
+        """Says `payload`; what all say, by rank.
+
+        Raises:
+            PeerFailedError: another process has failed, or has ended.
+            PeerStrayed: another process has to run the step again.
+            ProcessesDifferError: another process does something else.
+        """
+        number = self._say(_OK, kind, payload)
+        rows: dict[int, tuple[int, str, bytes]] = {self.rank: (_OK, kind, payload)}
+
+        def said(other: int) -> bool:
+            row = self._row(other, number)
+            if row is not None:
+                rows[other] = row
+            return row is not None
+
+        try:
+            self.wait(said, f"said what it does next (here: {kind})")
+        finally:
+            self._pass(number)
+        for other, (verdict, _, told) in sorted(rows.items()):
+            if verdict == _FAILED:
+                raise PeerFailedError(other, told.decode(errors="replace"))
+        if any(verdict == _STRAYED for verdict, _, _ in rows.values()):
+            raise PeerStrayed
+        if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
+            raise ProcessesDifferError(
+                "the processes of this training do different things: "
+                + "; ".join(f"rank {other}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items()))
+                + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
+                "do, in the same order."
+            )
+        return [rows[other][2] for other in range(self.size)]
+
+    def tell_failure(self, message: str) -> None:
+        """Instead of the next agreement: this process has failed. Waits for nobody's answer."""
+        self._pass(self._say(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
+
+    def tell_strayed(self) -> None:
+        """Instead of the next agreement: all have to run the step again."""
+        self._pass(self._say(_STRAYED, "strayed", b""))
+
+    def _say(self, verdict: int, kind: str, payload: bytes) -> int:
+        number = self._agreements + 1
+        # This row takes the place of the last but one, which everybody must have read.
+        self.wait(lambda other: self._number(other, _PASSED) >= number - 2, "come this far")
+        self._agreements = number
+        named = kind.encode()
+        body = _KIND.pack(verdict, len(named)) + named + payload
+        assert len(body) + _HEAD.size <= _ROW_BYTES, f"{kind}: {len(payload)} bytes are too many to agree on"
+        head = _HEAD.pack(number, len(body), zlib.crc32(_NUMBER.pack(number) + body))
+        os.pwrite(self._file, head + body, self._place(self.rank, number % 2 * _ROW_BYTES))
+        return number
+
+    def _row(self, other: int, number: int) -> tuple[int, str, bytes] | None:
+        at = self._place(other, number % 2 * _ROW_BYTES)
+        stamp, length, check = _HEAD.unpack(os.pread(self._file, _HEAD.size, at))
+        if stamp != number or length > _ROW_BYTES:
+            return None
+        body = os.pread(self._file, length, at + _HEAD.size)
+        if zlib.crc32(_NUMBER.pack(stamp) + body) != check:
+            return None
+        verdict, named = _KIND.unpack(body[: _KIND.size])
+        rest = body[_KIND.size :]
+        return verdict, rest[:named].decode(), rest[named:]
+
+    def _pass(self, number: int) -> None:
+        self._write_number(_PASSED, number)
+
+    # ---- norms and versions: on the thread of the updates
+
+    def post_norm(self, number: int, part: float) -> None:
+        """This process's part of norm `number`."""
+        packed = struct.pack("<qd", number, part)
+        at = self._place(self.rank, _NORM_RING + number % _NORMS * 32)
+        os.pwrite(self._file, packed + struct.pack("<I", zlib.crc32(packed)), at)
+
+    def norm_parts(self, number: int) -> list[float]:
+        """Everybody's, by rank; waits for them."""
+        found: dict[int, float] = {}
+
+        def there(other: int) -> bool:
+            raw = os.pread(self._file, _NORM.size, self._place(other, _NORM_RING + number % _NORMS * 32))
+            stamp, part, check = _NORM.unpack(raw[: _NORM.size])
+            if stamp == number and zlib.crc32(raw[:16]) == check:
+                found[other] = part
+                return True
+            return False
+
+        self.wait(there, "measured its part of the gradients", among=range(self.size))
+        return [found[other] for other in range(self.size)]
+
+    def post_versions(self, versions: Iterable[tuple[int, int]]) -> None:
+        """So many updates of these parameters (index, count) are done here."""
+        for index, count in versions:
+            os.pwrite(self._file, _NUMBER.pack(count), self._place(self.rank, _VERSIONS + 8 * index))
+
+    def wait_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Until everybody has updated its pieces of the parameters `indices` as often as `wanted`."""
+
+        def there(other: int) -> bool:
+            raw = os.pread(self._file, 8 * self._parameters, self._place(other, _VERSIONS))
+            done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
+            return bool((done[indices] >= wanted).all())
+
+        if self._parameters:
+            self.wait(there, "updated its pieces of the weights")
+
+    # ---- waiting
+
+    def give_up(self, why: str) -> None:
+        """From now on, whoever waits for anybody is told that this process cannot go on."""
+        text = why.encode()[: _TEXT_BYTES - 8]
+        os.pwrite(self._file, text, self._place(self.rank, _GIVEN_UP + 8))
+        self._write_number(_GIVEN_UP, len(text))
+
+    def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
+        """Until `there` of every other process (or of those `among`).
+
+        Raises:
+            PeerFailedError: one of them has ended, has given up, or has not `what` in time.
+        """
+        waiting = list(self._others if among is None else among)
+        began = looked = time.monotonic()
+        while True:
+            waiting = [other for other in waiting if not there(other)]
+            if not waiting:
+                return
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS or now == began:
+                looked = now
+                self._check(waiting, there, now - began, what)
+            waited = now - began
+            time.sleep(2e-5 if waited < 1e-3 else 2e-4 if waited < 0.1 else 1e-3)
+
+    def _check(self, waiting: Sequence[int], there: Callable[[int], bool], waited: float, what: str) -> None:
+        for other in self._others:
+            length = self._number(other, _GIVEN_UP)
+            if length:
+                raise PeerFailedError(other, os.pread(self._file, length, self._place(other, _GIVEN_UP + 8)).decode())
+        for other in waiting:
+            if other != self.rank and self._has_ended(other) and not there(other):
+                raise PeerFailedError(other, f"its process ended before it had {what}")
+            if waited > self._timeout_s:
+                raise PeerFailedError(other, f"it has not {what} within {self._timeout_s:.0f} s")
+
+    def _has_ended(self, other: int) -> bool:
+        poll = select.poll()
+        poll.register(self._alive[other], select.POLLIN)
+        return bool(poll.poll(0))
+
+    # ---- numbers
+
+    def _place(self, rank: int, offset: int) -> int:
+        return rank * self._stride + offset
+
+    def _number(self, rank: int, offset: int) -> int:
+        return int(_NUMBER.unpack(os.pread(self._file, 8, self._place(rank, offset)))[0])
+
+    def _write_number(self, offset: int, number: int) -> None:
+        os.pwrite(self._file, _NUMBER.pack(number), self._place(self.rank, offset))

@@ -1,0 +1,153 @@
+"""Gradients of all processes to their means, of which each process gets its own pieces.
+
+    rank 0   a0 a1 a2          rank 0   a0 + b0 + c0
+    rank 1   b0 b1 b2   ->     rank 1   a1 + b1 + c1        piece r of every tensor, added in the order of the ranks
+    rank 2   c0 c1 c2          rank 2   a2 + b2 + c2
+
+An all-to-all moves the bytes of a reduce-scatter, and leaves the order of additions to us: the sum is the same whatever
+the library, the machine, or the number of tensors that are sent together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from harmony_ds.device.base import Device
+
+_BUCKET_BYTES = 64 * 2**20
+_GRAIN = 128
+"""Elements."""
+BUFFERS = 3
+"""What is sent, what is received, and their sums, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part `index` of `count` of every process's piece of one tensor."""
+
+    name: str
+    numel: int
+    index: int
+    count: int
+
+    def of(self, rank: int, size: int) -> slice:
+        """Its elements in the piece of `rank`."""
+        piece = piece_of(self.numel, rank, size)
+        length = piece.stop - piece.start
+        return slice(
+            piece.start + length * self.index // self.count, piece.start + length * (self.index + 1) // self.count
+        )
+
+
+def piece_of(numel: int, rank: int, size: int) -> slice:
+    """The elements of a tensor that belong to `rank`: whole grains, so that vectors of numbers are not cut.
+
+    Compiled optimizers round the last numbers of what they step, which fill no vector, otherwise than the others.
+    """
+    grains = -(-numel // _GRAIN)
+    return slice(min(numel, rank * grains // size * _GRAIN), min(numel, (rank + 1) * grains // size * _GRAIN))
+
+
+class Exchange:
+    """Reduces and scatters among the processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, in_order: bool = True) -> None:
+        """`in_order`: gradients are added up in the order of the ranks; else as the group's library likes."""
+        self._group = group
+        self._in_order = in_order
+        self._rank, self._size = rank, size
+
+    def bucket_bytes(self, device: Device) -> int:
+        """What is sent at a time, at most."""
+        if device.budget_bytes is None:
+            return _BUCKET_BYTES
+        return max(4096, min(_BUCKET_BYTES, device.budget_bytes // 64))
+
+    def reduce(
+        self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """This process's pieces of the means.
+
+        Args:
+            shapes: elements of what is reduced, by name and in the same order everywhere.
+            gradients: this process's; it adds zeros for those that it has none of.
+        """
+        pieces: dict[str, list[Tensor]] = {name: [] for name in shapes}
+        limit = max(1, self.bucket_bytes(device) // dtype.itemsize)
+        taken = BUFFERS * self.bucket_bytes(device)
+        device.charge(taken, "the gradients that processes exchange")
+        try:
+            for bucket in _buckets(shapes, limit):
+                for part, total in zip(bucket, self._exchange(device, bucket, gradients, dtype), strict=True):
+                    pieces[part.name].append(total)
+        finally:
+            device.discharge(taken)
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in pieces.items()}
+
+    def _exchange(
+        self, device: Device, bucket: Sequence[_Part], gradients: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        rank, size = self._rank, self._size
+        lengths = [_length(part.of(rank, size)) for part in bucket]
+        flat = {part.name: gradients[part.name].reshape(-1) for part in bucket if part.name in gradients}
+        to_each = [sum(_length(part.of(other, size)) for part in bucket) for other in range(size)]
+        sent = torch.zeros(sum(to_each), dtype=dtype, device=device.torch_device)
+        offset = 0
+        for other in range(size):
+            for part in bucket:
+                elements = part.of(other, size)
+                if part.name in flat:
+                    sent[offset : offset + _length(elements)].copy_(flat[part.name][elements])
+                offset += _length(elements)
+        total = self._added(sent, to_each) if self._in_order else self._reduced(sent, to_each)
+        return list(total.div_(size).split(lengths))
+
+    def _added(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        mine = to_each[self._rank]
+        received = sent.new_empty(self._size * mine)
+        dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self._group)
+        parts = received.view(self._size, mine)
+        total = parts[0].clone()
+        for other in parts[1:]:
+            total.add_(other)
+        return total
+
+    def _reduced(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        total = sent.new_empty(to_each[self._rank])
+        dist.reduce_scatter(total, list(sent.split(to_each)), group=self._group)
+        return total
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a small tensor over the processes, added in the order of the ranks."""
+        values = [torch.empty_like(value) for _ in range(self._size)]
+        dist.all_gather(values, value.contiguous(), group=self._group)
+        total = values[0]
+        for other in values[1:]:
+            total = total + other
+        return total / self._size
+
+
+def _length(elements: slice) -> int:
+    return int(elements.stop - elements.start)
+
+
+def _buckets(shapes: Mapping[str, int], limit: int) -> Iterator[list[_Part]]:
+    """Tensors that go together, and parts of those that are too large."""
+    bucket: list[_Part] = []
+    filled = 0
+    for name, numel in shapes.items():
+        count = max(1, -(-numel // limit))
+        for index in range(count):
+            length = -(-numel // count)
+            if bucket and filled + length > limit:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(_Part(name, numel, index, count))
+            filled += length
+    if bucket:
+        yield bucket

@@ -1,0 +1,206 @@
+"""The processes that train one model on one server, as one of them sees the others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from harmony_ds.device.base import Device
+from harmony_ds.errors import PeerFailedError, UnsupportedError
+from harmony_ds.parallel.alone import Alone
+from harmony_ds.parallel.board import Board, PeerStrayed
+from harmony_ds.parallel.exchange import BUFFERS, Exchange, piece_of
+from harmony_ds.parallel.shared_memory import SharedMemory
+
+T = TypeVar("T")
+
+
+class World(Alone):
+    """Several. What has to be done by all is done on the engine's thread; the thread of the updates only posts and polls.
+
+    Args of the constructor:
+        objects: a process group for what is not on a device.
+        exchange: over a process group of the device's.
+        names: of all parameters, in the same order everywhere.
+    """
+
+    def __init__(
+        self, board: Board, memory: SharedMemory, objects: dist.ProcessGroup, exchange: Exchange, local_rank: int
+    ) -> None:
+        self.rank, self.size, self.local_rank = board.rank, board.size, local_rank
+        self._board = board
+        self.memory = memory
+        self._objects = objects
+        self._exchange = exchange
+        self._index: dict[str, int] = {}
+        self._issued = torch.zeros(0, dtype=torch.int64)
+        self._done = torch.zeros(0, dtype=torch.int64)
+        self._norms = 0
+        self._told: BaseException | None = None  # the error that the others know of
+        self._left = False
+
+    def name_parameters(self, names: Sequence[str]) -> None:
+        """The parameters whose updates are waited for."""
+        self._index = {name: index for index, name in enumerate(names)}
+        self._issued = torch.zeros(len(names), dtype=torch.int64)
+        self._done = torch.zeros(len(names), dtype=torch.int64)
+
+    def refuse(self, what: str) -> None:
+        raise UnsupportedError(
+            f"{what}: that is not there with {self.size} processes, which share one copy of weights, masters and optimizer "
+            "state (see docs/parallel.md). It works in one process (WORLD_SIZE=1)."
+        )
+
+    # ---- memory
+
+    def piece(self, numel: int) -> slice:
+        return piece_of(numel, self.rank, self.size)
+
+    def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = self.memory.empty((numel,), dtype)
+        device.host_lock(memory)
+        return memory
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.memory.empty(like.shape, dtype)
+
+    def leave(self) -> None:
+        if self._left:
+            return
+        self._left = True
+        with suppress(PeerFailedError):  # what it had to update stays as it is
+            self._board.wait_versions(torch.arange(len(self._issued)), self._issued)
+        self.memory.make_private()
+        self._board.close()
+
+    # ---- agreeing
+
+    def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
+        try:
+            return self._board.agree(kind, payload)
+        except BaseException as error:
+            self._told = error
+            raise
+
+    def any(self, kind: str, flag: bool) -> bool:
+        return any(said == b"1" for said in self.agree(kind, b"1" if flag else b"0"))
+
+    def most(self, kind: str, number: int) -> int:
+        return max(int(said) for said in self.agree(kind, str(number).encode()))
+
+    def all(self, kind: str, value: T) -> list[T]:
+        self.agree(kind)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._objects)
+        return found
+
+    def first(self, kind: str, make: Callable[[], T]) -> T:
+        made: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                made[0] = make()
+            except Exception as error:  # noqa: BLE001 - everybody's
+                made[1] = error if _travels(error) else RuntimeError(repr(error))
+        self.agree(kind)
+        dist.broadcast_object_list(made, group=self._objects, group_src=0)
+        if made[1] is not None:
+            self._told = made[1]
+            raise made[1]
+        result: T = made[0]
+        return result
+
+    def mean(self, value: Tensor) -> Tensor:
+        self.agree("mean")
+        return self._exchange.mean(value.detach())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerStrayed:
+            raise
+        except BaseException as error:
+            if error is not self._told and not self._left:
+                self._told = error
+                with suppress(PeerFailedError):  # this error, and not that nobody hears of it
+                    self._board.tell_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def strayed(self) -> None:
+        self._board.tell_strayed()
+
+    def give_up(self, why: str) -> None:
+        self._board.give_up(why)
+
+    # ---- gradients and updates
+
+    def reduce(
+        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+        here = bytes(name in gradients for name in names)
+        told = self.agree(f"reduce {kind}", here)
+        there = [any(flags) for flags in zip(*told, strict=True)]
+        shapes = {name: leaves[name].numel() for name, wanted in zip(names, there, strict=True) if wanted}
+        if not shapes:
+            return {}
+        dtype = next((g.dtype for g in gradients.values()), None)
+        return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+
+    gradient_dtype = torch.float32
+    """In which gradients are added up; set when the engine is made."""
+
+    def reduce_bytes(self, device: Device) -> int:
+        return BUFFERS * self._exchange.bucket_bytes(device)
+
+    def measured(self, gradient: Tensor) -> Tensor:
+        flat = gradient.reshape(-1).double()
+        return torch.dot(flat, flat)
+
+    def number_norm(self) -> int:
+        self._norms += 1
+        return self._norms
+
+    def post_norm(self, number: int, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        self._board.post_norm(number, sum((part.item() for part in parts), 0.0))
+
+        def norm() -> Tensor:
+            # Rounded once: its fp32 value does not depend on how the gradients are cut into pieces.
+            squares = torch.tensor(self._board.norm_parts(number), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64)
+            for square in squares:
+                total = total + square
+            return total.sqrt().float()
+
+        return norm
+
+    def issue(self, names: Sequence[str]) -> None:
+        self._issued[self._indices(names)] += 1
+
+    def updated(self, names: Sequence[str]) -> None:
+        indices = self._indices(names)
+        self._done[indices] += 1
+        self._board.post_versions([(int(index), int(self._done[index])) for index in indices])
+
+    def wait_updated(self, names: Sequence[str] | None = None) -> None:
+        indices = torch.arange(len(self._issued)) if names is None else self._indices(names)
+        if self._left or not len(indices):
+            return
+        self._board.wait_versions(indices, self._issued[indices])
+
+    def _indices(self, names: Sequence[str]) -> Tensor:
+        return torch.tensor([self._index[name] for name in names], dtype=torch.int64)
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever it holds
+        return False
+    return True

@@ -1,0 +1,8 @@
+"""What the processes of the tests have imported before they begin."""
+
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
+
+import harmony_ds.engine.start  # noqa: F401
+import tests.families
+import tests.oracle  # noqa: F401

@@ -1,0 +1,337 @@
+"""What becomes of the other processes when one fails, and of what several processes cannot do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import harmony_ds
+from harmony_ds.errors import HarmonyError, PeerFailedError, ProcessesDifferError
+from tests.parallel.processes import run, run_to_end
+from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
+
+MLP = Training()
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def batches(count: int = 2) -> list[dict[str, Any]]:
+    return [batch("mlp", dist.get_rank() * 10 + i) for i in range(count)]
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is looked at
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# ---- an exception in one process
+
+
+def fails_in_a_layer(clip: float, where: str) -> Any:
+    training = Training(clip=clip)
+    engine = engine_of(training)
+    engine.train_batch(batches())
+    rank = engine.global_rank
+    layer = engine.module.layers[1][2]
+    calls = 0
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == (1 if where == "forward" else 3):
+            raise RuntimeError("the layer has burst")
+        return torch.tanh(x)
+
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    layer.forward = forward
+    seen = said(lambda: engine.train_batch(batches()))
+    layer.forward = torch.tanh
+    same = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
+    dist.barrier()
+    again = said(lambda: engine.train_batch(batches()))
+    engine.destroy()
+    return seen, same, again
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_reaches_all_and_nothing_is_updated(where: str) -> None:
+    found = run(3, fails_in_a_layer, 0.05, where)
+    for rank, (seen, same, again) in enumerate(found):
+        assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), found
+        assert "burst" in seen[1]
+        assert rank == 1 or "rank 1" in seen[1]
+        assert same
+        assert again == ("", ""), "with clipping nobody had updated anything: all go on"
+
+
+def test_an_exception_behind_first_updates_ends_all() -> None:
+    found = run(2, fails_in_a_layer, 0.0, "backward")
+    for rank, (seen, _, again) in enumerate(found):
+        assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), found
+        assert again[0] in ("EngineFailedError", "PeerFailedError"), found
+
+
+def fails_while_measuring() -> Any:
+    engine = engine_of(MLP)
+    data = batches()
+    if engine.global_rank == 0:
+        del data[0]["y"]
+    seen = said(lambda: engine.train_batch(data))
+    again = said(lambda: engine.train_batch(batches()))
+    engine.destroy()
+    return seen, again
+
+
+def test_an_exception_while_the_model_is_measured_reaches_all() -> None:
+    first, second = run(2, fails_while_measuring)
+    assert first[0][0] == "TypeError" and second[0][0] == "PeerFailedError" and "'y'" in second[0][1]
+    assert first[1] == second[1] == ("", "")
+
+
+# ---- a process that is gone
+
+
+def is_killed(how: str) -> Any:
+    engine = engine_of(MLP)
+    for _ in range(2):
+        engine.train_batch(batches())
+    if engine.global_rank == 1:
+        if how == "leaves":
+            return "left"
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    seen = said(lambda: [engine.train_batch(batches()) for _ in range(3)])
+    return seen, time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["is killed", "leaves"])
+def test_the_others_notice_a_process_that_is_gone(how: str) -> None:
+    ended = run_to_end(3, is_killed, how)
+    assert ended[1].code == (-signal.SIGKILL if how == "is killed" else 0)
+    for rank in (0, 2):
+        seen, seconds = ended[rank].result
+        assert seen[0] == "PeerFailedError" and "rank 1" in seen[1], seen
+        assert seconds < 10
+
+
+# ---- processes that differ
+
+
+def differ(what: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    if what == "settings":
+        return said(lambda: engine_of(Training(clip=0.1 * rank)))
+    if what == "model":
+        return said(lambda: engine_of(Training(model="mlp" if rank else "experts")))
+    engine = engine_of(MLP)
+    if what == "counts":
+        return said(lambda: engine.train_batch(batches(2 - rank)))
+    if what == "learning rates":
+        engine.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+        return said(lambda: engine.train_batch(batches()))
+    if what == "calls":
+        return said(lambda: engine.eval_batch(batches()) if rank else engine.train_batch(batches()))
+    raise AssertionError(what)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("settings", "gradient_clipping"),
+        ("model", "The model"),
+        ("counts", ""),
+        ("learning rates", "'lr'"),
+        ("calls", "different things"),
+    ],
+)
+def test_differences_are_named_in_every_process(what: str, named: str) -> None:
+    for kind, text in run(2, differ, what):
+        assert kind in ("ProcessesDifferError", "PeerFailedError"), (kind, text)
+        assert named in text, text
+    assert issubclass(ProcessesDifferError, HarmonyError) and issubclass(PeerFailedError, HarmonyError)
+
+
+# ---- what is not there
+
+
+def doors() -> dict[str, tuple[str, str]]:
+    """Every way to change, or to look at, what processes share; each in an engine that has taken a step."""
+    engine = engine_of(MLP)
+    engine.train_batch(batches())
+    weight = engine.module.head.weight
+    found: dict[str, tuple[str, str]] = {}
+
+    def add() -> None:
+        with torch.no_grad():
+            weight.add_(1.0)
+
+    def write_data() -> None:
+        weight.data.mul_(2.0)
+        engine.train_batch(batches())
+
+    def gathered() -> None:
+        with harmony_ds.zero.GatheredParameters([weight], modifier_rank=0):
+            if engine.global_rank == 0:
+                weight.data.mul_(2.0)
+            else:
+                weight.data.mul_(3.0)
+
+    def gradient() -> None:
+        engine.backward(engine(**batches()[0]))
+        assert weight.grad is not None
+
+    def by_hand() -> None:
+        weight.grad = torch.ones_like(weight)
+        engine.train_batch(batches())
+
+    def hook() -> None:
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+        engine.train_batch(batches())
+
+    def write_state() -> None:
+        master = engine.optimizer.param_groups[0]["params"][-1]
+        engine.optimizer.state[master]["exp_avg"].mul_(2.0)
+        engine.train_batch(batches())
+
+    from harmony_ds import utils
+
+    several: dict[str, Callable[[], Any]] = {
+        "add_": add,
+        "data": write_data,
+        "data=": lambda: setattr(weight, "data", torch.zeros_like(weight)),
+        "GatheredParameters": gathered,
+        "load_state_dict": lambda: engine.module.load_state_dict(build("mlp").state_dict()),
+        "safe_set_full_fp32_param": lambda: utils.safe_set_full_fp32_param(weight, torch.zeros_like(weight)),
+        "safe_set_full_optimizer_state": lambda: utils.safe_set_full_optimizer_state(
+            weight, torch.zeros_like(weight), "exp_avg"
+        ),
+        "grad": gradient,
+        "grad=": by_hand,
+        "step hook": hook,
+        "optimizer state": write_state,
+    }
+    name = NAME[0]
+    found[name] = said(several[name])
+    return found
+
+
+NAME = [""]
+
+
+def one_door(name: str) -> tuple[str, str]:
+    NAME[0] = name
+    return doors()[name]
+
+
+def many_doors(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    return {name: one_door(name) for name in names}
+
+
+def test_what_would_be_done_by_every_process_is_refused_by_name() -> None:
+    names = (
+        "add_",
+        "data",
+        "data=",
+        "GatheredParameters",
+        "load_state_dict",
+        "safe_set_full_fp32_param",
+        "safe_set_full_optimizer_state",
+        "grad",
+        "grad=",
+        "step hook",
+        "optimizer state",
+    )
+    for found in run(2, many_doors, names):
+        for name in names:
+            kind, text = found[name]
+            assert kind == "UnsupportedError" or "UnsupportedError" in text or "not there with 2" in text, (
+                name,
+                found[name],
+            )
+
+
+def refusals() -> dict[str, tuple[str, str]]:
+    def engine(optimizer: Any = None, **harmony: Any) -> Any:
+        model = build("mlp")
+        made = None if optimizer is None else optimizer(model.parameters())
+        made = torch.optim.AdamW(model.parameters()) if made is None else made
+        return harmony_ds.initialize(model=model, optimizer=made, config=config_of(Training(harmony=harmony), 2))
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    def trainer() -> None:
+        from harmony_ds.integrations.transformers import HarmonyMixin
+
+        HarmonyMixin._build_accelerator_args(None)  # type: ignore[arg-type]
+
+    return {
+        "residency": said(lambda: engine(residency=1)),
+        "micro_batch": said(lambda: engine(micro_batch="auto")),
+        "Mine": said(lambda: engine(lambda p: Mine(p, lr=0.1))),
+        "Adafactor": said(lambda: engine(torch.optim.Adafactor)),
+        "gradient_allreduce_op": said(
+            lambda: harmony_ds.initialize(
+                model=build("mlp"), config={**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
+            )
+        ),
+        "HarmonyTrainer": said(trainer),
+        "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
+    }
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    for found in run(2, refusals):
+        for name, (kind, text) in found.items():
+            assert kind in ("UnsupportedError", "OptimizerError"), (name, kind, text)
+            assert name in text, text
+
+
+# ---- reading is right in every process
+
+
+def read_everything() -> Any:
+    training = Training(clip=0.05, optimizer="AdamW")
+    engine = engine_of(training)
+    result = train_with(engine, training)
+    own = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    kept = engine.module.head.weight.data  # memory of the engine's, held across a step
+    early = {name: p.detach().sum() for name, p in engine.module.named_parameters()}
+    with torch.no_grad():
+        engine.module.eval()
+        output = engine(**batch("mlp", 7))
+        engine.module.train()
+    alone = engine(**batch("mlp", 8)).item() if engine.global_rank >= 0 else None
+    loss = float(engine.eval_batch([batch("mlp", 30 + dist.get_rank() + 2 * i) for i in range(2)]))
+    engine.destroy()
+    engine.module.head.weight.data.add_(1.0 + dist.get_rank())  # the model is a plain one again
+    dist.barrier()
+    after = engine.module.head.weight.detach().clone()
+    return result, own, kept.shape, early, output, alone, loss, after
+
+
+def test_reading_is_right_in_every_process() -> None:
+    found = run(2, read_everything)
+    right = train_plainly(Training(clip=0.05), 2)
+    assert not differences([f[0] for f in found], right)
+    model = build("mlp").eval()
+    model.load_state_dict(right[0].weights)
+    with torch.no_grad():
+        losses = [model(**batch("mlp", 30 + k)) for k in range(4)]
+    mean = (torch.stack([losses[0], losses[2]]).mean() + torch.stack([losses[1], losses[3]]).mean()) / 2
+    for rank, (_, own, _, early, output, _, loss, after) in enumerate(found):
+        assert all(torch.equal(own[name], value) for name, value in right[0].weights.items())
+        assert all(torch.equal(early[name], value.detach().sum()) for name, value in right[0].weights.items())
+        assert torch.equal(output, model(**batch("mlp", 7)).detach())
+        assert loss == float(mean)
+        assert torch.equal(after, right[0].weights["head.weight"].detach() + (1.0 + rank))

@@ -1,0 +1,132 @@
+"""Under torchrun: a script of one device on several, memory that exists once, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import harmony_ds
+from tests.parallel.processes import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt2" / "train.py"
+
+
+def torchrun(size: int, script: Path, *arguments: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size)]
+    return [*launcher, "--master_port", str(port), str(script), *arguments]
+
+
+def test_an_example_for_one_device_runs_on_two(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The {i} of {i * i} is {i**3}, and so on to the end of line {i}." for i in range(900)))
+    small = ["--layers", "2", "--hidden", "64", "--steps", "2", "--budget-gib", "0.03", "--text", str(text)]
+    command = torchrun(2, SCRIPT, *small, "--out", str(tmp_path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = json.loads((tmp_path / "losses.json").read_text())
+    assert len(said["losses"]) == 2 and said["held_out_loss"]["after"] < said["held_out_loss"]["before"]
+    # Both processes train one model: what they print of it is the same.
+    printed = re.findall(r"held-out loss .*", ended.stdout)
+    assert len(printed) == 2 and len(set(printed)) == 1
+
+
+HANGS = """
+import os, sys, time, torch, harmony_ds
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "harmony": {"device": "cpu"}}
+engine, *_ = harmony_ds.initialize(model=model, config=config)
+os.write(1, f"pid {os.getpid()} {engine.global_rank};\\n".encode())
+end = time.time() + 120
+while time.time() < end:
+    engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+"""
+
+
+def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(torchrun(3, script), stdout=pipe, stderr=pipe, text=True, env=environment) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        pids: dict[int, int] = {}
+        while len(pids) < 3:
+            line = launcher.stdout.readline()
+            assert line, "they have ended"
+            pids |= {int(rank): int(pid) for pid, rank in re.findall(r"pid (\d+) (\d);", line)}
+        before = shared_files()
+        time.sleep(1)
+        os.kill(pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        told = launcher.communicate(timeout=60)[1]
+        assert launcher.returncode != 0
+    assert time.monotonic() - began < 30
+    assert before >= 1 and shared_files(pids.values()) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert "rank 1" in told.lower() or "rank      : 1" in told
+
+
+def shared_files(pids: Iterable[int] | None = None) -> int:
+    """Files of shared memory that processes (all) have open."""
+    wanted = None if pids is None else {str(pid) for pid in pids}
+    count = 0
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            count += "memfd:harmony_ds" in str(link.readlink()) and (wanted is None or link.parts[2] in wanted)
+    return count
+
+
+def memory_of_one(megabytes: int) -> tuple[int, int]:
+    """Bytes that this process has for itself, and those that it has of what all share (a part for each)."""
+    width = int((megabytes * 2**20 / 4 / 8) ** 0.5)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(8)])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "harmony": {"device": "cpu", "pack_layers": 1},
+    }
+    engine, *_ = harmony_ds.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.train_batch([(torch.ones(1, width),)], lambda out: out.sum())
+    engine.finish_updates()
+    dist.barrier() if dist.get_world_size() > 1 else None
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    numbers = {row.split(":")[0]: int(row.split()[1]) * 1024 for row in rows[1:]}
+    shared = sum(
+        int(row.split()[1]) * 1024
+        for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+        if "memfd:harmony_ds" in part.splitlines()[0]
+        for row in part.splitlines()
+        if row.startswith("Pss:")
+    )
+    dist.barrier() if dist.get_world_size() > 1 else None
+    engine.destroy()
+    return numbers["Pss"], shared
+
+
+def test_weights_and_state_exist_once_on_a_server() -> None:
+    megabytes = 64
+    state = 3 * megabytes * 2**20  # weights and two moments
+    found = {size: run(size, memory_of_one, megabytes) for size in (2, 3)}
+    for results in found.values():
+        assert abs(sum(shared for _, shared in results) - state) < 0.1 * state
+    own = {size: max(pss - shared for pss, shared in results) for size, results in found.items()}
+    assert own[3] < own[2] + 48 * 2**20, own
