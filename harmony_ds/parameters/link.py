@@ -70,6 +70,7 @@ class ParameterLink:
         """The parameter's values are about to be read, changed (`writes`) or handed out (`aliases`)."""
         if writes:
             self.owner.refuse_shared(f"changing {self.name} by hand, which every process would do again")
+            self._check_handed_out()
             self.owner.run_queued(f"{self.name} is about to be changed")
         self.owner.materialize(self.name)
         self._touched = True
@@ -89,12 +90,27 @@ class ParameterLink:
                 f"it as {tuple(own.shape)}, {own.dtype}, on {own.device}: change a model's shapes and dtypes before "
                 'initialize, and choose the dtype in the ds_config ("bf16", "fp16").'
             )
+        changed = self._take_back(value)
         self.before(writes=True)
-        if value.data_ptr() != own.data_ptr():
-            with torch.no_grad():
+        with torch.no_grad():
+            if changed is not None:
+                own.copy_(changed)
+            elif value.data_ptr() != own.data_ptr():
                 value = value.clone() if _same_memory(value, own) else value
                 self._give_away(own.clone())
                 own.copy_(value)
+
+    def _take_back(self, value: Tensor) -> Tensor | None:
+        """`parameter.data *= 2` writes first, and says so behind that: the values as they were are put back, for the
+        micro-batches that wait. What was written; None if it was nothing.
+        """
+        before = self._handed_out
+        if before is None or value.data_ptr() != self._weight.data_ptr() or torch.equal(before, self._weight):
+            return None
+        with torch.no_grad():
+            written = self._weight.clone()
+            self._weight.copy_(before)
+        return written
 
     def note_alias(self, result: Tensor) -> None:
         """`result` came of the parameter: whoever keeps it may share its memory."""
@@ -199,14 +215,7 @@ class ParameterLink:
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        if self._handed_out is not None:
-            before, self._handed_out = self._handed_out, None
-            if self.owner.has_queued() and not torch.equal(before, self._weight):
-                raise CallChangedError(
-                    f"{self.name} was changed through .data, .detach() or the like while micro-batches wait that were "
-                    "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
-                    "them run first, or change it behind engine.step()."
-                )
+        self._check_handed_out()
         if self._seen is not None:
             self.check_unwritten()
         if self._touched:
@@ -214,6 +223,16 @@ class ParameterLink:
             if self._apart is not None and not self.owner.is_shared():
                 self.owner.finish()  # the master, too, may be newer on the device
                 self.take_over()
+
+    def _check_handed_out(self) -> None:
+        """Raises CallChangedError if the parameter was changed unseen while micro-batches wait."""
+        before, self._handed_out = self._handed_out, None
+        if before is not None and self.owner.has_queued() and not torch.equal(before, self._weight):
+            raise CallChangedError(
+                f"{self.name} was changed through .data, .detach() or the like while micro-batches wait that were "
+                "called before. Change the parameter itself (with torch.no_grad(): parameter.copy_(value)), which lets "
+                "them run first, or change it behind engine.step()."
+            )
 
     # ---- masters, state and gradients, under DeepSpeed's names
 

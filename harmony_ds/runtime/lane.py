@@ -18,6 +18,9 @@ from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.device.base import Device
 
 
+_POLL_S = 0.01
+
+
 class LaneAborted(BaseException):
     """Unwinds a suspended forward pass whose step has failed elsewhere."""
 
@@ -46,7 +49,7 @@ class Lane:
         self._back = threading.Lock()
         self._go.acquire()
         self._back.acquire()
-        self._running = False
+        self._aborted = False
         self.finished = False
         self._thread = threading.Thread(
             target=(context or contextvars.copy_context()).run,
@@ -69,10 +72,8 @@ class Lane:
         """
         self.request = None
         self._reply = reply
-        self._running = True
         self._go.release()
         self._back.acquire()
-        self._running = False
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -83,32 +84,31 @@ class Lane:
         return result
 
     def close(self) -> None:
-        """Ends the thread wherever it is."""
-        if self._running:  # the engine's thread was interrupted while it waited for this lane
-            self._back.acquire()
-            self._running = False
-        if not self.finished:
-            self.request = None
-            self._reply = LaneAborted()
-            self._go.release()
-        self._thread.join()
+        """Ends the thread wherever it is: at its next layer call, if the engine's thread was interrupted in `resume`."""
+        self._aborted = True
+        self.request = self._reply = None
+        while self._thread.is_alive():
+            if self._go.locked():  # an interrupt leaves no trace of whose turn it was
+                self._go.release()
+            self._thread.join(_POLL_S)
 
     # ---- on the lane's thread
 
     def call(self, request: Request) -> Any:
         """Suspends at a layer call and returns what the engine made of it."""
-        self.request = request
-        self._back.release()
-        self._go.acquire()
+        if not self._aborted:
+            self.request = request
+            self._back.release()
+            self._go.acquire()
+        if self._aborted:
+            raise LaneAborted
         reply, self._reply = self._reply, None
-        if isinstance(reply, LaneAborted):
-            raise reply
         return reply
 
     def _run(self, function: Callable[[], Any]) -> None:
         self._go.acquire()
         try:
-            if not isinstance(self._reply, LaneAborted):
+            if not self._aborted:
                 with (
                     self._inherited,
                     torch.set_grad_enabled(self._grad),
@@ -122,4 +122,5 @@ class Lane:
             self._failure = failure
         finally:
             self.finished = True
-            self._back.release()
+            if not self._aborted:
+                self._back.release()

@@ -322,7 +322,8 @@ class Here:
         self._serve = lambda: Server(engine, task)
 
     def start(self) -> None:
-        self.ask = self._serve().obey
+        server = self._serve()
+        self.ask = lambda method, *arguments: getattr(server, method)(*arguments)
 
     def __enter__(self) -> Here:
         return self

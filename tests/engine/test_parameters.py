@@ -265,6 +265,29 @@ def test_writing_behind_a_parameters_back_while_micro_batches_wait_is_refused(al
 
 
 @pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
+def test_data_changed_in_place_and_set_lets_those_that_wait_run_first(harmony: Any) -> None:
+    """`p.data *= 2` writes before it says so, as PEFT's merge_adapter does."""
+    plain, model = net(), net()
+    optimizer = sgd(plain.parameters())
+    with engine_for(model, sgd, config_of(3, None, harmony)) as engine:
+        losses = []
+        for i in range(6):
+            for one in (plain, model):
+                if i % 3 == 1:
+                    one.head.weight.data *= 0.5
+            expected = plain(*batch(i))
+            (expected / 3).backward()
+            losses.append((engine(*batch(i)), expected.detach()))
+            engine.backward(losses[-1][0])
+            engine.step()
+            if i % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(loss.detach() + 0, wanted) for loss, wanted in losses)
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
 def test_reading_parameters_in_bf16_changes_nothing(harmony: Any) -> None:
     def train(look: bool) -> Net:
         model = net()

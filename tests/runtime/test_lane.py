@@ -203,3 +203,42 @@ def test_a_grad_mode_that_the_model_sets_is_seen_in_its_requests() -> None:
             modes.append(lane.request.grad)
             lane.resume()
     assert modes == [False, True]
+
+
+class InterruptedLock:
+    """A lock whose next use is interrupted, right before or right behind it."""
+
+    def __init__(self, lock: Any, behind: bool) -> None:
+        self._lock, self._behind, self._armed = lock, behind, True
+
+    def _interrupted(self, use: Callable[[], Any]) -> Any:
+        armed, self._armed = self._armed, False
+        if armed and not self._behind:
+            raise KeyboardInterrupt
+        result = use()
+        if armed:
+            raise KeyboardInterrupt
+        return result
+
+    def acquire(self) -> Any:
+        return self._interrupted(self._lock.acquire)
+
+    def release(self) -> Any:
+        return self._interrupted(self._lock.release)
+
+    def locked(self) -> bool:
+        locked: bool = self._lock.locked()
+        return locked
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("lock", ["_go", "_back"])
+def test_it_ends_wherever_the_engines_thread_was_interrupted(lock: str, behind: bool) -> None:
+    with model_and_lane(whole) as lane:
+        lane.resume()
+        setattr(lane, lock, InterruptedLock(getattr(lane, lock), behind))
+        with pytest.raises(KeyboardInterrupt):
+            lane.resume(torch.ones(1, 2))
+        lane.close()
+        assert not lane._thread.is_alive()
