@@ -17,7 +17,6 @@ import torch
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.device.base import Device
 
-
 _POLL_S = 0.01
 
 
