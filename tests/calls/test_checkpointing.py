@@ -210,3 +210,38 @@ def test_a_context_that_layers_look_at_is_theirs_in_the_recomputation_too() -> N
             return x
 
     assert_equals_plain(InContext)
+
+
+# ---- tiles
+
+
+class Tiled(nn.Module):
+    """A layer that DeepSpeed's TiledMLP takes through in tiles, and again, tile by tile, in the backward pass."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiled = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
+        made: Tensor = tiled.apply(Tiled.whole, self, x, 2, list(self.parameters()))
+        return made
+
+    def whole(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(torch.tanh(self.up(x)))
+        return made
+
+
+class TiledNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Tiled)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(self.entry(x))
+
+
+@pytest.mark.parametrize("pack", [1, 100])
+def test_deepspeeds_tiles_as_layers(pack: int) -> None:
+    assert_equals_plain(TiledNet, pack_layers=pack)
