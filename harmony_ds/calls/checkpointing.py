@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` in code that the engine runs: it passes straight through.
+"""`torch.utils.checkpoint` and `deepspeed.checkpointing` in code that the engine runs: they pass straight through.
 
 Layers are recomputed anyway, on parameters that are on the device for that time alone; a checkpoint's own recomputation
 would come later. What stands around a layer would run the model's code, lanes included, in the middle of a backward
@@ -7,8 +7,9 @@ pass. Elsewhere checkpoints are what they were.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +26,12 @@ class _Engine(threading.local):
 
 _engine = _Engine()
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-_function = torch.utils.checkpoint.CheckpointFunction
 
 
 @contextmanager
 def passed_through() -> Iterator[None]:
     """While open, this thread's checkpoints are calls of what they are given."""
+    _take_over_deepspeeds()
     before, _engine.runs = _engine.runs, True
     try:
         yield
@@ -61,20 +62,51 @@ def _without_reentry(
 
 
 class _Reentrant:
-    """The autograd function of the other kind."""
+    """Stands for an autograd function that runs without a graph, and again in the backward pass.
 
-    def apply(self, function: Any, preserve: bool, *args: Any) -> Any:
+    Args:
+        function: the autograd function.
+        passed: what it does where the engine runs, with the arguments of its `apply`.
+        first: how many of those come before the arguments of what is checkpointed.
+    """
+
+    def __init__(self, function: Any, passed: Callable[..., Any], first: int) -> None:
+        self._function = function
+        self._passed = passed
+        self._first = first
+
+    def apply(self, *args: Any) -> Any:
         if not _engine.runs:
-            return _function.apply(function, preserve, *args)
+            return self._function.apply(*args)
         # It gives nothing that requires a gradient unless one of its own arguments does.
-        needed = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+        given = args[self._first :]
+        needed = any(isinstance(argument, Tensor) and argument.requires_grad for argument in given)
         with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
-            return function(*args)
+            return self._passed(*args)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_function, name)
+        return getattr(self._function, name)
 
 
-# Both are looked up in their module when `checkpoint` is called.
+def _torchs(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def _deepspeeds(function: Callable[..., Any], outputs: list[Any], *args: Any) -> None:
+    result = function(*args)
+    outputs += [result] if isinstance(result, Tensor) else result
+
+
+def _take_over_deepspeeds() -> None:
+    """DeepSpeed's, which takes seconds to import and may come at any time, once it is there."""
+    module: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    function = getattr(module, "CheckpointFunction", None)  # None: it is being imported
+    if function is not None and not isinstance(function, _Reentrant):
+        module.CheckpointFunction = _Reentrant(function, _deepspeeds, 2)
+
+
+# These are looked up in their modules when `checkpoint` is called.
 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
-torch.utils.checkpoint.CheckpointFunction = _Reentrant()  # type: ignore[assignment, misc]
+torch.utils.checkpoint.CheckpointFunction = _Reentrant(  # type: ignore[assignment, misc]
+    torch.utils.checkpoint.CheckpointFunction, _torchs, 2
+)

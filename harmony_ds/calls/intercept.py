@@ -18,8 +18,10 @@ import torch
 from torch._compile import _disable_dynamo
 
 from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class InterceptedForward(Added):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _active.handler
         if handler is None:
+            if torch._C._current_graph_task_id() != -1:
+                self._refuse_in_backward()
             return self._forward(*args, **kwargs)
         return handler.call(
             Request(
@@ -128,6 +132,15 @@ class InterceptedForward(Added):
                 Autocast.current(handler.device_type),
             )
         )
+
+    def _refuse_in_backward(self) -> None:
+        """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""
+        if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
+            raise UnsupportedError(
+                f"layer {self._layer.name} is called in the middle of a backward pass, by an autograd function of the "
+                "program's own that computes its result again (a checkpoint of its own making). The engine recomputes "
+                "layers anyway: call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes through."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._layer.module, "forward")

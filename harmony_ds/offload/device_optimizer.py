@@ -106,7 +106,13 @@ class DeviceOptimizer:
 
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Steps `parameters` (fp32, on the device) that have a gradient (the same) once."""
-        self._host.step_part(self._part, parameters, gradients, tuple(map(self._values, hyper)))
+        values = tuple(map(self._values, hyper))
+        if self._fused or self._host.native:
+            self._host.step_part(self._part, parameters, gradients, values)
+            return
+        # One by one: torch's loops keep the last parameter's intermediate results while they compute the next one's.
+        for name, gradient in gradients.items():
+            self._host.step_part(self._part, parameters, {name: gradient}, values)
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Hyper-parameters as the optimizer on the device takes them."""

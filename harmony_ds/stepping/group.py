@@ -16,6 +16,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
+from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError
@@ -83,6 +84,7 @@ class StepGroup:
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
+        refuse_transforms()
         check_saved_tensors()
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._parts.kinds.get(args, kwargs)

@@ -17,14 +17,14 @@ from tests.simdevice.device import SimDevice
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
 
 
-def build() -> nn.Module:
+def build(layers: int = LAYERS) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=4 * HIDDEN,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=VOCABULARY,

@@ -1,0 +1,247 @@
+"""Checkpoints of the program's own, with operations behind the layers in them: nothing is computed differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from harmony_ds import UnsupportedError
+from tests.cover import pairs
+from tests.engine.drive import adamw, config_of, engine_for, seed_of
+from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
+from tests.oracle import assert_same, train_plainly
+
+Checkpoint = Callable[..., Any]
+Block = Callable[[Tensor], Tensor]
+
+BEHIND: dict[str, Callable[[Block, Tensor], Tensor]] = {
+    "scaled": lambda block, x: block(x) * 2,
+    "residual": lambda block, x: block(x) + x,
+    "dropout": lambda block, x: F.dropout(block(x), 0.3),
+    "between": lambda block, x: block(F.dropout(x.sin(), 0.3)).exp().tanh(),
+}
+
+
+class Checkpointed(Net):
+    """Calls each of its blocks in a checkpoint, with something behind it."""
+
+    def __init__(self, behind: str, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.behind = behind
+        self.checkpoint = checkpoint
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = self.checkpoint(lambda h, block=block: BEHIND[self.behind](block, h), x)
+        return x
+
+
+def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE if operation is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    )
+
+
+WAYS: dict[str, Checkpoint] = {
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "other": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "context": lambda f, x: checkpoint(f, x, use_reentrant=False, context_fn=lambda: (nullcontext(), nullcontext())),
+    "selective": lambda f, x: checkpoint(
+        f, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    ),
+    "unchecked": lambda f, x: checkpoint(f, x, use_reentrant=False, determinism_check="none", early_stop=False),
+}
+
+
+@pytest.mark.parametrize(("behind", "way", "pack"), pairs(BEHIND, WAYS, [1, 2, 100]))
+def test_operations_behind_a_layer_in_a_checkpoint(behind: str, way: str, pack: int) -> None:
+    # A tensor that two operations take: the gradients are added up in another order.
+    assert_equals_plain(lambda: Checkpointed(behind, WAYS[way]), bitwise=behind != "residual", pack_layers=pack)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward_pass(reentrant: bool) -> None:
+    """A recomputation of plain PyTorch's would draw others: the reference has no checkpoint."""
+
+    def keeping_none(function: Block, x: Tensor) -> Any:
+        return checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+
+    plain = built(lambda: Checkpointed("dropout", lambda f, x: f(x)))
+    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    model = built(lambda: Checkpointed("dropout", keeping_none))
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for group in GROUPS:
+            engine.train_batch(iter(group))
+    assert_same(model, plain, bitwise=True)
+
+
+class Segmented(Net):
+    """`checkpoint_sequential` over blocks with operations between them, early stop switched off around it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def run(self, x: Tensor) -> Tensor:
+        functions = [step for block in self.blocks for step in (block, torch.sin, nn.Dropout(0.2))]
+        with set_checkpoint_early_stop(False):
+            made: Tensor = checkpoint_sequential(functions, 2, self.entry(x), use_reentrant=self.reentrant)
+        return made
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_sequences(reentrant: bool) -> None:
+    assert_equals_plain(lambda: Segmented(reentrant))
+
+
+# ---- others' checkpoints
+
+
+def deepspeeds(function: Block, x: Tensor) -> Any:
+    return pytest.importorskip("deepspeed").checkpointing.checkpoint(function, x)
+
+
+@pytest.mark.parametrize(("behind", "pack"), pairs(BEHIND, [1, 100]))
+def test_deepspeeds_checkpoints(behind: str, pack: int) -> None:
+    assert_equals_plain(lambda: Checkpointed(behind, deepspeeds), bitwise=behind != "residual", pack_layers=pack)
+
+
+def test_deepspeeds_checkpoints_of_several_results_and_elsewhere() -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    runs = []
+
+    def two(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(1)
+        made = block(x)
+        return made.sin(), made.cos()
+
+    class Two(Net):
+        def run(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            for block in self.blocks:
+                a, b = deepspeed.checkpointing.checkpoint(two, block, x)
+                x = a * b
+            return x
+
+    assert_equals_plain(Two, bitwise=False)
+    runs.clear()
+    x = torch.ones(2, requires_grad=True)
+    sum(deepspeed.checkpointing.checkpoint(two, torch.exp, x)).sum().backward()  # type: ignore[union-attr]
+    assert len(runs) == 2
+
+
+class Recomputing(torch.autograd.Function):
+    """A checkpoint of the program's own making."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Block, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.function(x)
+        torch.autograd.backward(made, gradient)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("pack", [1, 100])
+def test_checkpoints_that_nobody_knows_are_refused_by_the_layers_name(pack: int) -> None:
+    with training(lambda: Checkpointed("scaled", Recomputing.apply), pack_layers=pack) as (model, engine):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(UnsupportedError, match=r"layer blocks\.3 is called in the middle of a backward pass"):
+            engine.train_batch(iter(GROUPS[0]))
+        assert_same(model, before, bitwise=True)
+
+
+# ---- contexts that layers look at
+
+scale = {"now": 1.0}
+
+
+@contextmanager
+def scaled_by(factor: float) -> Iterator[None]:
+    before, scale["now"] = scale["now"], factor
+    try:
+        yield
+    finally:
+        scale["now"] = before
+
+
+class Scaled(nn.Module):
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * scale["now"]
+
+
+def test_a_context_that_layers_look_at_is_theirs_in_the_recomputation_too() -> None:
+    class InContext(Net):
+        def __init__(self) -> None:
+            super().__init__(Scaled)
+            self.entry = nn.Linear(WIDTH, WIDTH)
+
+        def run(self, x: Tensor) -> Tensor:
+            x = self.entry(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=lambda: (scaled_by(2.0), scaled_by(2.0)))
+            return x
+
+    assert_equals_plain(InContext)
+
+
+# ---- tiles
+
+
+class Tiled(nn.Module):
+    """A layer that DeepSpeed's TiledMLP takes through in tiles, and again, tile by tile, in the backward pass."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiled = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
+        made: Tensor = tiled.apply(Tiled.whole, self, x, 2, list(self.parameters()))
+        return made
+
+    def whole(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(torch.tanh(self.up(x)))
+        return made
+
+
+class TiledNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Tiled)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(self.entry(x))
+
+
+@pytest.mark.parametrize("pack", [1, 100])
+def test_deepspeeds_tiles_as_layers(pack: int) -> None:
+    assert_equals_plain(TiledNet, pack_layers=pack)

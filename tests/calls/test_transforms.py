@@ -1,0 +1,118 @@
+"""`torch.func` over an engine is refused by name; over its model it is what it always was. Compiled layers train."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vmap
+
+from harmony_ds import ModelError, UnsupportedError
+from tests.engine.drive import adamw, config_of, engine_for, seed_of
+from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, built
+from tests.oracle import assert_same, train_plainly
+
+Function = Callable[[Tensor], Tensor]
+Y = torch.ones(2, WIDTH)
+X = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+
+
+def dual(function: Function) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(X, X.cos()))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Function], Any]] = {
+    "grad": lambda f: grad(f)(X),
+    "grad_and_value": lambda f: grad_and_value(f)(X)[1],
+    "vmap": lambda f: vmap(f)(torch.stack([X, X + 1])),
+    "vmap of grad": lambda f: vmap(grad(f))(torch.stack([X, X + 1])),
+    "jvp": lambda f: jvp(f, (X,), (X.cos(),))[1],
+    "jacrev": lambda f: jacrev(f)(X),
+    "jacfwd": lambda f: jacfwd(f)(X),
+    "dual_level": dual,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(transform: Callable[[Function], Any]) -> None:
+    plain, model = built(Net), built(Net)
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        with pytest.raises(UnsupportedError, match=r"the engine was called inside .* engine\.module"):
+            transform(lambda x: engine(x=x, y=Y)["loss"])
+        expected = transform(lambda x: plain(x=x, y=Y)["loss"])
+        assert torch.equal(transform(lambda x: engine.module(x=x, y=Y)["loss"]), expected)
+        _train_alike(engine, model, plain)
+
+
+def test_functional_call() -> None:
+    plain, model = built(Net), built(Net)
+    weights = {name: 2 * p.detach() for name, p in plain.named_parameters()}
+
+    def loss(called: nn.Module, weights: dict[str, Tensor]) -> Tensor:
+        made: Tensor = functional_call(called, weights, kwargs={"x": X, "y": Y})["loss"]
+        return made
+
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        with pytest.raises(ModelError, match="is assigned, but an engine trains this model"):
+            loss(engine, {f"module.{name}": weight for name, weight in weights.items()})
+        expected = grad(lambda w: loss(plain, w))(weights)
+        found = grad(lambda w: loss(engine.module, w))(weights)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        _train_alike(engine, model, plain)
+
+
+def _train_alike(engine: Any, model: nn.Module, plain: nn.Module) -> None:
+    for group in GROUPS:
+        engine.train_batch(iter(group))
+    engine.finish_updates()
+    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    assert_same(model, plain, bitwise=True)
+
+
+# ---- torch.compile
+
+
+def layers_replaced(model: Any, backend: str) -> nn.Module:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block, backend=backend)
+    return model
+
+
+def layers_in_place(model: Any, backend: str) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def whole(model: Any, backend: str) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.version_info >= (3, 14), reason="inductor needs a C++ compiler"
+)
+
+
+@pytest.mark.parametrize("compiled", [layers_replaced, layers_in_place, whole])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_compiled_before_initialize(compiled: Callable[[Any, str], Any], backend: str) -> None:
+    """Graphs end at layers. What inductor computes is not bit for bit what eager code does."""
+    torch.compiler.reset()
+    plain, model = built(Net), built(Net)
+    with engine_for(compiled(model, backend), lambda _: adamw(model.parameters()), config_of(ACCUMULATION)) as engine:
+        for group in GROUPS:
+            engine.train_batch(iter(group))
+    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    mine = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        if backend == "inductor":
+            torch.testing.assert_close(mine[name], parameter)
+        else:
+            assert torch.equal(mine[name], parameter)
