@@ -170,14 +170,8 @@ def check_modes(what: str, carried: tuple[type, ...]) -> None:
     """What runs later and on other threads is not seen by the modes that are active around `what`, but by those `carried`.
 
     Raises:
-        UnsupportedError: one is, other than torch's default device; or a transform of torch.func, or forward-mode AD.
+        UnsupportedError: one is, other than torch's default device.
     """
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError(
-            f"forward-mode AD or a transform of torch.func is active around {what}: an engine's layers run later, and keep "
-            "nothing but gradients of losses. Apply it to the plain model (under torch.no_grad() for forward-mode AD), or "
-            "inside a layer's forward."
-        )
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         active = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
         modes = [type(mode).__name__ for mode in active if not isinstance(mode, (DeviceContext, *carried))]
