@@ -157,7 +157,11 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"wandb": "on"}, '"wandb" must be an object'),
     # what is not supported
     ({"amp": {"enabled": True}}, '"amp": Apex AMP is not supported: use "bf16" or "fp16"'),
-    ({"torch_autocast": {"enabled": True}}, '"torch_autocast.enabled": put torch.autocast around'),
+    ({"torch_autocast": {"enabled": True}}, '"torch_autocast.dtype" is null: write "bfloat16", or "float16"'),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "bf16": {"enabled": True}},
+        '"torch_autocast" to float16 is for fp32 weights, and these are torch.bfloat16',
+    ),
     ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel": tensor parallelism is not supported'),
     ({"compile": {"deepcompile": True}}, '"compile": torch.compile the layers'),
     ({"hybrid_engine": {"enabled": True}}, '"hybrid_engine": .* engine.generate'),
