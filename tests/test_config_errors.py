@@ -90,7 +90,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"b": "auto", "a": "auto", "c": 1}}},
-        r"\"scheduler.params\" still says \"auto\" for \['a', 'b'\]: give numbers",
+        r"\"scheduler.params\" still says \"auto\" for \['a', 'b'\]: Hugging Face",
     ),
     ({"gradient_clipping": "auto"}, '"gradient_clipping" still says "auto": Hugging Face\'s Trainer .* write a value'),
     ({"bf16": {"enabled": "auto"}}, '"bf16.enabled" still says "auto"'),

@@ -19,7 +19,7 @@ import torch
 from harmony_ds.config.check import Values, read_values
 from harmony_ds.config.forms import DTYPES
 from harmony_ds.config.harmony import HarmonySettings
-from harmony_ds.config.hints import refuse_text_numbers
+from harmony_ds.config.hints import AUTO, refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
@@ -126,7 +126,7 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
         )
     automatic = sorted(name for name, v in params.items() if v == "auto")
     if automatic:
-        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: give numbers.')
+        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: {AUTO}')
     refuse_text_numbers(f"{key}.params", params)
     return Section(value["type"], dict(params))
 
@@ -187,7 +187,8 @@ def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
     dtype = _DTYPES[DTYPES[name]]
     if dtype not in (torch.float32, compute):
         raise ConfigError(
-            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that.'
+            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that '
+            "(gradients are added up as they come, or in fp32; in a third dtype they would be rounded once more)."
         )
     return dtype
 
