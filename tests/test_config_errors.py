@@ -166,7 +166,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"compile": {"deepcompile": True}}, '"compile": torch.compile the layers'),
     ({"hybrid_engine": {"enabled": True}}, '"hybrid_engine": .* engine.generate'),
     ({"data_efficiency": {"enabled": True}}, '"data_efficiency": sample the data yourself'),
-    ({"flops_profiler": {"enabled": True}}, '"flops_profiler.enabled": use harmony-ds profile'),
+    ({"flops_profiler": {"enabled": True}}, '"flops_profiler.enabled": it hooks .* use harmony-ds profile'),
     ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention": sparse attention is not supported'),
     ({"compression_training": {"weight_quantization": {}}}, "compression training is not supported"),
     ({"elasticity": {"enabled": True}}, "elastic training is not supported"),

@@ -154,6 +154,14 @@ class Planned(Wanted):
     device_memory_gib: float | None = None
 
 
-def host_bytes(gib: float | None) -> int | None:
-    """An option in GiB, in bytes."""
-    return None if gib is None else int(gib * _GIB)
+@dataclass(frozen=True)
+class Asked(Planned):
+    """And what of the host's memory, and how much of an answer is wanted."""
+
+    host_memory_gib: float | None = None
+    advice: bool = True
+    as_json: bool = False
+
+    @property
+    def host_bytes(self) -> int | None:
+        return None if self.host_memory_gib is None else int(self.host_memory_gib * _GIB)
