@@ -156,7 +156,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"csv_monitor": {"enabled": True, "output_path": 3}}, '"csv_monitor.output_path": Input should be a valid string'),
     ({"wandb": "on"}, '"wandb" must be an object'),
     # what is not supported
-    ({"amp": {"enabled": True}}, '"amp": Apex AMP is not supported: use "bf16" or "fp16"'),
+    ({"amp": {"enabled": True}}, '"amp": Apex AMP is not supported: use "bf16", "fp16" or "torch_autocast"'),
     ({"torch_autocast": {"enabled": True}}, '"torch_autocast.dtype" is null: write "bfloat16", or "float16"'),
     (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}, "bf16": {"enabled": True}},
