@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from harmony_ds.assembly import Assembly, assemble
+from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
-from harmony_ds.errors import DoesNotFitError, ModelError, ProfileError
+from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.measuring.measuring import SEVERAL
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
@@ -70,7 +71,13 @@ def estimate(
 
     Raises:
         ModelError: the model cannot be decomposed, or not run without data.
+        ConfigError: the ds_config asks for torch_autocast.
     """
+    if config.autocast_dtype is not None:
+        raise ConfigError(
+            "torch.autocast does not reach the meta device, on which estimates are made: use `harmony-ds plan` on a "
+            'machine that has the device, or switch "torch_autocast" off.'
+        )
     machine = hardware.machine(update_cost(config))
     survey = _on_meta(model, inputs, config, hardware.kernels(), kernels, machine)
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
@@ -169,9 +176,15 @@ def _see(
     measuring.machine = machine
 
     def few(rows: int) -> Callable[[], Any]:
-        return lambda: model(**few_rows(dict(inputs), rows))
+        return lambda: call(**few_rows(dict(inputs), rows))
 
-    profile = measuring.profile(Sample(inputs, lambda: model(**inputs), few, loss_of, seed=0), wanted)
+    autocast = Autocast.of(assembly.device.torch_device.type, config.autocast_dtype)
+
+    def call(**named: Any) -> Any:
+        with Autocast.entered(autocast):
+            return model(**named)
+
+    profile = measuring.profile(Sample(inputs, lambda: call(**inputs), few, loss_of, seed=0), wanted)
     graph = replace(planner.graph, calls=profile.calls, unlayered=measuring.unlayered)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, wanted or WHOLE)

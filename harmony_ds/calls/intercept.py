@@ -40,6 +40,11 @@ class Autocast:
         return Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     @staticmethod
+    def of(device_type: str, dtype: torch.dtype | None) -> Autocast | None:
+        """To `dtype`; None where there is none."""
+        return None if dtype is None else Autocast(device_type, dtype)
+
+    @staticmethod
     @contextmanager
     def entered(state: Autocast | None) -> Iterator[None]:
         """`state` entered. Without a weight cache: it is keyed by tensors that are swapped."""

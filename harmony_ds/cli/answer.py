@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from harmony_ds.cli.options import Asked
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
 from harmony_ds.scheduler.grid import amount
-from harmony_ds.subject import Subject
+from harmony_ds.subject import BatchShape, Subject
 from harmony_ds.survey import Survey, update_cost
 
 Resurvey = Callable[[int], Survey]
 """The survey of the same model with so many rows in a micro-batch."""
+Surveyed = Callable[[str, BatchShape, Config], tuple[Subject, Survey]]
+"""A model in a shape of its micro-batch, as it is on a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,17 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
         "policy": asdict(now.plan.policy),
         "reason": now.choice.reason,
     }
+
+
+def answered(asked: Asked, surveyed: Surveyed, host_bytes: int | None) -> Answer:
+    """To `estimate` and `plan`. `host_bytes`: of the machine's host, where the options do not say it."""
+    config = asked.config()
+    subject, survey = surveyed(asked.model, asked.shape(config), config)
+
+    def resurvey(rows: int) -> Survey:
+        return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1]
+
+    return answer(Case(subject, config, survey, asked.host_bytes or host_bytes), resurvey, asked.advice)
 
 
 def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:

@@ -1,17 +1,19 @@
 """The command line: every command is a function, whose parameters are its arguments and options.
 
-How commands end: 0 it fits, 1 the input is wrong, 2 the command line is wrong (argparse's), 3 it does not fit.
+How commands end: 0 it fits, 1 the input is wrong, 2 the command line is wrong (argparse's), 3 it does not fit,
+130 interrupted. Who closes the pipe that the output goes to (`| head`) ends the command with 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 
@@ -25,7 +27,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     room.__name__.rpartition(".")[2]: room.command
     for room in (estimate, plan, profile, trace, machines, bench, convert)
 }
-WRONG_INPUT = 1
+WRONG_INPUT, INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,27 @@ def run(argv: Sequence[str]) -> int:
         return 0
     given, rest = parser.parse_known_args(argv)
     if rest:
-        name = rest[0].partition("=")[0]
-        own = commands[given.command]
-        near = nearest(name, [one for one in own._option_string_actions if one.startswith("--")])
-        own.error(f"there is no {name} here{f': did you mean {near}?' if near else '.'}")
+        _refuse(rest[0], commands.get(given.command, parser))
+    if given.command is None:
+        parser.error(f"name a command: {', '.join(COMMANDS)}")
     try:
         return _call(COMMANDS[given.command], vars(given)) or 0
+    except BrokenPipeError:  # who read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (HarmonyError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
+
+
+def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        parser.error(f'"{word}" is one argument too many')
+    near = nearest(name, [one for one in parser._option_string_actions if one.startswith("--")])
+    parser.error(f"there is no {name} here{f': did you mean {near}?' if near else '.'}")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -69,11 +83,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     versions = f"harmony_ds {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=versions)
-    places = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    places = parser.add_subparsers(dest="command", metavar="COMMAND", required=False)
     commands = {}
     for name, command in COMMANDS.items():
         about = " ".join((command.__doc__ or "").split())
-        short = about.partition(". ")[0].replace("%", "%%")
+        short = about.partition(". ")[0].rstrip(".").replace("%", "%%")
         commands[name] = places.add_parser(name, help=short, description=about, allow_abbrev=False)
         for parameter in parameters_of(command):
             _add(commands[name], parameter, option_of(name, parameter.name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,16 @@ class Option:
     is_argument: bool = False
 
     def read(self, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        """`kind`, which refuses what is too small."""
+        """`kind`, which refuses what is too small, and says what there is."""
 
         def read(text: str) -> Any:
-            value = kind(text)
+            try:
+                value = kind(text)
+            except ValueError:
+                if not (isinstance(kind, type) and issubclass(kind, Enum)):
+                    raise
+                known = ", ".join(one.value for one in kind)
+                raise argparse.ArgumentTypeError(f'there is no "{text}": {known}') from None
             if self.least is not None and value < self.least:
                 raise argparse.ArgumentTypeError(f"{text} is less than {self.least:g}")
             return value
@@ -147,6 +154,14 @@ class Planned(Wanted):
     device_memory_gib: float | None = None
 
 
-def host_bytes(gib: float | None) -> int | None:
-    """An option in GiB, in bytes."""
-    return None if gib is None else int(gib * _GIB)
+@dataclass(frozen=True)
+class Asked(Planned):
+    """And what of the host's memory, and how much of an answer is wanted."""
+
+    host_memory_gib: float | None = None
+    advice: bool = True
+    as_json: bool = False
+
+    @property
+    def host_bytes(self) -> int | None:
+        return None if self.host_memory_gib is None else int(self.host_memory_gib * _GIB)

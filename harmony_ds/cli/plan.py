@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from harmony_ds.cli import options
-from harmony_ds.cli.answer import Case, answer
+from harmony_ds.cli.answer import answered
+from harmony_ds.cli.options import Asked
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
@@ -15,24 +16,11 @@ from harmony_ds.subject import BatchShape, Subject, load_subject
 from harmony_ds.survey import Survey, measure, with_profile
 
 
-def command(
-    wanted: options.Planned,
-    profile: Path | None = None,
-    host_memory_gib: float | None = None,
-    advice: bool = True,
-    as_json: bool = False,
-) -> int:
+def command(asked: Asked, profile: Path | None = None) -> int:
     """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
-    config = wanted.config()
     known = None if profile is None else read_profile(profile)
-    subject, survey = surveyed(wanted.model, wanted.shape(config), config, known)
-    case = Case(subject, config, survey, options.host_bytes(host_memory_gib) or _host_memory_bytes())
-
-    def resurvey(rows: int) -> Survey:
-        return surveyed(wanted.model, BatchShape(rows, wanted.sequence), config, known)[1]
-
-    note = "" if profile is None else f"as {profile} says"
-    return reply(answer(case, resurvey, advice), as_json, note)
+    found = answered(asked, partial(surveyed, known=known), _host_memory_bytes())
+    return reply(found, asked.as_json, "" if profile is None else f"as {profile} says")
 
 
 def surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:

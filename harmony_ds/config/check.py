@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harmony_ds.config.hints import meant_by, nearest
+from harmony_ds.config.hints import AUTO, meant_by, nearest
 from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import BLOCKS, BY_PATH, names_in
 from harmony_ds.errors import ConfigError, ContradictionError
@@ -21,7 +21,8 @@ _IN_PARAMS = (
     *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
     "scheduler.params.total_num_steps",
 )
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_OF_ACCELERATE = {"compute_environment", "distributed_type", "deepspeed_config", "deepspeed_plugin"}
 
 
 def read_values(raw: Raw) -> tuple[Values, tuple[str, ...]]:
@@ -34,7 +35,7 @@ def read_values(raw: Raw) -> tuple[Values, tuple[str, ...]]:
     values = {path: key.default for path, key in BY_PATH.items()}
     for path, value in given.items():
         key = BY_PATH[path]
-        if value == "auto" and key.effect is not Effect.OURS and path not in _BATCH_KEYS:
+        if value == "auto" and key.effect is not Effect.OURS and path != _MICRO_BATCH:
             _refuse_auto(key)
             continue
         try:
@@ -43,7 +44,8 @@ def read_values(raw: Raw) -> tuple[Values, tuple[str, ...]]:
             raise ConfigError(str(error)) from None
         _refuse(key, values[path])
     if unknown and values["harmony.unknown_keys"] == "error":
-        raise ConfigError(_unknown(unknown[0]))
+        theirs = sorted(_OF_ACCELERATE & set(unknown))
+        raise ConfigError(_accelerates(theirs[0]) if theirs else _unknown(unknown[0]))
     _follow_aliases(given, values)
     _check_zero(values)
     return values, tuple(sorted({*_without_meaning(given), *unknown}))
@@ -109,6 +111,13 @@ def _unknown(path: str) -> str:
     return f'unknown key "{name}" in {_SPOKEN.get(block, block)}. {hint}{pardon}'
 
 
+def _accelerates(name: str) -> str:
+    return (
+        f'this is accelerate\'s file, not a ds_config: it says "{name}". Give it to `accelerate launch --config_file`; its '
+        "deepspeed_config_file names a ds_config."
+    )
+
+
 def _nearest_place(name: str) -> str | None:
     """The path of a key of this name, or of what others call so, in another block."""
     places = {path.rpartition(".")[2]: path for path in (*reversed(BY_PATH), *_IN_PARAMS) if "." in path}
@@ -117,10 +126,7 @@ def _nearest_place(name: str) -> str | None:
 
 def _refuse_auto(key: Key) -> None:
     if key.effect is not Effect.NONE:  # DeepSpeed takes its default
-        raise ConfigError(
-            f'"{key.path}" still says "auto": Hugging Face\'s Trainer and accelerate fill it in before they call '
-            "initialize. Without them, write a value or leave the key out."
-        )
+        raise ConfigError(f'"{key.path}" still says "auto": {AUTO}')
 
 
 def _refuse(key: Key, value: object) -> None:

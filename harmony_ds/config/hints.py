@@ -21,7 +21,14 @@ _ELSEWHERE = {
     "batch_size": "train_batch_size",
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
     "grad_accum_steps": "gradient_accumulation_steps",
+    "monitor_config": "tensorboard",
 }
+
+
+AUTO = (
+    "Hugging Face's Trainer and accelerate fill it in before they call initialize. Without them, write a value or leave "
+    "the key out."
+)
 
 
 def meant_by(name: str) -> str:

@@ -6,7 +6,9 @@ A key that nobody knows is an error that names the nearest one.
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,12 +19,14 @@ import torch
 from harmony_ds.config.check import Values, read_values
 from harmony_ds.config.forms import DTYPES
 from harmony_ds.config.harmony import HarmonySettings
-from harmony_ds.config.hints import refuse_text_numbers
+from harmony_ds.config.hints import AUTO, refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
 from harmony_ds.errors import ConfigError, ContradictionError
 
+_AS_GRAD_SCALER = LossScale(loss_scale_window=2000, hysteresis=1, min_loss_scale=sys.float_info.min)
+"""The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,6 +45,9 @@ def load_config(
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
     values, without_meaning = read_values(raw)
     compute, loss_scale = _precision(raw, values)
+    autocast = _autocast_dtype(values, compute)
+    if autocast == torch.float16:
+        loss_scale = _AS_GRAD_SCALER
     micro_batch, steps, batch = _batch_triple(values, world_size)
     clipping = _clipping(raw, values)
     return Config(
@@ -52,6 +59,7 @@ def load_config(
         scheduler=scheduler,
         compute_dtype=compute,
         accumulation_dtype=_accumulation_dtype(values, compute),
+        autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
         steps_per_print=values["steps_per_print"],
@@ -118,7 +126,7 @@ def _section(raw: Mapping[str, Any], key: str) -> Section | None:
         )
     automatic = sorted(name for name, v in params.items() if v == "auto")
     if automatic:
-        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: give numbers.')
+        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: {AUTO}')
     refuse_text_numbers(f"{key}.params", params)
     return Section(value["type"], dict(params))
 
@@ -156,6 +164,22 @@ def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, Los
     return compute, LossScale(scale, **rules)
 
 
+def _autocast_dtype(values: Values, compute: torch.dtype) -> torch.dtype | None:
+    if not values["torch_autocast.enabled"]:
+        return None
+    name = values["torch_autocast.dtype"]
+    dtype = None if name is None else _DTYPES[DTYPES[name]]
+    if dtype in (None, torch.float32):
+        raise ConfigError(
+            f'"torch_autocast.dtype" is {json.dumps(name)}: write "bfloat16", or "float16" (which scales losses).'
+        )
+    if compute not in (torch.float32, dtype) or compute == torch.float16:
+        raise ContradictionError(
+            f'"torch_autocast" to {name} is for fp32 weights, and these are {compute}: leave it, or "bf16" and "fp16", out.'
+        )
+    return dtype
+
+
 def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
     name = values["data_types.grad_accum_dtype"]
     if name is None:
@@ -163,7 +187,8 @@ def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
     dtype = _DTYPES[DTYPES[name]]
     if dtype not in (torch.float32, compute):
         raise ConfigError(
-            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that.'
+            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that '
+            "(gradients are added up as they come, or in fp32; in a third dtype they would be rounded once more)."
         )
     return dtype
 

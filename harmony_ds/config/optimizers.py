@@ -95,7 +95,8 @@ OPTIMIZERS = (
     OptimizerRow(("muadam", "muadamw", "musgd"), refusal=_MUP),
     OptimizerRow(
         ("muon",),
-        refusal="DeepSpeed's keeps Adam beside it for other parameters: pass torch.optim.Muon as optimizer=...",
+        refusal="which parameters it takes stands on them (use_muon), and the others go to an Adam: say so in groups, "
+        "and pass optimizer=SingleDeviceMuonWithAuxAdam(groups), of deepspeed.runtime.zero.muon.original_muon",
     ),
     OptimizerRow(
         ("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT, of_deepspeed=False

@@ -20,7 +20,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The fp16 block. `static` is 0 for dynamic scaling; the rest is DeepSpeed's, under its names."""
+    """The fp16 block, or what autocast to float16 needs of it. `static` is 0 for dynamic scaling; the rest is DeepSpeed's,
+    under its names.
+    """
 
     static: float = 0.0
     initial_scale_power: int = 16
@@ -44,6 +46,7 @@ class Config:
     """Everything the engine wants to know.
 
     Attributes:
+        autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
         values: of every key in `harmony_ds.config.keys`, by its path; defaults where `raw` says nothing.
@@ -58,6 +61,7 @@ class Config:
     scheduler: Section | None
     compute_dtype: torch.dtype
     accumulation_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
     loss_scale: LossScale | None
     skip_overflow: bool
     steps_per_print: int | None

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.early_look import EarlyLooks
 from harmony_ds.engine.lifetime import asked_while_alive, while_alive
 from harmony_ds.engine.step_gradients import StepGradients
@@ -44,6 +45,7 @@ class OpenStep(Owner):
             looked=while_alive(self._early_looks.warn),
             propagating=scaler.check_scaled,
             propagate=while_alive(self.propagate),
+            autocast=Autocast.of(assembly.device.torch_device.type, config.autocast_dtype),
         )
         self.renew()
 

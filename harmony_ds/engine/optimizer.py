@@ -60,8 +60,8 @@ class TrainedBy:
         """
         if self.optimizer is None:
             return
-        values = self._settings.now.values
-        dynamic = values["fp16.enabled"] and values["fp16.loss_scale"] == 0
+        scales = self._settings.now.loss_scale
+        dynamic = scales is not None and scales.static == 0
         told = {"overflow": overflow, "cur_scale": scale, "loss_scale": scale, "dynamic_loss_scale": dynamic}
         for name, value in told.items():
             setattr(self.optimizer, name, value)

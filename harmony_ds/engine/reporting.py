@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -15,6 +16,7 @@ from harmony_ds.config import Config
 from harmony_ds.distributed import init_distributed
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
+from harmony_ds.errors import ConfigError
 from harmony_ds.runtime.progress import OnTask
 from harmony_ds.scheduler.plan import Task, TaskKind
 
@@ -197,6 +199,9 @@ class StepReports:
             names = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward_backward"}
             for name, ms in self._times.last.items():
                 events.append((f"Train/Samples/elapsed_time_ms_{names.get(name, name)}", ms, samples))
+            # Beside ours, the other names of DeepSpeed's: backward without the exchange between processes, and that.
+            events.append(("Train/Samples/elapsed_time_ms_backward_inner", self._times.last["bwd"], samples))
+            events.append(("Train/Samples/elapsed_time_ms_backward_allreduce", 0.0, samples))
         return events
 
 
@@ -210,7 +215,11 @@ class NoMonitor:
 
 
 def make_monitor(config: Config) -> Any:
-    """DeepSpeed's monitors, as far as the ds_config enables them."""
+    """DeepSpeed's monitors, as far as the ds_config enables them.
+
+    Raises:
+        ConfigError: a package that one of them needs is not there.
+    """
     names = ("tensorboard", "csv_monitor", "wandb", "comet")
     if not any(config.values[f"{name}.enabled"] for name in names):
         return NoMonitor()
@@ -218,7 +227,16 @@ def make_monitor(config: Config) -> Any:
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.monitor import MonitorMaster
 
-    return MonitorMaster(get_monitor_config(config.raw))
+    try:
+        return MonitorMaster(get_monitor_config(config.raw))
+    except ImportError as error:
+        package = {"comet": "comet_ml"}
+        asked = [name for name in names if config.values[f"{name}.enabled"] and name != "csv_monitor"]
+        install = " ".join(package.get(name, name) for name in asked)
+        raise ConfigError(
+            f"{' and '.join(json.dumps(name) for name in asked)} of the ds_config cannot be written: {error}. "
+            f'Install it (pip install {install}), or take "csv_monitor", which needs nothing.'
+        ) from None
 
 
 def _let_progress_be_seen() -> None:

@@ -108,6 +108,10 @@ class Settings:
         rules = {theirs: self.now.values[f"fp16.{ours}"] for ours, theirs in SCALER_NAMES.items()}
         return {"init_scale": self.initial_dynamic_scale(), **rules}
 
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """What autocast casts to; None where it is off."""
+        return self.now.autocast_dtype
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What layers compute in, and what gradients are added up in."""
         return self.now.compute_dtype, self.now.accumulation_dtype

@@ -48,12 +48,11 @@ class Measuring:
     """Measures one model. What it finds out about it (its unlayered set, rates, rows) it keeps."""
 
     def __init__(
-        self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, path: Path | None, gradient_bytes: int
+        self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, path: Path | None, dtypes: str
     ) -> None:
-        """`path`: of a file for times and rates; `gradient_bytes`: per element on the link."""
+        """`path`: of a file for times and rates; `dtypes`: what these depend on beside the weights' own."""
         self._parts = parts
-        dtypes = f"{parts.residency.dtype}, gradients of {gradient_bytes} bytes"
-        self._file = ProfileFile(path, graph, dtypes, parts.device)
+        self._file = ProfileFile(path, graph, f"{parts.residency.dtype}, {dtypes}", parts.device)
         self._setup = Setup(parts, layers, graph.unlayered)
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
 _SCRATCH_ELEMENTS = 2**20
+_SCRATCH_ROWS = 2**10
 _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
@@ -86,10 +87,11 @@ class _Update:
     """What the update thread does for one parameter, on memory of its own."""
 
     def __init__(self, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> None:
-        self._master = nn.Parameter(torch.zeros(_SCRATCH_ELEMENTS))
-        self._gradient = torch.full((_SCRATCH_ELEMENTS,), 1e-3)
+        shape = _SCRATCH_ROWS, _SCRATCH_ELEMENTS // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
+        self._master = nn.Parameter(torch.zeros(shape))
+        self._gradient = torch.full(shape, 1e-3)
         self._coefficient = torch.ones(())
-        self._weight = None if weight_dtype == torch.float32 else torch.zeros(_SCRATCH_ELEMENTS, dtype=weight_dtype)
+        self._weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
         self._scratch = None if optimizer is None else optimizer.for_scratch(self._master)
 
     def run(self) -> None:

@@ -46,6 +46,7 @@ class GroupParts:
         looked: called when an output is looked at before its boundary.
         propagating: called when somebody propagates back from one.
         propagate: called when gradients are wanted before the boundary.
+        autocast: the ds_config's, around every call of the model.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class GroupParts:
     looked: Callable[[], None]
     propagating: Callable[[], None]
     propagate: Callable[[], None]
+    autocast: Autocast | None = None
 
 
 class StepGroup:
@@ -139,7 +141,8 @@ class StepGroup:
             (given, named), give_back = arguments.mapped(self._to_device)
             tensors = tensors_in((given, named))
             versions = [tensor._version for tensor in tensors]
-            outputs = call(*given, **named)
+            with Autocast.entered(self._parts.autocast):
+                outputs = call(*given, **named)
             if [tensor._version for tensor in tensors] != versions:
                 raise BatchError(
                     f"the forward of {type(self._parts.module).__name__} writes into a tensor that it was given. It runs "
@@ -174,7 +177,8 @@ class StepGroup:
     def _call(self, call: Callable[..., Any], arguments: Arguments) -> tuple[Any, bool]:
         """The result, and whether something was written into the arguments' containers."""
         (args, kwargs), give_back = arguments.mapped(self._to_device)
-        result = call(*args, **kwargs)
+        with Autocast.entered(self._parts.autocast):
+            result = call(*args, **kwargs)
         return result, give_back()
 
     def _to_device(self, tensor: Tensor) -> Tensor:

@@ -63,7 +63,10 @@ class Planner:
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
         profile = None if config.harmony.profile is None else Path(config.harmony.profile)
-        self.measuring = Measuring(parts, decomposition.layers, graph, profile, self._element.gradient)
+        dtypes = f"gradients of {self._element.gradient} bytes"
+        if config.autocast_dtype is not None:
+            dtypes += f", autocast to {config.autocast_dtype}"
+        self.measuring = Measuring(parts, decomposition.layers, graph, profile, dtypes)
 
     @property
     def plan(self) -> Plan | None:

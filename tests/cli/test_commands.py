@@ -86,6 +86,33 @@ def test_a_mistyped_option_is_answered_with_the_one_that_was_meant(tiny: str) ->
     assert "there is no --acumulation here: did you mean --accumulation?" in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nope",), "there is no --nope here"),
+        (("--verison",), "did you mean --version?"),
+        (("machines", "x"), '"x" is one argument too many'),
+        (("convert", "a", "b", "--to", "zero9"), 'there is no "zero9": harmony, deepspeed-zero2'),
+        (("estimat", "x"), "invalid choice: 'estimat'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+    found = run(*arguments)
+
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert not found.stdout
+
+
+def test_who_has_read_enough_ends_the_command_quietly() -> None:
+    command = f"{sys.executable} -m harmony_ds.cli machines | head -n 1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=True)
+
+    assert "GPU" in found.stdout
+    assert not found.stderr
+
+
 def test_options_are_in_their_table_and_the_table_holds_no_other() -> None:
     used = {(name, one.name) for name, command in COMMANDS.items() for one in parameters_of(command)}
 

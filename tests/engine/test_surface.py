@@ -363,6 +363,31 @@ def test_monitors_get_the_loss_of_a_train_batch(tmp_path: Path) -> None:
     assert [int(row.split(",")[0]) for row in rows[1:]] == [8, 16]
 
 
+def test_times_go_to_the_monitors_under_deepspeeds_tags(tmp_path: Path) -> None:
+    csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    asked = config_of(4, csv_monitor=csv_monitor, wall_clock_breakdown=True)
+    with engine_for(LLAMA.build(0.0), sgd, asked) as engine:
+        train_groups(engine, GROUPS)
+    names = {path.stem.removeprefix("Train_Samples_elapsed_time_ms_") for path in (tmp_path / "job").glob("*_ms_*")}
+    assert names >= {"forward", "backward", "backward_inner", "backward_allreduce", "step"}
+    for path in (tmp_path / "job").glob("*.csv"):
+        assert [line.split(",")[0] for line in path.read_text().split()] == ["step", "8", "16"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "comet"])
+def test_a_monitor_whose_package_is_missing_is_an_error_that_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = {"comet": "comet_ml"}.get(name, name)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    said = f'"{name}" of the ds_config cannot be written: .*pip install {package}'
+    with (
+        pytest.raises(harmony_ds.ConfigError, match=said),
+        engine_for(Squares(), sgd, config_of(1, **{name: {"enabled": True}})),
+    ):
+        pass
+
+
 # ---- one process
 
 

@@ -115,6 +115,8 @@ def only_adam(workload: Workload) -> str | None:
         return f"its optimizer is Adam or AdamW, and the ds_config's is {section.type}"
     if workload.settings.loss_scale is not None:
         return "it does not scale losses, and the ds_config says fp16"
+    if workload.settings.autocast_dtype is not None:
+        return "it runs without autocast, and the ds_config says torch_autocast"
     return None
 
 

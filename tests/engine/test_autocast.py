@@ -1,0 +1,140 @@
+"""The ds_config's `torch_autocast`: what plain PyTorch computes with torch.autocast around the model's forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harmony_ds.config import load_config
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
+from tests.oracle import assert_same, train_plainly
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 2, 3)
+BFLOAT16: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+FLOAT16: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
+@pytest.mark.parametrize(
+    "packs", [{"pack_layers": 1}, {"pack_layers": 2, "residency": 1}, {"fuse_last_pack": False}], ids=str
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_step_equals_plain_autocast(packs: dict[str, Any], clip: float | None) -> None:
+    plain = LLAMA.build(0.1)
+    losses = train_plainly(
+        plain, GROUPS, adamw(plain.parameters()), clip=clip, seed_of=seed_of, autocast=torch.bfloat16
+    )
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_of(3, clip, packs, **BFLOAT16)) as engine:
+        assert [engine.train_batch(iter(group)).item() for group in GROUPS] == means_of(losses)
+        assert engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.bfloat16
+    assert_same(model, plain, bitwise=True)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_micro_batches_one_by_one_and_looked_at() -> None:
+    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, autocast=torch.bfloat16)
+    model = LLAMA.build(0.1)
+    with pytest.warns(RuntimeWarning), engine_for(model, adamw, config_of(3, None, **BFLOAT16)) as engine:
+        assert loop(engine, GROUPS, look=lambda i: i == 1) == losses
+    assert_same(model, plain, bitwise=True)
+
+
+class Head(nn.Module):
+    """A model whose loss is a function's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_the_loss_function_is_outside_as_it_is_for_deepspeed() -> None:
+    def loss_fn(outputs: Tensor) -> Tensor:
+        assert outputs.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+        return (outputs @ outputs.T).float().mean()
+
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    plain, model = Head(), Head()
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = plain(batch)
+        (loss_fn(outputs) / 2).backward()
+    sgd(plain.parameters()).step()
+    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1}, **BFLOAT16)) as engine:
+        engine.train_batch(iter(batches), loss_fn)
+        with torch.no_grad():
+            assert engine(batches[0]).dtype == torch.bfloat16
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_float16_scales_losses_as_torchs_scaler(overflow: bool) -> None:
+    factor = 1e4 if overflow else 1.0
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def loss_fn(outputs: Tensor) -> Tensor:
+        return F.mse_loss(outputs.float(), torch.ones_like(outputs, dtype=torch.float32)) * factor
+
+    plain, model, scales = Head(), Head(), []
+    optimizer, scaler = sgd(plain.parameters()), torch.amp.GradScaler("cpu")
+    for batch in batches:
+        with torch.autocast("cpu", torch.float16):
+            outputs = plain(batch)
+        scaler.scale(loss_fn(outputs)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1}, **FLOAT16)) as engine:
+        found = []
+        for batch in batches:
+            engine.train_batch([batch], loss_fn)
+            found.append(engine.cur_scale)
+        assert engine.optimizer.dynamic_loss_scale
+    assert found == scales
+    assert (scales[-1] < 65536) == overflow
+    assert_same(model, plain, bitwise=True)
+
+
+def test_it_goes_with_bf16_weights_and_without_anything_when_off() -> None:
+    micro = {"train_micro_batch_size_per_gpu": 1}
+    assert load_config({**micro, **BFLOAT16, "bf16": {"enabled": True}}).autocast_dtype == torch.bfloat16
+    assert load_config({**micro, "torch_autocast": {"enabled": False, "dtype": "fp16"}}).autocast_dtype is None
+
+
+def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = {"profile": str(tmp_path / "profile.json")}
+    for more, replaced in (({}, False), (BFLOAT16, True), (BFLOAT16, False)):
+        caplog.clear()
+        with engine_for(Head(), sgd, config_of(1, None, file, **more)) as engine:
+            engine.train_batch([torch.ones(4, 8)], lambda outputs: outputs.float().mean())
+        assert ("will be replaced" in caplog.text) == replaced
+
+
+def test_it_goes_on_from_a_checkpoint_with_the_scale(tmp_path: Path) -> None:
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def run(model: nn.Module, part: list[Tensor], load: bool, save: bool) -> tuple[list[float], float]:
+        with engine_for(model, adamw, config_of(1, None, **FLOAT16)) as engine:
+            if load:
+                engine.load_checkpoint(tmp_path)
+            losses = [engine.train_batch([batch], lambda o: 1e4 * o.float().pow(2).mean()).item() for batch in part]
+            if save:
+                engine.save_checkpoint(tmp_path)
+            return losses, engine.cur_scale
+
+    whole, model = run(Head(), batches, load=False, save=False), Head()
+    first = run(model, batches[:2], load=False, save=True)
+    then = run(Head(), batches[2:], load=True, save=False)
+    assert (first[0] + then[0], then[1]) == whole
