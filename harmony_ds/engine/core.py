@@ -20,7 +20,7 @@ from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.part import Held, of_part
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.settings import Settings, table_getters
+from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Counts, Training
 from harmony_ds.engine.training_data import TrainingData
@@ -56,7 +56,7 @@ class HarmonyEngine(nn.Module):
         self._settings = settings = Settings(config, world.size)
         self._counts = Counts()
         self._scaler = LossScaler(config.loss_scale)
-        self._trained_by = TrainedBy(assembly, settings, client.lr_scheduler)
+        self._trained_by = TrainedBy(assembly, settings, self._scaler, client.lr_scheduler)
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
         training = Training(model, assembly, settings, self._counts, self._scaler, self._trained_by, self._data)
         self._reports = StepReports(training)
@@ -122,7 +122,7 @@ class HarmonyEngine(nn.Module):
 
     # ---- optimizer, learning rates, loss scale
 
-    optimizer = Held["torch.optim.Optimizer | None"]("_trained_by")
+    optimizer = Held[Any]("_trained_by")
     lr_scheduler = Held[Any]("_trained_by")
     get_lr = of_part("_trained_by", TrainedBy.get_lr)
     get_mom = of_part("_trained_by", TrainedBy.get_mom)
@@ -130,8 +130,8 @@ class HarmonyEngine(nn.Module):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; DeepSpeed wraps it, and this engine does not."""
-        return self.optimizer
+        """The optimizer that steps, without DeepSpeed's names: `engine.optimizer.optimizer`."""
+        return self._trained_by.stepping
 
     @property
     def cur_scale(self) -> float:
@@ -168,6 +168,11 @@ class HarmonyEngine(nn.Module):
     def communication_data_type(self) -> torch.dtype:
         """What DeepSpeed's processes would exchange gradients in."""
         return self._settings.communication_data_type()
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
 
     # ---- data
 
@@ -301,3 +306,5 @@ class HarmonyEngine(nn.Module):
 
 for _name, _getter in table_getters():
     setattr(HarmonyEngine, _name, of_part("_settings", _getter))
+for _name, _value in FIXED_ATTRIBUTES.items():
+    setattr(HarmonyEngine, _name, _value)

@@ -6,19 +6,24 @@ from typing import Any
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.engine.settings import Settings
+from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
 from harmony_ds.errors import NoOptimizerError
+from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.schedules import build_scheduler
 
 
 class TrainedBy:
     """An optimizer, or none; a learning-rate scheduler, or none."""
 
-    def __init__(self, assembly: Assembly, settings: Settings, lr_scheduler: Any) -> None:
+    def __init__(self, assembly: Assembly, settings: Settings, scaler: LossScaler, lr_scheduler: Any) -> None:
         """`lr_scheduler`: the user's, or what makes it from the optimizer; else it is the ds_config's."""
         self._runner = assembly.runner
         self._settings = settings
-        self.optimizer = assembly.optimizer
-        self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, self.optimizer)
+        self.stepping = stepping = assembly.optimizer
+        """The optimizer that steps."""
+        self.optimizer = None if stepping is None else ZeroOptimizer(stepping, settings, scaler)
+        """It, under DeepSpeed's names."""
+        self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, stepping)
 
     def need(self, what: str) -> None:
         """Raises NoOptimizerError if there is no optimizer for `what`; UsageError behind `destroy`."""
@@ -48,20 +53,10 @@ class TrainedBy:
         """Behind an update."""
         if self.lr_scheduler is not None:
             # torch's schedulers look for a sign that the optimizer was stepped first.
-            self.optimizer._opt_called = True  # type: ignore[union-attr]
+            self.stepping._opt_called = True  # type: ignore[union-attr]
             self.lr_scheduler.step(**arguments)
 
-    def tell(self, overflow: bool, scale: float) -> None:
-        """Keeps what scripts read from DeepSpeed's optimizer wrapper on the optimizer itself.
-
-        Args:
-            overflow: the last step was skipped.
-            scale: of losses, now.
-        """
-        if self.optimizer is None:
-            return
-        scales = self._settings.now.loss_scale
-        dynamic = scales is not None and scales.static == 0
-        told = {"overflow": overflow, "cur_scale": scale, "loss_scale": scale, "dynamic_loss_scale": dynamic}
-        for name, value in told.items():
-            setattr(self.optimizer, name, value)
+    def note_overflow(self, overflow: bool) -> None:
+        """Whether the last step was skipped for inf or NaN in its gradients, as `engine.optimizer` shows it."""
+        if self.optimizer is not None:
+            note_overflow(self.optimizer, overflow)

@@ -31,7 +31,6 @@ class OptimizerSteps:
         host = training.assembly.host_optimizer
         self.by_hand = None if host is None else self._take(host)
         """What stands on the optimizer; None without one."""
-        self._tell_optimizer()
 
     def _take(self, host: HostOptimizer) -> OptimizerByHand:
         opened = self._open
@@ -85,7 +84,7 @@ class OptimizerSteps:
         counts.global_samples += self._samples()
         self._open.gradients.step_passed()
         self._open.renew()
-        self._tell_optimizer()
+        self._trained_by.note_overflow(outcome.overflow)
         self._reports.boundary()
 
     def _samples(self) -> int:
@@ -94,13 +93,10 @@ class OptimizerSteps:
             return settings.train_batch_size()
         return backwards * settings.train_micro_batch_size_per_gpu()
 
-    def _tell_optimizer(self) -> None:
-        skipped = self._counts.global_steps > 0 and not self._applied
-        self._trained_by.tell(skipped, self._scaler.scale)
-
     def forget(self) -> None:
         """There has been no step that anything is known of."""
         self._norm, self._applied = None, False
+        self._trained_by.note_overflow(False)
 
     def not_applied(self) -> None:
         """A call of `step()` has updated nothing so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -133,6 +134,42 @@ _DEEPSPEEDS = {
     "aio_config": "aio_config",
 }
 """What is read from DeepSpeed's own view of the ds_config."""
+_DEEPSPEEDS_METHODS = """
+    autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info
+    checkpoint_serialization_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail
+    checkpoint_writer_enabled compile_autosp compile_autotp compile_zero_optimization_stage curriculum_learning_config
+    curriculum_learning_enabled data_efficiency_config data_efficiency_enabled data_sampling_config
+    data_sampling_enabled flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file
+    flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules random_ltd_config
+    random_ltd_enabled swap_tensor_config tensor_parallel_config torch_autocast_dtype
+    torch_autocast_lower_precision_safe_modules uses_parallelization_pass_only
+    zero_save_muon_momentum_buffer_in_memory
+""".split()
+"""What DeepSpeed's engine answers from its view of the ds_config alone: asked of its own methods."""
+FIXED_ATTRIBUTES: dict[str, Any] = {
+    **dict.fromkeys(
+        """
+        all_to_all_group local_all_to_all_group loaded_checkpoint_mp_world_size losses mesh_device scale_wrt_gas
+        torch_autocast_z0_gradscaler
+        """.split()
+    ),
+    **dict.fromkeys("gate_modules moe_layers num_experts".split(), ()),
+    **dict.fromkeys(
+        """
+        enable_backward_allreduce gradient_average save_zero_checkpoint save_non_zero_checkpoint warn_unscaled_loss
+        """.split(),
+        True,
+    ),
+    **dict.fromkeys(
+        """
+        dont_change_device optimized_linear_base_weight_sharding optimized_linear_lora_enabled use_ds_comm zenflow
+        """.split(),
+        False,
+    ),
+    "checkpoint_mp_rank": 0,
+    "dist_backend": "gloo",
+}
+"""Attributes of DeepSpeed's engine that are the same in every training of one process."""
 _FIXED = {
     "autotuning_enabled": False,
     "zenflow_config": None,
@@ -149,6 +186,7 @@ def table_getters() -> Iterator[tuple[str, Callable[[Settings], Any]]]:
     for key in KEYS:
         yield from ((getter.name, _reading(key, getter)) for getter in key.getters)
     yield from ((name, _of_deepspeed(path)) for name, path in _DEEPSPEEDS.items())
+    yield from ((name, _asking_deepspeed(name)) for name in _DEEPSPEEDS_METHODS)
     yield from ((name, _answering(answer)) for name, answer in _FIXED.items())
 
 
@@ -167,6 +205,26 @@ def _of_deepspeed(path: str) -> Callable[[Settings], Any]:
 
     read.__doc__ = f"`{path}` of DeepSpeed's own view of the ds_config."
     return read
+
+
+class _OnlyConfig:
+    """A DeepSpeed engine that has nothing but its view of the ds_config."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        return MethodType(getattr(DeepSpeedEngine, name), self)
+
+
+def _asking_deepspeed(name: str) -> Callable[[Settings], Any]:
+    def ask(settings: Settings) -> Any:
+        return getattr(_OnlyConfig(settings.of_deepspeed()), name)()
+
+    ask.__doc__ = f"`{name}` of DeepSpeed's engine, from its own view of the ds_config."
+    return ask
 
 
 def _answering(answer: object) -> Callable[[Settings], Any]:

@@ -22,6 +22,8 @@ from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device
 from harmony_ds.distributed import init_distributed, launched_size
 from harmony_ds.engine.core import Client, HarmonyEngine
+from harmony_ds.engine.partitioned import make_whole
+from harmony_ds.engine.zero_optimizer import the_one_that_steps
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.parallel import Alone, join_world
@@ -66,6 +68,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """
     trained = _checked(model, mpu, mesh_param)
     given = _the_one_config(args, config if config is not None else config_params)
+    optimizer = the_one_that_steps(optimizer)
     client = Client(optimizer, lr_scheduler, training_data, collate_fn)
     return _started(trained, _settings(given, optimizer, dist_init_required), client, model_parameters, device)
 
@@ -74,6 +77,7 @@ def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
     model = the_model(model)
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
+    make_whole(model)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.compatibility.record import brief, same
+from tests.compatibility.scenes_names import PUBLIC
 
 WHY = {
     "ds_config: an unknown key": "DeepSpeed ignores it, and trains with a setting that was never meant",
@@ -13,7 +14,8 @@ WHY = {
     "ds_config refused: batch size auto": "a message in the place of a TypeError",
     "ds_config refused: nvme offload": "training state lives in host memory",
     "ds_config refused: no such file": "DeepSpeed's message is lost behind base64's own error",
-    "the optimizer is a torch.optim.Optimizer": "DeepSpeed wraps it; here it is the optimizer itself",
+    "the optimizer is a torch.optim.Optimizer": "this one passes for what it is around: torch's schedulers take it",
+    "optimizer.needs_scaler(), stage 2, fp16 with a static scale": "a loss that nobody has scaled is refused then, too",
     "engine.get_batch_info()": "DeepSpeed returns its three methods, not called",
     "engine.get_data_parallel_rank()": "there is one process, and it is ready at once",
     "engine.get_sequence_parallel_group()": "there is one process",
@@ -22,7 +24,7 @@ WHY = {
     "type of get_global_grad_norm()": "a float; DeepSpeed's is a tensor under ZeRO and a float elsewhere",
     "losses after weights and states were set": "the weight follows its master at once, not after the next step",
     "grad norm after gradients were set": "DeepSpeed's is that of the gradients before they were set",
-    "learning rates of StepLR, stage 2": "torch's schedulers refuse DeepSpeed's wrapper, and take the optimizer itself",
+    "learning rates of StepLR, stage 2": "torch's schedulers refuse DeepSpeed's wrapper, and take this one",
     "initialize: a scheduler object with an optimizer to be made": "it would step another optimizer than the one made",
     "no_sync() with ZeRO stage 2": "one process has nothing to synchronize",
     "wall_clock_breakdown: names of get_wall_clock_timers()": "a group's tasks are timed, with the swaps",
@@ -40,20 +42,42 @@ writes this page; a test does so too and fails where the page, or a row, is out 
 (numbers to 1e-5, losses in half precision to 1e-2), or errors that the same `except` catches and that say the same. The
 rows are in `tests/compatibility/scenes_*.py`.
 """
+_LEFT_OUT = """## Names that are left out
+
+Reading one raises an AttributeError that names it, so that `hasattr` says no. They are DeepSpeed's partitions, buckets,
+communication, hooks and swapping, which have no counterpart here; names that begin with an underscore, and what ZeRO-3
+puts on parameters and modules (`ds_*`), are left out, too. Names of the loss scale, and others that the ds_config decides,
+can be read and not be set.
+"""
 
 
 def split(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """The names of rows that are the same, different, not there."""
+    """The names of rows that are the same, different, not there. Lists of public names are none: see `left_out`."""
     assert theirs.keys() == ours.keys()
+    theirs = {name: row for name, row in theirs.items() if not name.startswith(PUBLIC)}
     equal = [name for name in theirs if same(theirs[name], ours[name])]
     others = [name for name in theirs if name not in equal]
     return equal, [name for name in others if name not in NOT_THERE], [name for name in others if name in NOT_THERE]
 
 
+def left_out(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """A line for each list of public names: those of DeepSpeed's that are not here."""
+    lines = []
+    for row in (name for name in theirs if name.startswith(PUBLIC)):
+        missing = [f"`{name}`" for name in theirs[row] if name not in ours[row]]
+        lines.append(f"- {row.removeprefix(PUBLIC).strip()} ({len(missing)}): {', '.join(missing)}")
+    return lines
+
+
 def document(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     """docs/compatibility.md."""
     equal, different, missing = split(theirs, ours)
-    lines = [_HEAD, f"{len(theirs)} rows: {len(equal)} same, {len(different)} different, {len(missing)} not there.", ""]
+    counted = [*equal, *different, *missing]
+    lines = [
+        _HEAD,
+        f"{len(counted)} rows: {len(equal)} same, {len(different)} different, {len(missing)} not there.",
+        "",
+    ]
     lines += ["## Different, and why", "", "| row | DeepSpeed | harmony_ds | why |", "|---|---|---|---|"]
     lines += [
         f"| {name} | {_cell(theirs[name])} | {_cell(ours[name])} | {WHY.get(name, '**unexplained**')} |"
@@ -61,6 +85,7 @@ def document(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     ]
     lines += ["", "## Not there", "", "| row | why, and what to do |", "|---|---|"]
     lines += [f"| {name} | {NOT_THERE[name]} |" for name in missing]
+    lines += ["", _LEFT_OUT, *left_out(theirs, ours)]
     lines += ["", "## Same", "", "| row | both |", "|---|---|"]
     lines += [f"| {name} | {_cell(ours[name])} |" for name in equal]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ def ask(engine: str) -> dict[str, Any]:
     """Every row's outcome under `engine`, in this process."""
     import torch
 
-    from tests.compatibility import scenes_checkpoint, scenes_config, scenes_engine, scenes_more
+    from tests.compatibility import scenes_checkpoint, scenes_config, scenes_engine, scenes_more, scenes_names
     from tests.compatibility.engines import Api
     from tests.compatibility.record import Script
 
@@ -49,6 +49,9 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_more.monitors(api, script, folder)
         (folder / "checkpoints").mkdir()
         scenes_checkpoint.checkpoints(api, script, folder / "checkpoints")
+        scenes_names.names(api, script)
+        scenes_names.partitioned(api, script)
+        scenes_names.loaded(api, script, folder / "names")
     return script.rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.compatibility.record import brief, same
-from tests.compatibility.report import NOT_THERE, WHY, split
+from tests.compatibility.report import NOT_THERE, WHY, left_out, split
 from tests.compatibility.run import DOCUMENT, ask_both
 
 Outcomes = dict[str, Any]
@@ -36,6 +36,8 @@ def test_the_document_is_up_to_date(outcomes: tuple[Outcomes, Outcomes]) -> None
     text = DOCUMENT.read_text(encoding="utf-8")
     rows = [name.strip() for name in re.findall(r"^\| (.*?) \| ", text, re.MULTILINE) if name.strip() != "row"]
 
+    for line in left_out(*outcomes):
+        assert line in text, "python -m tests.compatibility.run"
     assert rows == [*different, *missing, *equal], "python -m tests.compatibility.run"
 
 

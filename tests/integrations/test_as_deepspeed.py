@@ -93,3 +93,69 @@ def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
     ours.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
     ours.accelerator.free_memory()
+
+
+def test_fp16_as_accelerate_writes_it_is_refused_by_name_until_auto_cast_is_off(installed: None) -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="fp16")
+    plugin.deepspeed_config.update(DS_CONFIG, gradient_accumulation_steps=2)
+    assert plugin.deepspeed_config["fp16"] == {"enabled": True, "auto_cast": True}
+    model = llama()
+    with pytest.raises(harmony_ds.ConfigError, match=r"fp16\.auto_cast"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(text(8), batch_size=2))
+    plugin.deepspeed_config["fp16"]["auto_cast"] = False
+    accelerator.free_memory()
+    engine, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(text(8), batch_size=2)
+    )
+    for batch in loader:
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.fp16_enabled()
+    assert engine.module.lm_head.weight.dtype == torch.float16
+    assert engine.optimizer.cur_scale == engine.cur_scale > 1.0
+    assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+    accelerator.free_memory()
+
+
+class Forwarding(torch.nn.Module):
+    """What Lightning's DeepSpeedStrategy hands to deepspeed.initialize: `training_step` is called by forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.steps: list[int] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+        self.steps.append(index)
+        return {"loss": self.model(**batch).loss * (1 + index)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.training_step(*args, **kwargs)
+
+
+def test_lightnings_calls(installed: None) -> None:
+    data = list(DataLoader(text(8), batch_size=2))
+    expected = llama()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for index, batch in enumerate(data):
+        (expected(**batch).loss * (1 + index) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = Forwarding(llama())
+    config = {**DS_CONFIG, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    engine, made, _, _ = harmony_ds.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config, model_parameters=None
+    )
+    for index, batch in enumerate(data):  # DeepSpeedPrecision: backward, then step at every batch
+        engine.backward(engine(batch, index)["loss"])
+        engine.step()
+    assert set(model.steps) == {0, 1, 2, 3}
+    for (name, weight), (_, other) in zip(expected.named_parameters(), model.model.named_parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert not made.overflow
+    engine.destroy()
