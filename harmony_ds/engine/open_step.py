@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from harmony_ds.engine.early_look import EarlyLooks
+from harmony_ds.engine.first_times import DIVIDED_TWICE, EARLY_LOOK, FirstTimes
 from harmony_ds.engine.lifetime import asked_while_alive, while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
@@ -29,7 +30,7 @@ class OpenStep(Owner):
         self._config = config = training.settings.now
         self._counts = training.counts
         self._scaler = scaler = training.scaler
-        self._early_looks = EarlyLooks()
+        self._first_times = FirstTimes()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
         self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
@@ -40,8 +41,10 @@ class OpenStep(Owner):
             runner=assembly.runner,
             kinds=OutputKinds(),
             seed=torch.initial_seed() if config.harmony.seed is None else config.harmony.seed,
-            looked=while_alive(self._early_looks.warn),
+            looked=partial(self._first_times.warn, EARLY_LOOK),
             propagating=scaler.check_scaled,
+            accumulation=training.settings.gradient_accumulation_steps,
+            divided_by_hand=partial(self._first_times.warn, DIVIDED_TWICE),
             propagate=while_alive(self.propagate),
         )
         self.renew()

@@ -33,6 +33,7 @@ _IN_PLACE = {
     "mul_": torch.mul,
     "div_": torch.div,
 }
+_DIVISIONS = frozenset("div true_divide __truediv__ __div__".split())
 _METADATA = frozenset("shape dtype device ndim layout is_leaf dim size numel is_floating_point is_cuda __len__".split())
 
 
@@ -102,6 +103,16 @@ class PendingLoss(torch.Tensor):
     def value(self) -> Any:
         """Its value; computes what is not known yet."""
         return self.evaluate(lambda ticket: ticket.loss(self._attached))
+
+    def is_divided_by(self, number: int) -> bool:
+        """Whether the program has divided it by `number`, and that is not all that `number` can mean here."""
+        source = self._source
+        if not isinstance(source, _Applied):
+            return False
+        operand, *others = source.args
+        if source.function.__name__ in _DIVISIONS and others == [number] and not isinstance(others[0], Tensor):
+            return True
+        return isinstance(operand, PendingLoss) and operand.is_divided_by(number)
 
     def _leads_outside(self) -> bool:
         """Whether gradients go to what is not the engine's, whose owner expects them when backward is done."""
