@@ -28,7 +28,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
 from harmony_ds.stepping.output_kinds import OutputKinds
-from harmony_ds.stepping.pending import PendingLoss, PendingOutput
+from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
@@ -95,7 +95,7 @@ class StepGroup:
         if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.device.torch_device)
-        return loss if kind.bare else PendingOutput(loss, ticket.outputs)
+        return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
 
     def queue(
         self,

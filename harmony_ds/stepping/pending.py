@@ -242,35 +242,3 @@ def _pending_in(tree: Any) -> Iterator[PendingLoss]:
 
 def _replace(tree: Any, function: Callable[[PendingLoss], Any]) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, PendingLoss) else leaf, tree)
-
-
-class PendingOutput:
-    """A model's outputs that have not been computed yet: `.loss` stays pending, anything else computes them at once."""
-
-    def __init__(self, loss: PendingLoss, outputs: Callable[[], Any]) -> None:
-        self.__dict__["_loss"] = loss
-        self.__dict__["_outputs"] = outputs
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loss":
-            return self._loss
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._outputs(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        if key == "loss" or (isinstance(key, int) and key == 0):
-            return self._loss
-        return self._outputs()[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key == "loss" or key in self._outputs()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._outputs())
-
-    def __len__(self) -> int:
-        return len(self._outputs())
-
-    def __repr__(self) -> str:
-        return f"PendingOutput(loss={self._loss!r})"
