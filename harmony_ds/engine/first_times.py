@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,16 @@ DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "
     "DeepSpeed's engine does: leave the division to the engine (loss.backward(), or engine.backward(loss))."
 )
+SKIPPED = (
+    "optimizer step %d was skipped: its gradients hold inf or NaN. With a dynamic loss scale that is how the scale is "
+    "found; steps that go on being skipped mean a loss that is not finite. Said once: engine.skipped_steps counts them."
+)
+NOT_FINITE = (
+    "the gradients of optimizer step %d are not finite (norm %s), so its loss was not, or overflowed on its way back, and "
+    "the weights have taken that: go back to a checkpoint, and look at the data, the learning rate and gradient_clipping. "
+    "Said once."
+)
+_logger = logging.getLogger("harmony_ds")
 
 
 class FirstTimes:
@@ -25,12 +36,20 @@ class FirstTimes:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def warn(self, of: str, text: str | None = None) -> None:
-        """Says `text` (`of` itself, if it is all there is to say), unless it was warned of that before."""
-        if of in self._warned:
-            return
-        self._warned.add(of)
-        warnings.warn(of if text is None else text, RuntimeWarning, stacklevel=_users_frame())
+    def warn(self, text: str) -> None:
+        """Of what the user's own line does."""
+        if self._is_first(text):
+            warnings.warn(text, RuntimeWarning, stacklevel=_users_frame())
+
+    def log(self, text: str, *values: object) -> None:
+        """Of what comes of training, whatever line it comes behind."""
+        if self._is_first(text):
+            _logger.warning(text, *values)
+
+    def _is_first(self, text: str) -> bool:
+        first = text not in self._warned
+        self._warned.add(text)
+        return first
 
 
 def _users_frame() -> int:

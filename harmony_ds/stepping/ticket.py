@@ -126,7 +126,9 @@ class QueuedMicroBatch:
         self.micro_batch.note_caller(self._open_group().autocast())
 
     def check_not_propagated(self) -> None:
-        """Raises UsageError if its backward pass is over."""
+        """Raises UsageError if its backward pass is over, or its engine destroyed."""
+        if self._destroyed:
+            raise UsageError(DESTROYED)
         if self.propagated:
             raise UsageError(
                 "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
