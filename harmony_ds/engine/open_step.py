@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,13 +40,19 @@ class OpenStep(Owner):
             runner=assembly.runner,
             kinds=OutputKinds(),
             seed=torch.initial_seed() if config.harmony.seed is None else config.harmony.seed,
-            looked=partial(self._first_times.warn, EARLY_LOOK),
+            looked=while_alive(self._looked),
             propagating=scaler.check_scaled,
             accumulation=training.settings.gradient_accumulation_steps,
-            divided_by_hand=partial(self._first_times.warn, DIVIDED_TWICE),
+            divided_by_hand=while_alive(self._divided_by_hand),
             propagate=while_alive(self.propagate),
         )
         self.renew()
+
+    def _looked(self) -> None:
+        self._first_times.warn(EARLY_LOOK)
+
+    def _divided_by_hand(self) -> None:
+        self._first_times.warn(DIVIDED_TWICE)
 
     # ---- its micro-batches
 
