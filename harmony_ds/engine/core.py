@@ -258,7 +258,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             BaseException: an update's failure that nobody has seen yet, after all of that.
         """
-        self._open.group.abandon()
+        self._open.group.abandon(destroyed=True)
         self._let_go()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

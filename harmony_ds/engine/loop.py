@@ -14,6 +14,7 @@ from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, NotScalarError, UsageError
+from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
@@ -71,7 +72,7 @@ class Loop:
         if scale_wrt_gas:
             loss = loss / self._training.settings.gradient_accumulation_steps()
         scaled = self._scaler.scaled(loss)
-        with self._scaler.backward():
+        with self._scaler.backward(), EngineBackward.entered():
             if isinstance(scaled, PendingLoss):
                 scaled.propagate()
             else:

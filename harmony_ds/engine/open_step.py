@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.engine.early_look import EarlyLooks
+from harmony_ds.engine.first_times import DIVIDED_TWICE, EARLY_LOOK, FirstTimes
 from harmony_ds.engine.lifetime import asked_while_alive, while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
-from harmony_ds.errors import CallChangedError, UnsupportedError, UsageError
+from harmony_ds.errors import CallChangedError, NoOptimizerError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import Owner, ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
@@ -31,7 +31,7 @@ class OpenStep(Owner):
         self._config = config = training.settings.now
         self._counts = training.counts
         self._scaler = scaler = training.scaler
-        self._early_looks = EarlyLooks()
+        self._first_times = FirstTimes()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
         self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
@@ -42,12 +42,20 @@ class OpenStep(Owner):
             runner=assembly.runner,
             kinds=OutputKinds(),
             seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
-            looked=while_alive(self._early_looks.warn),
-            propagating=scaler.check_scaled,
+            looked=while_alive(self._looked),
+            propagating=_refuse_backward if assembly.host_optimizer is None else scaler.check_scaled,
+            accumulation=training.settings.gradient_accumulation_steps,
+            divided_by_hand=while_alive(self._divided_by_hand),
             propagate=while_alive(self.propagate),
             autocast=Autocast.of(assembly.device.torch_device.type, config.autocast_dtype),
         )
         self.renew()
+
+    def _looked(self) -> None:
+        self._first_times.warn(EARLY_LOOK)
+
+    def _divided_by_hand(self) -> None:
+        self._first_times.warn(DIVIDED_TWICE)
 
     # ---- its micro-batches
 
@@ -196,3 +204,10 @@ class OpenStep(Owner):
         self.gradients.used.drop(name)
         if self.propagate():
             self._runner.executor.gathered.drop((name,))
+
+
+def _refuse_backward() -> None:
+    raise NoOptimizerError(
+        "must provide optimizer during init in order to use backward: name one in the ds_config or pass one. Gradients are "
+        "gathered for its parameters alone."
+    )

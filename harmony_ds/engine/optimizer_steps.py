@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
 from harmony_ds.engine.by_hand import OptimizerByHand
+from harmony_ds.engine.first_times import NOT_FINITE, SKIPPED, FirstTimes
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
@@ -28,6 +30,7 @@ class OptimizerSteps:
         self._reports = reports
         self._applied = False
         self._norm: Future[GradientNorm] | None = None
+        self._first_times = FirstTimes()
         host = training.assembly.host_optimizer
         self.by_hand = None if host is None else self._take(host)
         """What stands on the optimizer; None without one."""
@@ -75,6 +78,7 @@ class OptimizerSteps:
     def _passed(self, outcome: Outcome, schedule: dict[str, Any] | None) -> None:
         counts = self._counts
         self._norm, self._applied = outcome.norm, not outcome.overflow
+        self._watch(outcome)
         if outcome.overflow:
             counts.skipped_steps += 1
         elif schedule is not None:
@@ -86,6 +90,14 @@ class OptimizerSteps:
         self._open.renew()
         self._trained_by.note_overflow(outcome.overflow)
         self._reports.boundary()
+
+    def _watch(self, outcome: Outcome) -> None:
+        """Says so the first time that gradients are not finite; without clipping, their norm is known later."""
+        first, step = self._first_times, self._counts.global_steps + 1
+        if outcome.overflow:
+            first.log(SKIPPED, step)
+        elif outcome.norm is not None:
+            outcome.norm.add_done_callback(lambda norm: _check_finite(first, step, norm))
 
     def _samples(self) -> int:
         backwards, settings = self._counts.take_backwards(), self._settings
@@ -109,3 +121,8 @@ class OptimizerSteps:
     def get_global_grad_norm(self) -> float | None:
         """The norm of all gradients of the last step, before clipping, unscaled; None before the first."""
         return None if self._norm is None else self._norm.result().total
+
+
+def _check_finite(first: FirstTimes, step: int, norm: Future[GradientNorm]) -> None:
+    if not norm.cancelled() and norm.exception() is None and not math.isfinite(norm.result().total):
+        first.log(NOT_FINITE, step, norm.result().total)

@@ -27,9 +27,10 @@ from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
+from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
 from harmony_ds.stepping.output_kinds import OutputKinds
-from harmony_ds.stepping.pending import PendingLoss, PendingOutput
+from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
@@ -45,6 +46,8 @@ class GroupParts:
     Attributes:
         looked: called when an output is looked at before its boundary.
         propagating: called when somebody propagates back from one.
+        accumulation: the accumulation steps, by which a backward pass of the program's own divides.
+        divided_by_hand: called when a loss that the program has divided by them is about to be divided again.
         propagate: called when gradients are wanted before the boundary.
         autocast: the ds_config's, around every call of the model.
     """
@@ -57,6 +60,8 @@ class GroupParts:
     seed: int
     looked: Callable[[], None]
     propagating: Callable[[], None]
+    accumulation: Callable[[], int]
+    divided_by_hand: Callable[[], None]
     propagate: Callable[[], None]
     autocast: Autocast | None = None
 
@@ -97,7 +102,7 @@ class StepGroup:
         if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.device.torch_device)
-        return loss if kind.bare else PendingOutput(loss, ticket.outputs)
+        return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
 
     def queue(
         self,
@@ -261,6 +266,14 @@ class StepGroup:
             raise _other_layers_each_time()
         ticket.forward_ran(self._runner.left)
 
+    def divisor(self) -> int:
+        """What gradients are divided by that come to outputs now."""
+        return 1 if EngineBackward.is_under_way() else self._parts.accumulation()
+
+    def divided_by_hand(self) -> None:
+        """A loss that the program has divided by the accumulation steps is about to be divided by them again."""
+        self._parts.divided_by_hand()
+
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._parts.propagating()
@@ -383,10 +396,10 @@ class StepGroup:
             self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
-    def abandon(self) -> None:
-        """Forgets everything queued."""
+    def abandon(self, destroyed: bool = False) -> None:
+        """Forgets everything queued; `destroyed`: with the engine."""
         for ticket in self._queue:
-            ticket.close()
+            ticket.close(destroyed)
         self._queue.clear()
 
 

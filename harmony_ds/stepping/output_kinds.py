@@ -9,6 +9,7 @@ import torch
 
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.stepping.pending_output import OutputForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,13 @@ class OutputKind:
             the arguments.
         bare: whether the output is that scalar itself.
         dtype: of the loss.
+        form: of outputs that hold a loss and can wait for it.
     """
 
     pending: bool
     bare: bool
     dtype: torch.dtype
+    form: OutputForm | None = None
 
 
 class OutputKinds:
@@ -40,8 +43,10 @@ class OutputKinds:
         """`writes`: whether forward wrote into containers that it was given, which its caller may look at."""
         try:
             loss = loss_of(outputs)
+            bare = outputs is loss
             # A tuple may be unpacked at once, so it cannot stay pending.
-            kind = OutputKind(not isinstance(outputs, tuple) and not writes, outputs is loss, loss.dtype)
+            form = None if bare or writes else OutputForm.of(outputs, loss)
+            kind = OutputKind(not writes and (bare or form is not None), bare, loss.dtype, form)
         except BatchError:
             kind = OutputKind(False, False, torch.float32)
         self._known[self._form(args, kwargs)] = kind

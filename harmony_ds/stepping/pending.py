@@ -33,6 +33,7 @@ _IN_PLACE = {
     "mul_": torch.mul,
     "div_": torch.div,
 }
+_DIVISIONS = frozenset("div true_divide __truediv__ __div__".split())
 _METADATA = frozenset("shape dtype device ndim layout is_leaf dim size numel is_floating_point is_cuda __len__".split())
 
 
@@ -102,6 +103,16 @@ class PendingLoss(torch.Tensor):
     def value(self) -> Any:
         """Its value; computes what is not known yet."""
         return self.evaluate(lambda ticket: ticket.loss(self._attached))
+
+    def is_divided_by(self, number: int) -> bool:
+        """Whether the program has divided it by `number`, and that is not all that `number` can mean here."""
+        source = self._source
+        if not isinstance(source, _Applied):
+            return False
+        operand, *others = source.args
+        if source.function.__name__ in _DIVISIONS and others == [number] and not isinstance(others[0], Tensor):
+            return True
+        return isinstance(operand, PendingLoss) and operand.is_divided_by(number)
 
     def _leads_outside(self) -> bool:
         """Whether gradients go to what is not the engine's, whose owner expects them when backward is done."""
@@ -231,35 +242,3 @@ def _pending_in(tree: Any) -> Iterator[PendingLoss]:
 
 def _replace(tree: Any, function: Callable[[PendingLoss], Any]) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, PendingLoss) else leaf, tree)
-
-
-class PendingOutput:
-    """A model's outputs that have not been computed yet: `.loss` stays pending, anything else computes them at once."""
-
-    def __init__(self, loss: PendingLoss, outputs: Callable[[], Any]) -> None:
-        self.__dict__["_loss"] = loss
-        self.__dict__["_outputs"] = outputs
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loss":
-            return self._loss
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._outputs(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        if key == "loss" or (isinstance(key, int) and key == 0):
-            return self._loss
-        return self._outputs()[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key == "loss" or key in self._outputs()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._outputs())
-
-    def __len__(self) -> int:
-        return len(self._outputs())
-
-    def __repr__(self) -> str:
-        return f"PendingOutput(loss={self._loss!r})"

@@ -28,6 +28,7 @@ from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.stepping.planner import Planner, others_bytes
+from harmony_ds.stepping.ticket import DESTROYED
 
 _logger = logging.getLogger(__name__)
 
@@ -177,10 +178,7 @@ class Runner:
     def check_alive(self) -> None:
         """Raises UsageError after `destroy`."""
         if self._destroyed:
-            raise UsageError(
-                "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train "
-                "it further."
-            )
+            raise UsageError(DESTROYED)
 
     # ---- steps
 

@@ -11,13 +11,18 @@ from torch import Tensor
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.places import Places
 from harmony_ds.calls.tensor_hooks import LeftTensors
-from harmony_ds.calls.trees import tensors_in
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.stepping.direct import EngineBackward, behind_others, divided
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingLoss
 
 LossFunction = Callable[[Any], Tensor]
+DESTROYED = (
+    "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train it "
+    "further."
+)
 
 
 class Queue(Protocol):
@@ -31,6 +36,12 @@ class Queue(Protocol):
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
+
+    def divisor(self) -> int:
+        """What gradients are divided by that come to outputs now: the accumulation steps, unless a loss has been."""
+
+    def divided_by_hand(self) -> None:
+        """A loss that the program has divided by the accumulation steps is about to be divided by them again."""
 
 
 class QueuedMicroBatch:
@@ -52,6 +63,7 @@ class QueuedMicroBatch:
         self.aside = aside
         self.loss_fn = loss_fn
         self._group: Queue | None = group
+        self._destroyed = False  # its engine, before its step was over
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
@@ -81,26 +93,42 @@ class QueuedMicroBatch:
         return (bool(self._objectives) or self.received) and not self.propagated
 
     def backward(self, loss: PendingLoss) -> None:
-        self._objectives.append(lambda own: loss.evaluate(lambda _: own))
+        group = self._open_group()
+        divisor = group.divisor()
+        if divisor > 1 and loss.is_divided_by(divisor):
+            group.divided_by_hand()
+        self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
         self._note_caller()
-        if self._group is not None:
-            self._group.propagating(self)
+        group.propagating(self)
 
-    def receive(self) -> None:
-        """A gradient comes to its outputs, which were computed on their own."""
+    def receive(self, gradient: Tensor) -> Tensor:
+        """A gradient comes to one of its outputs, which were computed on their own; what goes on from there."""
         self.check_not_propagated()
+        group = self._open_group()
         self.received = True
         self._note_caller()
-        if self._group is not None:
-            self._group.propagating(self, later=True)
+        group.propagating(self, later=True)
+        divisor = group.divisor()
+        return gradient if divisor == 1 else gradient / divisor
+
+    def _open_group(self) -> Queue:
+        if self._group is None:
+            raise UsageError(
+                DESTROYED
+                if self._destroyed
+                else "this micro-batch cannot be propagated back from any more: its step is over (engine.step() or "
+                "optimizer.step() was called, or failed). Call engine.backward(loss) before the step that it belongs to."
+            )
+        return self._group
 
     def _note_caller(self) -> None:
         """Whoever propagates back does so under autocast, or not."""
-        if self._group is not None:
-            self.micro_batch.note_caller(self._group.autocast())
+        self.micro_batch.note_caller(self._open_group().autocast())
 
     def check_not_propagated(self) -> None:
-        """Raises UsageError if its backward pass is over."""
+        """Raises UsageError if its backward pass is over, or its engine destroyed."""
+        if self._destroyed:
+            raise UsageError(DESTROYED)
         if self.propagated:
             raise UsageError(
                 "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
@@ -122,6 +150,8 @@ class QueuedMicroBatch:
 
     def _forward_now(self) -> None:
         if self._group is None or self.propagated:
+            if self._destroyed:
+                raise UsageError(DESTROYED)
             why = (
                 "its backward pass is over"
                 if self.propagated
@@ -157,14 +187,32 @@ class QueuedMicroBatch:
         micro_batch.cut_outputs(self.arguments.written, left)
         if self.leads_outside:
             micro_batch.lead_outside(self.arguments.tensors)
+        computed = self._part_outputs()
         self._keep_graph()
         if self.wanted:
             self._backward_now()
-        outputs = tensors_in(micro_batch.outputs)
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(lambda grad: self.receive())
-        self.left = LeftTensors(left, outputs)
+        for output in {id(o): o for o in tensors_in(micro_batch.outputs) if o.requires_grad}.values():
+            output.register_hook(self._receive_leaf if output.is_leaf else self.receive)
+        self.left = LeftTensors(left, [*computed, *tensors_in(micro_batch.outputs)])
+
+    def _receive_leaf(self, gradient: Tensor) -> None:
+        """What the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
+        if self._group is not None:
+            self.receive(gradient)
+
+    def _part_outputs(self) -> list[Tensor]:
+        """Puts outputs that others were computed from behind aliases, so that what comes to those is the program's alone.
+
+        Returns:
+            The outputs as forward computed them.
+        """
+        computed = tensors_in(self.micro_batch.outputs)
+        behind = behind_others(computed)
+        if behind:
+            self.micro_batch.outputs = map_tensors(
+                lambda output: output.view_as(output) if id(output) in behind else output, self.micro_batch.outputs
+            )
+        return computed
 
     def _keep_graph(self) -> None:
         self._alone = True
@@ -184,11 +232,13 @@ class QueuedMicroBatch:
         assert self._attached is not None
         terms = [objective(self._attached) for objective in self._objectives]
         self._objectives.clear()
-        sum(terms[1:], terms[0]).backward()
+        with EngineBackward.entered():
+            sum(terms[1:], terms[0]).backward()
         self.received = True
 
-    def close(self) -> None:
-        """The step is over: the value stays; graph, outputs and inputs go."""
+    def close(self, destroyed: bool = False) -> None:
+        """The step is over, or its engine is `destroyed`: the value stays; graph, outputs and inputs go."""
+        self._destroyed = destroyed
         self._attached = None
         self._objectives.clear()
         self.left = LeftTensors()

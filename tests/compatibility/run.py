@@ -43,6 +43,7 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_engine.optimizers(api, script)
         scenes_more.half(api, script)
         scenes_more.scales(api, script)
+        scenes_more.direct(api, script)
         scenes_more.progress(api, script)
         scenes_more.sizes_and_contexts(api, script)
         scenes_more.data(api, script)

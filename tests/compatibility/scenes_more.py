@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,77 @@ def number(cell: str) -> object:
         return float(cell)
     except ValueError:
         return cell
+
+
+class Gives(torch.nn.Module):
+    """Two layers; gives its loss, its logits, or both."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(8, 16)
+        self.second = torch.nn.Linear(16, 4)
+        self.gives = gives
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = self.second(torch.relu(self.first(inputs)))
+        loss = (logits - targets).pow(2).mean()
+        return {"loss": loss, "logits": logits, "both": {"loss": loss, "logits": logits}}[self.gives]
+
+
+DIRECT: dict[str, tuple[str, Any]] = {
+    "loss.backward()": ("loss", lambda engine, loss: loss.backward()),
+    "(3 * loss).backward()": ("loss", lambda engine, loss: (3 * loss).backward()),
+    "engine.scale(loss).backward()": ("loss", lambda engine, loss: engine.scale(loss).backward()),
+    "(loss / accumulation steps).backward()": ("loss", lambda engine, loss: (loss / 4).backward()),
+    "logits.backward(gradient)": ("logits", lambda engine, logits: logits.backward(torch.ones(2, 4))),
+    "criterion(logits).backward()": ("logits", lambda engine, logits: logits.pow(2).mean().backward()),
+    "outputs['loss'].backward()": ("both", lambda engine, outputs: outputs["loss"].backward()),
+    "outputs['logits'].sum().backward()": ("both", lambda engine, outputs: outputs["logits"].sum().backward()),
+}
+
+
+def stepped(api: Api, gives: str, backward: Any, managed: bool = True) -> torch.Tensor:
+    """How far a weight goes in one step of SGD over four micro-batches."""
+    model = Gives(gives)
+    before = model.first.weight.detach().clone()
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    free = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    unmanaged = {} if managed else {"managed_gradient_accumulation": False}
+    ds_config = config(4, optimizer=sgd, zero_optimization={"stage": 2}, **free, **unmanaged)
+    with api.engine(ds_config, model=model) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for inputs, targets in batches(4):
+            backward(engine, engine(inputs, targets))
+            if managed:
+                engine.step()
+        if not managed:
+            engine.step()
+        return before - model.first.weight.detach().float()
+
+
+def direct(api: Api, script: Script) -> None:
+    """Backward passes without engine.backward, and what outputs are."""
+    for name, (gives, backward) in DIRECT.items():
+        script.row(f"update of {name}", lambda gives=gives, backward=backward: stepped(api, gives, backward))
+    plain = DIRECT["loss.backward()"]
+    script.row("update of loss.backward() without managed accumulation", lambda: stepped(api, *plain, managed=False))
+    with api.engine(config(2), model=Gives("both")) as engine:
+        outputs = engine(*batches(1)[0])
+        script.row("outputs are a dict", lambda: isinstance(outputs, dict))
+        script.row("keys of outputs", lambda: list({**outputs}))
+        script.row("outputs.get('nothing', 3)", lambda: outputs.get("nothing", 3))
+    script.row("a plain loop around the engine", lambda: plain_loop(api))
+
+
+def plain_loop(api: Api) -> list[float]:
+    """Losses of a plain PyTorch loop with the engine in the model's place."""
+    losses = []
+    with api.engine(config(1)) as engine:
+        for inputs, targets in batches(3):
+            engine.optimizer.zero_grad()
+            loss = engine(inputs, targets)
+            loss.backward()
+            engine.optimizer.step()
+            losses.append(loss.item())
+    return losses

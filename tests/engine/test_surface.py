@@ -120,7 +120,7 @@ def test_a_scaled_backward_by_hand_is_engine_backward() -> None:
             for batch in GROUPS[0][:2]:
                 loss = engine(**batch).loss
                 if by_hand:
-                    engine.scale(loss / 2).backward()
+                    engine.scale(loss).backward()
                 else:
                     engine.backward(loss)
                 engine.step()

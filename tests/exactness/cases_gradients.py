@@ -478,15 +478,57 @@ def optimizer_step_beside_engine_step(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ONE)
+@case(*ALL)
 def loss_backward_and_engine_step(side: Side) -> Found:
-    """loss.backward() instead of engine.backward(loss), then engine.step()."""
+    """loss.backward() instead of engine.backward(loss), then engine.step(): gradients are divided all the same."""
     model = Net()
     engine = side.initialize(model, adamw(model))
-    for x, y in batches(4):
+    for x, y in batches(2 * side.accumulation):
         engine(x, labels=y).backward()
         engine.step()
     return weights(model)
+
+
+@case(*ALL, tolerance=REGROUPED)
+def loss_backward_from_several_calls(side: Side) -> Found:
+    """One loss.backward() for the losses of a whole group, one of them looked at, beside engine.backward of another."""
+    model = Net()
+    engine = side.initialize(model, adamw(model), accumulation=4)
+    for step in range(2):
+        losses = [engine(x, labels=y) for x, y in batches(4)]
+        engine.backward(losses.pop())
+        losses[step].item()
+        (losses[0] + 2 * losses[1] + losses[2]).backward()
+        for _ in range(4):
+            engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def output_gradients_by_hand(side: Side) -> Found:
+    """outputs.backward(gradient) with a gradient of the program's own, then engine.step()."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for x, _ in batches(2 * side.accumulation):
+        outputs = engine(x)
+        outputs.backward(0.1 * outputs.detach().tanh())
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def loss_backward_through_a_head_outside(side: Side) -> Found:
+    """loss.backward() through a head of the program's own, whose gradients nobody divides."""
+    model, head = Net(), nn.Linear(5, 3, bias=False)
+    nn.init.constant_(head.weight, 0.1)
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, _ in batches(2 * side.accumulation):
+        head(engine(x)).pow(2).mean().backward()
+        engine.step()
+        seen.append(head.weight.grad.clone())
+        head.zero_grad()
+    return {**weights(model), "of the head": torch.stack(seen)}
 
 
 @case(*ALL)

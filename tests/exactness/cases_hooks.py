@@ -41,7 +41,7 @@ def second_optimizer_on_the_rest(side: Side) -> Found:
     optimizer, other = body_and_head(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
     for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        (engine(x, y) / side.accumulation).backward()
+        engine(x, y).backward()
         if (i + 1) % side.accumulation == 0:
             optimizer.step()
             other.step()
@@ -57,7 +57,7 @@ def second_optimizer_less_often(side: Side) -> Found:
     optimizer, other = body_and_head(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
     for i, (x, y) in enumerate(batches(4 * side.accumulation)):
-        (engine(x, y) / side.accumulation).backward()
+        engine(x, y).backward()
         if (i + 1) % side.accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -74,7 +74,7 @@ def second_optimizer_on_the_same(side: Side) -> Found:
     optimizer, other = sgd(model), torch.optim.SGD(model.parameters(), lr=0.05)
     engine = side.initialize(model, optimizer, clipping=0.0)
     for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        (engine(x, y) / side.accumulation).backward()
+        engine(x, y).backward()
         if (i + 1) % side.accumulation == 0:
             optimizer.step()
             other.step()
@@ -140,7 +140,7 @@ def gradients_zeroed_in_every_way(side: Side) -> Found:
     ]
     for zero in ways:
         for x, y in batches(side.accumulation):
-            (engine(x, y) / side.accumulation).backward()
+            engine(x, y).backward()
         optimizer.step()
         zero()
     return weights(model)

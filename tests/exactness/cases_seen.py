@@ -576,7 +576,7 @@ def penalties_by_loss_backward(side: Side) -> Found:
     engine = side.initialize(model, sgd(model))
     for x, y in batches(3 * side.accumulation):
         loss = engine(x, y)
-        ((loss + 0.1 * model.penalty) / side.accumulation).backward()
+        (loss + 0.1 * model.penalty).backward()
         engine.step()
     return weights(model)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import harmony_ds
 
@@ -120,6 +121,8 @@ class PlainSide:
 class PlainEngine:
     """Gradient accumulation in plain PyTorch, under the names of the engine's methods."""
 
+    inside_backward = False  # of whichever engine
+
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, accumulation: int, clipping: float, lr_scheduler: Any
     ) -> None:
@@ -153,15 +156,32 @@ class PlainEngine:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         with self._own_random_numbers():
-            return self.module(*args, **kwargs)
+            return self._divided(self.module(*args, **kwargs))
 
     forward = __call__
+
+    def _divided(self, outputs: Any) -> Any:
+        """`outputs`, whose gradients are divided unless `backward` has divided the loss; tensors as they are."""
+        if self._accumulation == 1:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if outputs.grad_fn is not None:
+                outputs.register_hook(self._divide)
+            return outputs
+        return tree_map_only(Tensor, lambda output: self._divided(output.view_as(output)), outputs)
+
+    def _divide(self, gradient: Tensor) -> Tensor:
+        return gradient if PlainEngine.inside_backward else gradient / self._accumulation
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         self.remember()
         if scale_wrt_gas:
             loss = loss / self._accumulation
-        loss.backward(retain_graph=retain_graph)
+        PlainEngine.inside_backward = True
+        try:
+            loss.backward(retain_graph=retain_graph)
+        finally:
+            PlainEngine.inside_backward = False
         return loss.detach()
 
     def step(self) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harmony_ds.stepping.pending import PendingLoss, PendingOutput
+from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.pending_output import OutputForm
 
 
 class FakeTicket:
@@ -223,7 +224,7 @@ class Outputs(dict[str, Any]):
         return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
-def pending_output() -> tuple[PendingOutput, PendingLoss, list[str]]:
+def pending_output() -> tuple[Any, PendingLoss, list[str]]:
     looked: list[str] = []
     loss, _ = pending()
 
@@ -231,7 +232,10 @@ def pending_output() -> tuple[PendingOutput, PendingLoss, list[str]]:
         looked.append("outputs")
         return Outputs(loss=torch.tensor(6.0), logits=torch.ones(2))
 
-    return PendingOutput(loss, outputs), loss, looked
+    real = Outputs(loss=torch.tensor(6.0), logits=torch.ones(2))
+    form = OutputForm.of(real, real["loss"])
+    assert form is not None
+    return form.pending(loss, outputs), loss, looked
 
 
 @pytest.mark.parametrize("look", [lambda o: o.loss, lambda o: o["loss"], lambda o: o[0]])
@@ -240,7 +244,7 @@ def test_the_loss_of_pending_outputs_stays_pending(look: Callable[[Any], Any]) -
 
     assert look(output) is loss
     assert "loss" in output
-    assert repr(output).startswith("PendingOutput(loss=PendingLoss(")
+    assert repr(output).startswith("Outputs(loss=PendingLoss(")
     assert not looked
 
 
@@ -262,7 +266,8 @@ def test_pending_outputs_are_iterated_and_counted_like_the_real_ones() -> None:
 
 
 def test_what_the_outputs_do_not_have_is_their_error() -> None:
-    output, _, _ = pending_output()
+    output, _, looked = pending_output()
+    assert not hasattr(output, "__array__")
+    assert not looked
     with pytest.raises(KeyError, match="hidden"):
         _ = output.hidden
-    assert not hasattr(output, "__array__")

@@ -1,0 +1,61 @@
+"""Backward passes that the program starts itself: `loss.backward()` in the place of `engine.backward(loss)`.
+
+As in DeepSpeed, the gradients that come from outside to a model's outputs are divided by the accumulation steps then.
+`engine.backward` has divided its loss, so that what it brings is taken as it comes. Each gradient is divided once, where it
+enters: an output that another one was computed from (`logits` and their `loss`) stands behind an alias of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class EngineBackward:
+    """Counts the calls of `engine.backward` that are under way, of whichever engine: one may lead through another."""
+
+    _under_way: ClassVar[int] = 0
+
+    @classmethod
+    @contextmanager
+    def entered(cls) -> Iterator[None]:
+        """Around a backward pass whose loss has been divided."""
+        cls._under_way += 1
+        try:
+            yield
+        finally:
+            cls._under_way -= 1
+
+    @classmethod
+    def is_under_way(cls) -> bool:
+        """Whether gradients that come now have been divided."""
+        return cls._under_way > 0
+
+
+def divided(tensor: Tensor, divisor: int) -> Tensor:
+    """`tensor`, but that gradients which come to it are divided."""
+    if divisor == 1 or not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(lambda gradient: gradient / divisor)
+    return alias
+
+
+def behind_others(outputs: Sequence[Tensor]) -> set[int]:
+    """The ids of those `outputs` that others were computed from."""
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    edges: set[tuple[Node, int]] = set()
+    todo, seen = list(roots), set(roots)
+    while todo:
+        for following, place in todo.pop().next_functions:
+            if following is None:
+                continue
+            edges.add((following, place))
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}
