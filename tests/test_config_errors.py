@@ -108,7 +108,6 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (fp16(loss_scale_window=True), "fp16.loss_scale_window must be an integer, not bool"),
     (fp16(min_loss_scale=0), "fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled"),
     (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, .*, not 'high'"),
-    (fp16(auto_cast=True), '"fp16.auto_cast": cast the inputs to half'),
     (fp16(fp16_master_weights_and_grads=True), "masters are fp32 here"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters are fp32 here"),
     ({"data_types": "fp32"}, '"data_types" must be an object'),

@@ -48,7 +48,7 @@ class Loop:
         self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
-                return self._open.group.call_now(self._model, args, kwargs)
+                return self._open.calls.now(self._model, args, kwargs)
         with self._world.together():
             self._open.settle()
             return self._open.group.add(args, kwargs)
@@ -242,7 +242,7 @@ class Loop:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
-            return self._open.group.call_now(self._model.generate, args, kwargs)  # type: ignore[arg-type]
+            return self._open.calls.now(self._model.generate, args, kwargs)  # type: ignore[arg-type]
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

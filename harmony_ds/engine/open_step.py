@@ -18,6 +18,7 @@ from harmony_ds.errors import CallChangedError, NoOptimizerError, UnsupportedErr
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import Owner, ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
+from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 
 
@@ -37,8 +38,12 @@ class OpenStep(Owner):
         self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
         self._parts = GroupParts(
             module=training.model,
-            device=assembly.device,
-            ledger=assembly.ledger,
+            calls=ModelCalls(
+                assembly.device,
+                assembly.ledger,
+                Autocast.of(assembly.device.torch_device.type, config.autocast_dtype),
+                casts=config.values["fp16.enabled"] and config.values["fp16.auto_cast"],
+            ),
             runner=assembly.runner,
             kinds=OutputKinds(),
             seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
@@ -47,7 +52,6 @@ class OpenStep(Owner):
             accumulation=training.settings.gradient_accumulation_steps,
             divided_by_hand=while_alive(self._divided_by_hand),
             propagate=while_alive(self.propagate),
-            autocast=Autocast.of(assembly.device.torch_device.type, config.autocast_dtype),
         )
         self.renew()
 
@@ -63,6 +67,11 @@ class OpenStep(Owner):
     def seed(self) -> int:
         """What the random numbers of its micro-batches are derived from, with the number of the step."""
         return self._parts.seed
+
+    @property
+    def calls(self) -> ModelCalls:
+        """Calls of the model with arguments on the device."""
+        return self._parts.calls
 
     def renew(self, seed: int | None = None) -> None:
         """Begins a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""

@@ -18,17 +18,16 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
+from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.runner import Runner
@@ -49,12 +48,10 @@ class GroupParts:
         accumulation: the accumulation steps, by which a backward pass of the program's own divides.
         divided_by_hand: called when a loss that the program has divided by them is about to be divided again.
         propagate: called when gradients are wanted before the boundary.
-        autocast: the ds_config's, around every call of the model.
     """
 
     module: nn.Module
-    device: Device
-    ledger: Ledger
+    calls: ModelCalls
     runner: Runner
     kinds: OutputKinds
     seed: int
@@ -63,7 +60,6 @@ class GroupParts:
     accumulation: Callable[[], int]
     divided_by_hand: Callable[[], None]
     propagate: Callable[[], None]
-    autocast: Autocast | None = None
 
 
 class StepGroup:
@@ -101,7 +97,7 @@ class StepGroup:
             self._run_forward(ticket)
         if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
-        loss = PendingLoss.of(ticket, kind.dtype, self._parts.device.torch_device)
+        loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
         return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
 
     def queue(
@@ -134,7 +130,7 @@ class StepGroup:
         self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
     ) -> MicroBatch:
         """`reduce`: of one without gradients, what is kept of its outputs."""
-        check_modes("a call of the engine", self._parts.device.modes)
+        check_modes("a call of the engine", self._parts.calls.device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
             raise BatchError(
@@ -142,26 +138,11 @@ class StepGroup:
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
 
-        def forward() -> Any:
-            (given, named), give_back = arguments.mapped(self._to_device)
-            tensors = tensors_in((given, named))
-            versions = [tensor._version for tensor in tensors]
-            with Autocast.entered(self._parts.autocast):
-                outputs = call(*given, **named)
-            if [tensor._version for tensor in tensors] != versions:
-                raise BatchError(
-                    f"the forward of {type(self._parts.module).__name__} writes into a tensor that it was given. It runs "
-                    "later than it was called, on a copy, so that its caller does not see that: clone the tensor in "
-                    "forward."
-                )
-            give_back()
-            return outputs
-
         return MicroBatch(
             index=index,
             # As if one process had taken the micro-batches of all in turn.
             seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
-            forward=forward,
+            forward=lambda: self._parts.calls.run_later(call, arguments, type(self._parts.module).__name__),
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
@@ -173,30 +154,13 @@ class StepGroup:
 
     def autocast(self) -> Autocast | None:
         """The calling thread's, on the device."""
-        return Autocast.current(self._parts.device.torch_device.type)
-
-    def call_now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls with tensors on the device, whatever they are in."""
-        return self._call(call, Arguments(args, kwargs))[0]
-
-    def _call(self, call: Callable[..., Any], arguments: Arguments) -> tuple[Any, bool]:
-        """The result, and whether something was written into the arguments' containers."""
-        (args, kwargs), give_back = arguments.mapped(self._to_device)
-        with Autocast.entered(self._parts.autocast):
-            result = call(*args, **kwargs)
-        return result, give_back()
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad or tensor.device.type != "cpu":
-            return tensor.to(self._parts.device.torch_device)
-        self._parts.ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
-        return self._parts.device.upload(tensor)
+        return Autocast.current(self._parts.calls.device.torch_device.type)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
         micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with (
-            self._parts.ledger.aside(),
+            self._parts.calls.ledger.aside(),
             ticket.aside(),
             Autocast.entered(micro_batch.autocast),
             self._calls.running(),
@@ -212,7 +176,7 @@ class StepGroup:
 
         def forward() -> Any:
             nonlocal writes
-            outputs, wrote = self._call(ticket.call, Arguments(*own.tree))
+            outputs, wrote = self._parts.calls.run(ticket.call, Arguments(*own.tree))
             writes = writes or wrote
             return outputs
 
@@ -226,7 +190,7 @@ class StepGroup:
 
         def few(rows: int) -> Callable[[], Any]:
             some = Arguments(*few_rows(own.tree, rows))
-            return lambda: self._call(ticket.call, some)[0]
+            return lambda: self._parts.calls.run(ticket.call, some)[0]
 
         return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
 
@@ -278,7 +242,7 @@ class StepGroup:
         """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._parts.propagating()
         if not later:
-            check_modes("backward from a loss of the engine", self._parts.device.modes)
+            check_modes("backward from a loss of the engine", self._parts.calls.device.modes)
         ticket.left.check()
         if not ticket.leads_outside and not self._runner.hooked:
             return
@@ -392,7 +356,7 @@ class StepGroup:
                 ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
                 self._measure(ticket)
             micro_batches.append(micro_batch)
-        with self._parts.ledger.aside():
+        with self._parts.calls.ledger.aside():
             self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 

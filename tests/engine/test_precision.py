@@ -263,3 +263,31 @@ def test_host_memory_of_bf16_with_adam(clip: float, dtype: str, gradient_bytes: 
         assert host["gradients"] <= 3 * max(layer_bytes(model, 4))
     else:
         assert host["gradients"] <= sum(layer_bytes(model, gradient_bytes))
+
+
+class TwoInputs(nn.Module):
+    """Notes the dtypes that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        self.seen = [x.dtype, ids.dtype, scale.dtype]
+        return self.last(self.first(x)).float().mul(scale).mean()
+
+
+def test_auto_cast_makes_positional_inputs_half_and_leaves_the_others_as_deepspeed_does() -> None:
+    model = TwoInputs()
+    fp16 = {"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 8}}
+    given = (torch.ones(2, 4), torch.ones(2, dtype=torch.long))
+    with engine_for(model, adamw, config_of(1, None, **fp16)) as engine:
+        loss = engine(*given, scale=torch.ones(()))
+        engine.backward(loss)
+        engine.step()
+        assert model.seen == [torch.float16, torch.int64, torch.float32]
+        with torch.no_grad():
+            engine(*given, scale=torch.ones(()))
+        assert model.seen == [torch.float16, torch.int64, torch.float32]
+    assert given[0].dtype == torch.float32
