@@ -81,6 +81,17 @@ class PromisedNorm(Future[GradientNorm]):
             self._known = GradientNorm.of(self._posted.result(timeout)(), Clipping())
         return self._known
 
+    def done(self) -> bool:
+        """Whether this process has told of its part."""
+        return self._posted.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._posted.exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[GradientNorm]], object]) -> None:
+        """`fn` is called when this process has told of its part."""
+        self._posted.add_done_callback(lambda _: fn(self))
+
 
 class Updater:
     """Owns the thread. Every method returns at once, but `wait`, `wait_all`, the result of `norm`, and what answers."""

@@ -54,8 +54,8 @@ class ModelCalls:
         outputs = self._run(call, args, kwargs)
         if [tensor._version for tensor in tensors] != versions:
             raise BatchError(
-                f"the forward of {name} writes into a tensor that it was given. It runs later than it was called, on a copy, "
-                "so that its caller does not see that: clone the tensor in forward."
+                f"the forward of {name} writes into a tensor that it was given. It runs later than it was called, on a "
+                "copy, so that its caller does not see that: clone the tensor in forward."
             )
         give_back()
         return outputs
