@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError
+from harmony_ds.incoming import accept, fill_meta
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
@@ -42,12 +42,8 @@ from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.stepping.runner import Runner
-from harmony_ds.weights import initialize_weights
-
-_logger = logging.getLogger(__name__)
 
 _ALONE = Alone()
-_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,44 +122,38 @@ def assemble(
     saved = saved_plan(settings.plan)
     if device is None:
         device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
-    _check_on_host(model, device)
-    _check_parameters(model, config.compute_dtype)
-    _switch_off_checkpointing(model)
+    accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if device.host_type == "cpu":
         check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
-        _fill_meta(model)
+        fill_meta(model)
     store = HostStore(model, decomposition, config.compute_dtype, device, world)
     world.agree("weights are there")
     _share_buffers(model, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
-    # From here on, the residency is what may be done in this run.
-    residency_wanted = "off" if world.size > 1 else _residency(config, device, device_optimizer)
-    config = replace(config, harmony=replace(settings, residency=residency_wanted))
+    config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
     graph = layer_graph(decomposition, store.parameters)
-    if residency_wanted != "off" or (saved is not None and saved.policy.resident):
+    if config.harmony.residency != "off" or (saved is not None and saved.policy.resident):
         graph = with_update_bytes(graph, store, device_optimizer)
     # What follows starts a thread: whatever may be refused has been by now.
     parts, looks, ledger = _parts(
         model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
     )
-    runner = Runner(parts, decomposition, graph, config, saved)
-    interception = Interception(decomposition.layers)
     return Assembly(
-        device,
-        store,
-        ledger,
-        parts,
-        world,
-        looks,
-        runner,
-        interception,
-        decomposition.layers,
-        optimizer,
-        host_optimizer,
+        device=device,
+        store=store,
+        ledger=ledger,
+        parts=parts,
+        world=world,
+        looks=looks,
+        runner=Runner(parts, decomposition, graph, config, saved),
+        interception=Interception(decomposition.layers),
+        layers=decomposition.layers,
+        optimizer=optimizer,
+        host_optimizer=host_optimizer,
     )
 
 
@@ -236,9 +226,11 @@ def _parts(
     return parts, looks, ledger
 
 
-def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None) -> str | int:
-    """What the search may do with spare device memory: "auto", "off", or so many packs."""
+def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+    """What the search may do in this run with spare device memory: "auto", "off", or so many packs."""
     settings = config.harmony
+    if world.size > 1:
+        return "off"
     if settings.residency != "auto":
         return settings.residency
     # Packs that were given are run as they are; a device without a budget has no memory that could be spare.
@@ -356,66 +348,3 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
     return 4 * (numbers or 0) * sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
-
-
-def _fill_meta(model: nn.Module) -> None:
-    names = initialize_weights(model)
-    if names:
-        _logger.warning(
-            "%d tensors of %s were on the meta device: initialized by their modules' own initialization, which may not be "
-            "all that a constructor does. To load them instead: harmony_ds.load_weights, or from_pretrained.",
-            len(names),
-            type(model).__name__,
-        )
-
-
-def _check_on_host(model: nn.Module, device: Device) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != device.host_type and not tensor.is_meta:
-            raise ModelError(
-                f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
-                "device itself. Pass the model before any .to(device) or .cuda()."
-            )
-
-
-def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ModelError for parameters that would be trained as something else than they are."""
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ModelError(
-                f"{name} has no shape yet (a lazy module): run a forward pass of the model before initialize."
-            )
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-            raise ModelError(
-                f"{name} is a {type(parameter).__name__} of layout {parameter.layout}: the engine trains plain, dense "
-                "parameters alone."
-            )
-        if parameter.dtype not in _TRAINED:
-            raise ModelError(
-                f"{name} is of {parameter.dtype}, and the engine would compute with it in {dtype}: it trains "
-                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
-                "in a buffer."
-            )
-        if dtype == torch.float32 and parameter.dtype != dtype:
-            raise ModelError(
-                f"{name} is of {parameter.dtype}, and the ds_config has the engine compute in torch.float32: enable "
-                '"bf16" (or "fp16") there, or convert the model (model.float()).'
-            )
-        if parameter._post_accumulate_grad_hooks:
-            raise ModelError(
-                f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
-                "complete only when its pack's group is: use register_hook, or read .grad between backward() and step()."
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ModelError(
-                f"{name} has sparse gradients, which the engine does not swap: build it with sparse=False."
-            )
-
-
-def _switch_off_checkpointing(model: nn.Module) -> None:
-    """Layers are recomputed anyway; transformers' own checkpointing would recompute them a second time."""
-    for module in model.modules():
-        values: dict[str, Any] = module.__dict__
-        if values.get("gradient_checkpointing") is True:
-            values["gradient_checkpointing"] = False

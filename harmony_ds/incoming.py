@@ -1,0 +1,91 @@
+"""A model as it comes to an engine: refused by name, or made ready."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.device import Device
+from harmony_ds.errors import ModelError
+from harmony_ds.weights import initialize_weights
+
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+_logger = logging.getLogger(__name__)
+
+
+def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
+    """Makes `model` ready to be trained in `dtype`.
+
+    Raises:
+        ModelError: it cannot be.
+    """
+    _check_on_host(model, device)
+    _check_parameters(model, dtype)
+    _switch_off_checkpointing(model)
+
+
+def fill_meta(model: nn.Module) -> None:
+    """Gives what is on the meta device values, by its modules' own initialization."""
+    names = initialize_weights(model)
+    if names:
+        _logger.warning(
+            "%d tensors of %s were on the meta device: initialized by their modules' own initialization, which may not be "
+            "all that a constructor does. To load them instead: harmony_ds.load_weights, or from_pretrained.",
+            len(names),
+            type(model).__name__,
+        )
+
+
+def _check_on_host(model: nn.Module, device: Device) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != device.host_type and not tensor.is_meta:
+            raise ModelError(
+                f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
+                "device itself. Pass the model before any .to(device) or .cuda()."
+            )
+
+
+def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ModelError for parameters that would be trained as something else than they are."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ModelError(
+                f"{name} has no shape yet (a lazy module): run a forward pass of the model before initialize."
+            )
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise ModelError(
+                f"{name} is a {type(parameter).__name__} of layout {parameter.layout}: the engine trains plain, dense "
+                "parameters alone."
+            )
+        if parameter.dtype not in _TRAINED:
+            raise ModelError(
+                f"{name} is of {parameter.dtype}, and the engine would compute with it in {dtype}: it trains "
+                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
+                "in a buffer."
+            )
+        if dtype == torch.float32 and parameter.dtype != dtype:
+            raise ModelError(
+                f"{name} is of {parameter.dtype}, and the ds_config has the engine compute in torch.float32: enable "
+                '"bf16" (or "fp16") there, or convert the model (model.float()).'
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
+                "complete only when its pack's group is: use register_hook, or read .grad between backward() and step()."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"{name} has sparse gradients, which the engine does not swap: build it with sparse=False."
+            )
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """Layers are recomputed anyway; transformers' own checkpointing would recompute them a second time."""
+    for module in model.modules():
+        values: dict[str, Any] = module.__dict__
+        if values.get("gradient_checkpointing") is True:
+            values["gradient_checkpointing"] = False
