@@ -164,8 +164,14 @@ def drawn(names: Names) -> None:
     assert json.loads(Path("trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
+def from_plain_pytorch() -> Names:
+    names = plain_loop()
+    return {**names, "loss_fn": names["criterion"], "data": names["batches"]}
+
+
 AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
     ("README.md", readme, trained(2)),
+    ("README.md", from_plain_pytorch, trained(4)),
     ("docs/checkpoints.md", in_training, saved),
     ("docs/huggingface.md", a_trainer_of_deepspeed, trains),
     ("docs/huggingface.md", a_trainer, trains),
