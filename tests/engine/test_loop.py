@@ -251,7 +251,7 @@ def test_loss_backward_called_directly() -> None:
             row = []
             for batch in group:
                 loss = engine(**batch).loss
-                (loss / ACCUMULATION).backward()
+                loss.backward()
                 engine.step()
                 row.append(loss)
             actual.append([loss.item() for loss in row])
