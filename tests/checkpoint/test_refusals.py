@@ -20,6 +20,7 @@ from harmony_ds.checkpoint import layout
 from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
 from tests.engine.drive import adamw
 
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 SETUP = Setup(config={"bf16": {"enabled": True}})
 
 
@@ -350,7 +351,7 @@ def test_tags_latest_and_save_latest(tmp_path: Path) -> None:
         assert (tmp_path / "latest").read_text() == "7"
         engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)
         assert (tmp_path / "latest").read_text() == "7"
-    assert {child.name for child in tmp_path.iterdir()} == {"global_step1", "7", "aside", "latest"}
+    assert {child.name for child in tmp_path.iterdir()} == {"global_step1", "7", "aside", "latest", *SCRIPTS}
 
 
 def test_the_weights_are_stock_safetensors_and_the_plan_is_a_plan(good: Path) -> None:
