@@ -120,41 +120,26 @@ def assemble(
     settings = config.harmony
     _check_parallel(config, world)
     saved = saved_plan(settings.plan)
-    if device is None:
-        device = make_device(settings.device, settings.budget_bytes, settings.pin_memory)
+    device = device or make_device(settings.device, settings.budget_bytes, settings.pin_memory)
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if device.host_type == "cpu":
         check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
         fill_meta(model)
-    store = HostStore(model, decomposition, config.compute_dtype, device, world)
-    world.agree("weights are there")
-    _share_buffers(model, world)
+    store = _to_slabs(model, decomposition, config, device, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
     config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
-    graph = layer_graph(decomposition, store.parameters)
-    if config.harmony.residency != "off" or (saved is not None and saved.policy.resident):
-        graph = with_update_bytes(graph, store, device_optimizer)
+    stays = config.harmony.residency != "off" or (saved is not None and bool(saved.policy.resident))
+    graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)
     # What follows starts a thread: whatever may be refused has been by now.
-    parts, looks, ledger = _parts(
-        model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
-    )
-    return Assembly(
-        device=device,
-        store=store,
-        ledger=ledger,
-        parts=parts,
-        world=world,
-        looks=looks,
-        runner=Runner(parts, decomposition, graph, config, saved),
-        interception=Interception(decomposition.layers),
-        layers=decomposition.layers,
-        optimizer=optimizer,
-        host_optimizer=host_optimizer,
-    )
+    memory = device, store, world
+    parts, looks, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
+    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(decomposition.layers)
+    layers = decomposition.layers
+    return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
 
 
 def _check_parallel(config: Config, world: Alone) -> None:
@@ -165,6 +150,15 @@ def _check_parallel(config: Config, world: Alone) -> None:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.values["gradient_allreduce_op"] == "sum":
         world.refuse('gradient_allreduce_op "sum"')
+
+
+def _to_slabs(
+    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
+) -> HostStore:
+    store = HostStore(model, decomposition, config.compute_dtype, device, world)
+    world.agree("weights are there")
+    _share_buffers(model, world)
+    return store
 
 
 def _share_buffers(model: nn.Module, world: Alone) -> None:
@@ -203,8 +197,7 @@ def _parts(
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
-    installation = Installation(model, decomposition.canonical, device, ledger)
-    stash = Stash(device, ledger)
+    installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     parts = Parts(
         device=device,
         residency=residency,

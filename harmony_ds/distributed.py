@@ -52,11 +52,15 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
             "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
         )
+    _init_deepspeeds(dist_backend)
+
+
+def _init_deepspeeds(backend: str | None) -> None:
     from deepspeed.comm import comm
 
     if comm.cdb is None or not comm.cdb.is_initialized():
         with _without_shared_memory():
-            comm.init_distributed(dist_backend=dist_backend, auto_mpi_discovery=False, verbose=False)
+            comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def launched_size() -> int:

@@ -117,15 +117,7 @@ class LayerCalls:
         inter_layer.origin.model = id(self)
         layer = self._layers[request.layer]
         request = without_unknown(request)
-        arguments, tensors = layer.take(request)
-        call = RecordedCall(
-            request=replace(request, args=(), kwargs={}),
-            number=number,
-            arguments=arguments,
-            targets=self._targets(request, tensors, inter_layer),
-            cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
-            buffers=copied_buffers(layer.buffered) if layer.replayed else None,
-        )
+        call, tensors = self._recorded(request, number, inter_layer, rows)
         given = tensors
         if layer.changes_inputs:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -135,12 +127,28 @@ class LayerCalls:
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(request)
-        arguments.shape.forget_originals()
+        call.arguments.shape.forget_originals()
         self._check_seen(layer, call, [t._version for t in tensors] != before)
         if not any(call.output_gradients):
             self.forget(call)
             return outputs, None
         return outputs, call
+
+    def _recorded(
+        self, request: Request, number: int, inter_layer: InterLayerGraph, rows: Rows
+    ) -> tuple[RecordedCall, list[Tensor]]:
+        """A call that is about to run, and the tensors that it takes."""
+        layer = self._layers[request.layer]
+        arguments, tensors = layer.take(request)
+        call = RecordedCall(
+            request=replace(request, args=(), kwargs={}),
+            number=number,
+            arguments=arguments,
+            targets=self._targets(request, tensors, inter_layer),
+            cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
+            buffers=copied_buffers(layer.buffered) if layer.replayed else None,
+        )
+        return call, tensors
 
     def _targets(
         self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph
