@@ -113,7 +113,8 @@ def main() -> int:
     options = _options()
     began = time.monotonic()
     kit: Path = options.kit.resolve()
-    work, out = kit / "work", Path(os.environ.get("OUT") or kit / "results")
+    work = kit / "work" / f"call{options.call}"  # two calls may compare the same model: each goes on with its own
+    out = Path(os.environ.get("OUT") or kit / "results")
     out.mkdir(parents=True, exist_ok=True)
     call = _Call(options.call, kit, work, out, began + options.budget_s)
     call.go_on()
