@@ -191,8 +191,8 @@ def _parts(
     updater: Updater | None = None
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs
-        gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains)
-        updater = Updater(store, host_optimizer, gradients, timeline.host_work, world)
+        gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
+        updater = Updater(store, host_optimizer, gradients, timeline.host_work)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:

@@ -11,6 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from harmony_ds import ConfigError
 from harmony_ds.config import Config, Section, load_config
+from tests.wild import ZERO3
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
 AUTO = FOLDER / "huggingface_auto.json"
@@ -188,20 +189,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
             "type": "WarmupDecayLR",
             "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0, "total_num_steps": 100},
         },
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 1e9,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
+        "zero_optimization": ZERO3,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "steps_per_print": 2000,

@@ -22,7 +22,7 @@ _AUTO_BATCH = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
 }
-_ZERO3 = {
+ZERO3 = {
     "stage": 3,
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
     "offload_param": {"device": "cpu", "pin_memory": True},
@@ -53,7 +53,7 @@ LOADED: dict[str, dict[str, Any]] = {
             "type": "WarmupDecayLR",
             "params": {"last_batch_iteration": -1, "total_num_steps": 100, "warmup_min_lr": 0, "warmup_max_lr": 3e-5},
         },
-        "zero_optimization": {**_ZERO3, "reduce_bucket_size": 4194304},
+        "zero_optimization": {**ZERO3, "reduce_bucket_size": 4194304},
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "train_batch_size": 16,
@@ -138,7 +138,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "axolotl": {
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {**_ZERO3, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0},
+        "zero_optimization": {**ZERO3, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0},
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32},
         "gradient_accumulation_steps": 1,
@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "zero_allow_untested_optimizer": True,
             "fp16": _AUTO_FP16,
             "bf16": {"enabled": "auto"},
-            "zero_optimization": _ZERO3,
+            "zero_optimization": ZERO3,
         },
         'still says "auto": Hugging Face\'s Trainer',
     ),

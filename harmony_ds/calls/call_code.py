@@ -12,8 +12,9 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,9 @@ from harmony_ds.calls.places import ABSENT, SCALARS, Cell, ClassAttribute, Place
 _PLAIN = (*SCALARS, list, dict, set, tuple)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+_LIBRARIES = frozenset(
+    "accelerate builtins deepspeed diffusers harmony_ds numpy peft timm torch transformers trl".split()
+)
 
 
 def read_by(cls: type) -> Places:
@@ -77,7 +81,8 @@ class _Reader:
         self._root = root
         self._found: dict[Place, None] = {}
         self._way: list[tuple[Place, Any]] = []
-        self._seen: set[Any] = set()
+        self._names: dict[int, frozenset[str]] = {}  # of a class, module or function that was gone through: for which
+        self._ahead: list[Callable[[], None]] = []  # not a recursion: code that is large would be too deep for one
         self._begun = False
 
     def read(self) -> Places:
@@ -86,12 +91,14 @@ class _Reader:
             self._begun = True
             self._found.clear()
             self._way.clear()
-            self._seen.clear()
+            self._names.clear()
             if isinstance(self._root, type):
                 for owner in self._root.__mro__:
                     self._class(owner, frozenset(owner.__dict__))
             else:
                 self._function(self._root)
+            while self._ahead:
+                self._ahead.pop()()
         return tuple(self._found)
 
     def _note(self, place: Place, names: frozenset[str]) -> None:
@@ -99,7 +106,15 @@ class _Reader:
         self._found[place] = None
         if not isinstance(value, _PLAIN):
             self._way.append((place, value))
-            self._value(value, names)
+            self._ahead.append(functools.partial(self._value, value, names))
+
+    def _news(self, owner: Any, names: frozenset[str]) -> frozenset[str] | None:
+        """`names` and those that have led to `owner` before, or None if they all have."""
+        known = self._names.get(id(owner))
+        if known is not None and names <= known:
+            return None
+        self._names[id(owner)] = names | (known or frozenset())
+        return self._names[id(owner)]
 
     def _value(self, value: Any, names: frozenset[str]) -> None:
         """What code that has got hold of `value`, and names `names`, reads of it."""
@@ -112,9 +127,8 @@ class _Reader:
                 self._class(owner, names)
 
     def _function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or not _is_own(function.__module__):
+        if not _is_own(function.__module__) or self._news(function, frozenset()) is None:
             return
-        self._seen.add(id(function))
         used = _used_by(function.__code__)
         variables = function.__globals__
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -128,36 +142,38 @@ class _Reader:
             package = variables.get("__package__")
             for module in (sys.modules.get(name), sys.modules.get(f"{package}.{name}"), sys.modules.get(package or "")):
                 if module is not None:
-                    self._module(module, used.names)
+                    self._ahead.append(functools.partial(self._module, module, used.names))
 
     def _class(self, owner: type, names: frozenset[str]) -> None:
-        if (id(owner), names) in self._seen or owner is nn.Module or not _is_own(owner.__module__):
+        if owner is nn.Module or not _is_own(owner.__module__):
             return
-        self._seen.add((id(owner), names))
+        news = self._news(owner, names)
+        if news is None:
+            return
         for key in list(owner.__dict__):
-            if key in names and not key.startswith("__"):
-                self._note(ClassAttribute(owner, key, f"{owner.__name__}.{key}"), names)
+            if key in news and not key.startswith("__"):
+                self._note(ClassAttribute(owner, key, f"{owner.__name__}.{key}"), news)
         for member in owner.__dict__.values():
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, types.FunctionType):
                 self._function(function)
                 if _is_own(function.__module__):
-                    self._class(owner, _used_by(function.__code__).names)
+                    self._ahead.append(functools.partial(self._class, owner, _used_by(function.__code__).names))
 
     def _module(self, module: types.ModuleType, names: frozenset[str]) -> None:
-        if (id(module), names) in self._seen:
-            return
-        self._seen.add((id(module), names))
-        held, own = vars(module), _is_own(module.__name__)
         if module is os and "getenv" in names:
             names |= {"environ"}
-        for key in names.intersection(held):
+        news = self._news(module, names)
+        if news is None:
+            return
+        held, own = vars(module), _is_own(module.__name__)
+        for key in news.intersection(held):
             value = held[key]
             if isinstance(value, types.ModuleType):
-                self._module(value, names)
+                self._ahead.append(functools.partial(self._module, value, news))
             # Of what is installed: functions, which somebody may patch, and the environment.
             elif own or callable(value) or value is os.environ:
-                self._note(Place(held, key, f"{module.__name__}.{key}"), names)
+                self._note(Place(held, key, f"{module.__name__}.{key}"), news)
 
 
 @dataclass(slots=True)
@@ -187,10 +203,23 @@ def _used_by(code: types.CodeType) -> _Used:
 
 @functools.cache
 def _is_own(module: str | None) -> bool:
-    """Whether a module is a program of the user's, not installed."""
+    """Whether a module is a program of the user's, not installed.
+
+    What is installed lies in `site-packages`, or beside its metadata (`pip install --target`); a library's checkout
+    (`pip install -e`) lies anywhere, and is known by its name.
+    """
     if module is None:
         return False
     root = module.partition(".")[0]
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    installed = "site-packages" in file or "dist-packages" in file
-    return root not in sys.stdlib_module_names | {"torch", "harmony_ds", "builtins"} - {"__main__"} and not installed
+    if root == "__main__":
+        return True
+    return root not in sys.stdlib_module_names | _LIBRARIES and not _is_installed(root, module)
+
+
+@functools.cache
+def _is_installed(root: str, module: str) -> bool:
+    file = getattr(sys.modules.get(root), "__file__", None) or getattr(sys.modules.get(module), "__file__", None) or ""
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    folder = Path(file).parent.parent
+    return bool(file) and any(folder.glob(f"{root}-*.dist-info"))

@@ -8,9 +8,36 @@ from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
 from harmony_ds.device.host_streams import HostStreamDevice
-from harmony_ds.errors import ConfigError
+from harmony_ds.errors import ConfigError, ContradictionError
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "HostStreamDevice", "MemoryProbe", "Stream", "make_device"]
+__all__ = [
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "HostStreamDevice",
+    "MemoryProbe",
+    "Stream",
+    "device_of_process",
+    "make_device",
+]
+
+
+def device_of_process(name: str, local_rank: int, processes: int) -> str | None:
+    """The CUDA device of one of several processes, its current one from now on; None: it is to have none.
+
+    Raises:
+        ContradictionError: all `processes` were given the same one.
+    """
+    if name == "cpu" or not torch.cuda.is_available():
+        return None
+    if name not in ("auto", "cuda"):
+        raise ContradictionError(
+            f'harmony.device is "{name}" for all {processes} processes: leave it to the launcher, which gives each a '
+            'device of its own ("auto").'
+        )
+    torch.cuda.set_device(local_rank)
+    return f"cuda:{local_rank}"
 
 
 def make_device(name: str, budget_bytes: int | None, pin: bool = True) -> Device:

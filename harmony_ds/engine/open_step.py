@@ -113,11 +113,10 @@ class OpenStep(Owner):
         hyper, clipping = optimizer.hyper(), self._clipping()
         self.links.check_memory()
         self.settle()
-        if self._assembly.parts.own.are_there():
+        if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.own.are_there():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
-        if self._scaler.scale != 1.0 and self._assembly.parts.own.are_there():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."

@@ -19,7 +19,7 @@ from harmony_ds.arguments import the_model
 from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
-from harmony_ds.device import Device
+from harmony_ds.device import Device, device_of_process
 from harmony_ds.distributed import init_distributed, launched_size
 from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.engine.partitioned import make_whole
@@ -118,16 +118,12 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return settings, Alone()
     harmony = settings.harmony
-    on_cuda = torch.cuda.is_available() and harmony.device != "cpu" if device is None else device.pins_host
-    if on_cuda and device is None:
+    on_cuda = device is not None and device.pins_host
+    if device is None:
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        if harmony.device not in ("auto", "cuda"):
-            raise ContradictionError(
-                f'harmony.device is "{harmony.device}" for all {dist.get_world_size()} processes: leave it to the '
-                'launcher, which gives each a device of its own ("auto").'
-            )
-        torch.cuda.set_device(local_rank)
-        settings = replace(settings, harmony=replace(harmony, device=f"cuda:{local_rank}"))
+        own = device_of_process(harmony.device, local_rank, dist.get_world_size())
+        if own is not None:
+            on_cuda, settings = True, replace(settings, harmony=replace(harmony, device=own))
     parameters = dict(model.named_parameters())
     digest = {
         "The ds_config": settings.values,

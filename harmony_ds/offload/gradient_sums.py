@@ -10,17 +10,18 @@ from torch import Tensor
 
 from harmony_ds.parallel import Alone
 
+_ALONE = Alone()
+
 
 class GradientSums(ABC):
     """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
 
-    def __init__(self, trains: Callable[[str], bool]) -> None:
-        """`trains`: whether the optimizer has a parameter."""
+    def __init__(self, trains: Callable[[str], bool], world: Alone = _ALONE) -> None:
+        """`trains`: whether the optimizer has a parameter; `world`: whose gradients they are."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
         self._came: set[str] = set()
-        self.world = Alone()
-        """Whose gradients they are; set by the updater."""
+        self.world = world
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:

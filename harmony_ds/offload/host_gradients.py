@@ -18,6 +18,9 @@ from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.places import places_of
+from harmony_ds.parallel import Alone
+
+_ALONE = Alone()
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +41,16 @@ class HostGradients(GradientSums):
     """Swaps gradients out, and adds up what transfers carry."""
 
     def __init__(
-        self, device: Device, ledger: Ledger, dtype: torch.dtype, limit: int | None, trains: Callable[[str], bool]
+        self,
+        device: Device,
+        ledger: Ledger,
+        dtype: torch.dtype,
+        limit: int | None,
+        trains: Callable[[str], bool],
+        world: Alone = _ALONE,
     ) -> None:
         """`limit` transfers at most are kept at a time (None: any number)."""
-        super().__init__(trains)
+        super().__init__(trains, world)
         self._device = device
         self._ledger = ledger
         self._dtype = dtype

@@ -24,9 +24,7 @@ from torch import Tensor
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
-from harmony_ds.parallel import Alone
 
-_ALONE = Alone()
 _FIRST = -1  # the priority of what is not an update
 _LAST = 2**31
 _Result = TypeVar("_Result")
@@ -102,7 +100,6 @@ class Updater:
         optimizer: HostOptimizer,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
-        world: Alone = _ALONE,
     ) -> None:
         """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
         self._store = store
@@ -110,7 +107,7 @@ class Updater:
         self._timed = timed
         self._order = {name: place for place, name in enumerate(store.parameters)}
         self._gradients = gradients
-        self._world = gradients.world = world
+        self._world = gradients.world
         self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
         self._counter = itertools.count()

@@ -11,8 +11,9 @@ UPDATE_ON_DEVICE                              device_store.update
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class Executor:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._plan = _NOTHING
-        self._held_deliveries = 0  # of the plan, as what follows
+        self._held_transfers = 0  # of the plan, as what follows
+        self._first = 0  # task of a micro-batch
         self._suspended: frozenset[int] = frozenset()
         self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave
         self._micro_batches: Mapping[int, MicroBatch] = {}
@@ -93,13 +95,13 @@ class Executor:
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
         parts.random.open()
         try:
-            first = next((place for place, task in enumerate(plan.tasks) if task.micro_batch >= 0), len(plan.tasks))
-            self._execute(plan.part(0, first))
-            if first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
+            tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
+            self._execute(islice(tasks, self._first))
+            if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
                 with parts.installation.installed(
                     {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
                 ):
-                    self._execute(plan.part(first))
+                    self._execute(tasks)
         except BaseException:
             parts.random.undo()
             raise
@@ -109,9 +111,9 @@ class Executor:
             for index in plan.policy.resident:
                 del self._copies[index]
 
-    def _execute(self, part: Plan) -> None:
+    def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
         parts = self._parts
-        for task, nbytes in zip(part.tasks, part.activation_bytes, strict=True):
+        for task, nbytes in tasks:
             parts.device.charge(nbytes, f"the activations and gradients of task {task}")
             try:
                 with parts.timeline.task(task), self._as_called(task):
@@ -119,7 +121,7 @@ class Executor:
             finally:
                 parts.device.discharge(nbytes)
             self._done += 1
-            self._parts.progress.note(self._done, len(self._plan.tasks), task)
+            parts.progress.note(self._done, len(self._plan.tasks), task)
 
     def begin(self) -> Outcome:
         """What is to be known of a step that begins, and of no earlier one."""
@@ -168,7 +170,9 @@ class Executor:
                 self._parts.updater.wait_all()
             self._copies = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
         self._plan = plan
-        self._held_deliveries = plan.held_transfers
+        self._held_transfers = plan.held_transfers
+        tasks = enumerate(plan.tasks)
+        self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         self._suspended = suspended(plan.packs, plan.tasks)
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
 
@@ -323,7 +327,7 @@ class Executor:
         kind = f"of pack {task.pack}"
         gradients = parts.world.reduce(kind, parts.device, copy.leaves, parts.residency.gradients(copy))
         self.outcome.others_update |= self._clipping is None and parts.world.size > 1
-        held = self._held_deliveries if self._clipping is None else None
+        held = self._held_transfers if self._clipping is None else None
         transfer = parts.gradients.swap_out(gradients, held)
         self._leaving[task.pack] = (gradients, transfer.arrived)
         parts.updater.receive(transfer)
