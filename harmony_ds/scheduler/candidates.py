@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
@@ -54,7 +55,8 @@ def packings(
     """Every way to cut both passes, each once, and its name."""
     packer = Packer(graph, costs, element)
     seen: set[tuple[Bounds, Bounds | None]] = set()
-    for backward, name in _cuts(graph, costs, packer, request):
+    cuts = _cuts(graph, costs, packer, request)
+    for backward, name in cuts if request.is_manual else _with_short_ends(cuts):
         whole = packer.packing(backward)
         if (backward, None) not in seen:
             seen.add((backward, None))
@@ -92,6 +94,19 @@ def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequ
             bounds = cuts.bounds(parts)
             if bounds is not None:
                 yield bounds, name
+
+
+def _with_short_ends(cuts: Iterator[tuple[Bounds, str]]) -> Iterator[tuple[Bounds, str]]:
+    """Each cut, and the same with its first pack cut into packs of 1, 2, 4, ... calls and the rest.
+
+    Nothing hides the update of the first pack, which is the last to have its gradients and the first that the next step
+    needs: it should be small, and the ones behind it so large that theirs are hidden under what runs before.
+    """
+    for bounds, name in cuts:
+        yield bounds, name
+        ends = tuple(takewhile(lambda end: 3 * end < 2 * bounds[1], (2**power - 1 for power in range(1, 64))))
+        if ends:
+            yield (0, *ends, *bounds[1:]), f"{name}, small ones first"
 
 
 def _sizes(count: int) -> list[int]:
