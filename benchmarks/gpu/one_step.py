@@ -4,7 +4,8 @@
 
 Prints and saves, for a step of median time: how long each stream worked; bandwidth of swap-in and swap-out while they
 worked; the update's memory traffic per second beside that of a STREAM-like triad on the same cores; the share of the
-step in which the device computed. Without a GPU a small model runs on the CPU device.
+step in which the compute stream was at a task. A task is as long as the host takes to launch it where that is longer, so
+of one more step the time of its kernels is measured, too. Without a GPU a small model runs on the CPU device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from suite import add_point_options, device, point, results_folder, write
@@ -39,6 +41,9 @@ def main() -> None:
     with engine.record_steps() as recorded:
         for step in range(_RECORDED):
             engine.train_batch(task.batches(_WARM_UP + step))
+    kernels_ms = (
+        _kernels_ms(lambda: engine.train_batch(task.batches(_WARM_UP + _RECORDED))) if device() == "cuda" else None
+    )
     middle = statistics.median_low(step.step_ms for step in recorded)
     shown = next(step for step in recorded if step.step_ms == middle)
     swaps, busy = engine.swap_report(), shown.busy_ms
@@ -51,6 +56,7 @@ def main() -> None:
         "busy_ms": dict(busy),
         "tokens_per_s": task.items / middle * 1e3,
         "computing_share": busy[COMPUTE] / middle,
+        "kernels_ms": kernels_ms,
         "to_device_gb_per_s": _rate(sum(swaps.host_to_device.values()), busy[SWAP_IN]),
         "to_host_gb_per_s": _rate(sum(swaps.device_to_host.values()), busy[SWAP_OUT]),
         "update_gb_per_s": _rate(update_bytes, busy[UPDATE]),
@@ -60,14 +66,25 @@ def main() -> None:
         if isinstance(value, (float, str)):
             print(f"{name:<22}{value if isinstance(value, str) else format(value, ',.3f')}")
     print(engine.plan_report(), engine.memory_report(), swaps, sep="\n")
-    name = (
-        f"step-{args.model if device() == 'cuda' else 'small'}-{chosen.tokens}tok-{'clip' if args.clip else 'noclip'}"
-    )
+    subject = args.model if device() == "cuda" else "small"
+    name = f"step-{subject}-{chosen.cap_gib:g}gib-{chosen.tokens}tok-mb{rows}-{'clip' if args.clip else 'noclip'}"
     trace = results_folder() / f"{name}.trace.json"
     trace.write_text(json.dumps(engine.trace(shown)), encoding="utf-8")
     print(f"{trace}: open it in https://ui.perfetto.dev")
     write(name, found)
     engine.destroy()
+
+
+def _kernels_ms(step: Callable[[], object]) -> float:
+    """How long the kernels of `step` run, one after another; copies are not in it."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiled.key_averages() if e.device_type == DeviceType.CUDA and not e.key.startswith("Mem")]
+    return float(sum(kernel.self_device_time_total for kernel in kernels)) / 1e3
 
 
 def _rate(nbytes: float, ms: float) -> float:

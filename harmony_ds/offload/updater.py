@@ -197,6 +197,10 @@ class Updater:
         """Whether an update of `name` is pending: what is on its `.grad` is that update's."""
         return self._updating[name] > 0
 
+    def is_pending(self, pack: int) -> bool:
+        """Whether an update of `pack` is queued or running; a failure of the thread ends that."""
+        return self._failure is None and self._pending[pack] > 0
+
     @property
     def failure(self) -> BaseException | None:
         """What ended the thread, if anything did."""

@@ -23,11 +23,13 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.garbage import only_new_garbage
 from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind, suspended
 
 _NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
@@ -72,10 +74,11 @@ class Executor:
         """Whether a plan that has been run left the unlayered parameters on the device, for another one to go on with."""
         return bool(self._unlayered)
 
+    @only_new_garbage()
     def run(
         self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
     ) -> None:
-        """Executes every task of `plan`.
+        """Executes every task of `plan`, in its order but for swap-ins that wait for an update.
 
         Args:
             micro_batches: those of the plan's tasks.
@@ -96,12 +99,14 @@ class Executor:
         parts.random.open()
         try:
             tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-            self._execute(islice(tasks, self._first))
+            waiting = WaitingSwapIns(parts, plan)
+            self._execute(waiting.placed(islice(tasks, self._first)))
             if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
                 with parts.installation.installed(
                     {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
                 ):
-                    self._execute(tasks)
+                    self._execute(waiting.placed(tasks))
+            self._execute(waiting.left())
         except BaseException:
             parts.random.undo()
             raise

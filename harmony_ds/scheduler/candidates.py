@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
@@ -104,7 +103,7 @@ def _with_short_ends(cuts: Iterator[tuple[Bounds, str]]) -> Iterator[tuple[Bound
     """
     for bounds, name in cuts:
         yield bounds, name
-        ends = tuple(takewhile(lambda end: 3 * end < 2 * bounds[1], (2**power - 1 for power in range(1, 64))))
+        ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
         if ends:
             yield (0, *ends, *bounds[1:]), f"{name}, small ones first"
 

@@ -1,0 +1,80 @@
+"""A swap-in whose update is under way holds up no task that does not need its pack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.waiting import WaitingSwapIns
+from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from tests.scheduler.examples import packs_of, parse, text, with_unlayered
+
+PACKING = Packing(packs_of(True, True, True), (0, 1), (0, 1, 2))
+TASKS = "I0 I1 F0.0 F0.1 E0 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"
+
+
+class Updates:
+    """Stands for the updater: `pending` packs, by the position where they are needed."""
+
+    def __init__(self, *pending: int) -> None:
+        self.pending = set(pending)
+
+    def is_pending(self, pack: int) -> bool:
+        return pack in self.pending
+
+
+def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True, size: int = 1) -> list[str]:
+    """The order in which tasks come, where the update of a pack is done when the task of that name has come."""
+    parts = SimpleNamespace(
+        updater=updates, device=SimpleNamespace(copies_overlap=overlap), world=SimpleNamespace(size=size)
+    )
+    tasks = parse(TASKS)
+    plan = Plan(PACKING, Policy(), tasks, micro_batches=2, resident_bytes=0, peak_bytes=0)
+    waiting = WaitingSwapIns(cast("Parts", parts), plan)
+    order: list[str] = []
+
+    def run() -> Iterator[Any]:
+        yield from waiting.placed((task, 0) for task in tasks)
+        yield from waiting.left()
+
+    for task, _ in run():
+        order.append(str(task))
+        updates.pending -= {pack for name, pack in done_before.items() if name == str(task)}
+    return order
+
+
+def test_nothing_moves_where_no_update_is_under_way() -> None:
+    assert " ".join(placed(Updates(), {})) == TASKS == text(parse(TASKS))
+
+
+def test_a_swap_in_comes_as_soon_as_its_update_is_done() -> None:
+    assert " ".join(placed(Updates(1), {"F0.0": 1})) == TASKS.replace("I1 F0.0", "F0.0 I1")
+
+
+def test_a_swap_in_comes_before_the_first_task_of_its_pack_at_the_latest() -> None:
+    assert " ".join(placed(Updates(1), {})) == "I0 F0.0 F0.1 E0 I1 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"
+
+
+def test_swap_ins_keep_their_order() -> None:
+    order = placed(Updates(1, 2), {"F0.1": 2})
+    assert [name for name in order if name.startswith("I")] == ["I0", "I1", "I2"]
+
+
+@pytest.mark.parametrize(("overlap", "size"), [(False, 1), (True, 2)])
+def test_where_copies_do_not_overlap_or_processes_are_several_nothing_moves(overlap: bool, size: int) -> None:
+    assert " ".join(placed(Updates(1), {}, overlap, size)) == TASKS
+
+
+def test_parameters_without_calls_are_never_waited_for_later() -> None:
+    packing = with_unlayered(PACKING)
+    tasks = parse("I3 I0 F0.0")
+    parts = SimpleNamespace(
+        updater=Updates(-1), device=SimpleNamespace(copies_overlap=True), world=SimpleNamespace(size=1)
+    )
+    plan = Plan(packing, Policy(), tasks, micro_batches=1, resident_bytes=0, peak_bytes=0)
+    waiting = WaitingSwapIns(cast("Parts", parts), plan)
+    assert [str(task) for task, _ in waiting.placed((task, 0) for task in tasks)] == ["I3", "I0", "F0.0"]
