@@ -101,6 +101,7 @@ class Assembly:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
         self.store.release()
+        self.device.unlimit_process()
         self.world.leave()
         if updater is not None:
             updater.surface()
@@ -139,6 +140,7 @@ def assemble(
     parts, looks, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(decomposition.layers)
     layers = decomposition.layers
+    device.limit_process()
     return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
 
 

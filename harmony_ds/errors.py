@@ -18,7 +18,7 @@
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
     ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
-    ├── DoesNotFitError                     no plan fits the device memory budget; raised before training starts
+    ├── DoesNotFitError                     the device memory budget holds no plan, or not one layer; before training starts
     ├── HostMemoryError                     host memory (or a container's share) does not hold the training state
     ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
@@ -123,7 +123,12 @@ class ProfileError(HarmonyError):
 
 
 class DoesNotFitError(HarmonyError):
-    """No plan fits the device memory budget."""
+    """No plan fits the device memory budget, or the model cannot even be measured in it: raised before a step runs.
+
+    Nothing has been changed, and the engine holds nothing on the device but the model's buffers: a smaller micro-batch can
+    be trained on, or the engine destroyed and another one built. Where memory ran out while a model was measured, that
+    error (a torch.OutOfMemoryError) is its `__cause__`.
+    """
 
 
 class HostMemoryError(HarmonyError):
@@ -131,7 +136,7 @@ class HostMemoryError(HarmonyError):
 
 
 class DeviceOutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
-    """The device memory budget was exceeded while running."""
+    """The device memory budget was exceeded while running: by a step that takes more than it was measured to take."""
 
 
 class LossScaleError(HarmonyError):

@@ -1,6 +1,6 @@
 """Pre-train a small GPT-2 from scratch under a device budget that its training state exceeds eightfold.
 
-    python examples/pretrain_gpt2/train.py            three to six minutes on two CPU cores
+    python examples/pretrain_gpt2/train.py            three to six minutes on two CPU cores; on a GPU, a larger model
     python examples/pretrain_gpt2/train.py --check    and the same steps in plain PyTorch, compared
 
 Enters: text (data.py) and a ds_config. Leaves: the losses, the engine's swap and memory reports, and loss.png and
@@ -37,6 +37,20 @@ Batches = Iterator[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """A model, and the least budget that the default run gives it: an eighth of its training state."""
+
+    layers: int
+    hidden: int
+    budget_gib: float
+
+
+ON_CPU = Size(layers=16, hidden=320, budget_gib=0.0)  # the ds_config's is meant for it
+# Workspaces of cuBLAS and the allocator's segments take up to 0.38 GiB, whatever the model: docs/memory.md.
+ON_CUDA = Size(layers=32, hidden=1024, budget_gib=0.75)
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What a run measured: training losses by step, and the held-out loss before and after."""
 
@@ -67,14 +81,18 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=configs / "pretrain_gpt2.json", help="ds_config JSON")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the scheduler's total_num_steps)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="text to train on")
-    parser.add_argument("--layers", type=int, default=16, help="transformer layers (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=320, help="width, a multiple of 64 (default: %(default)s)")
-    parser.add_argument("--budget-gib", type=float, help="device memory budget (default: the config's)")
+    layers, hidden = (
+        f"(default: {getattr(ON_CPU, of)}, on a GPU {getattr(ON_CUDA, of)})" for of in ("layers", "hidden")
+    )
+    least = f"(default: the config's, on a GPU at least {ON_CUDA.budget_gib})"
+    parser.add_argument("--layers", type=int, help=f"transformer layers {layers}")
+    parser.add_argument("--hidden", type=int, help=f"width, a multiple of {HEAD_WIDTH} {hidden}")
+    parser.add_argument("--budget-gib", type=float, help=f"device memory budget {least}")
     parser.add_argument("--out", type=Path, default=Path("outputs/pretrain_gpt2"), help="folder for plot and losses")
     parser.add_argument("--seed", type=int, help="of weights, data order and dropout (default: the config's)")
     parser.add_argument("--check", action="store_true", help="train the same steps in plain PyTorch and compare (fp32)")
     options = parser.parse_args(arguments)
-    if options.hidden % HEAD_WIDTH:
+    if options.hidden is not None and (options.hidden < 1 or options.hidden % HEAD_WIDTH):
         parser.error(f"--hidden {options.hidden} is not a multiple of {HEAD_WIDTH}, the width of an attention head")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps {options.steps}: at least 1")
@@ -89,6 +107,8 @@ def load_config(options: argparse.Namespace) -> dict[str, Any]:
     """
     config: dict[str, Any] = json.loads(options.config.read_text())
     harmony = config.setdefault("harmony", {})
+    size = size_for(harmony.get("device", "auto"))
+    options.layers, options.hidden = options.layers or size.layers, options.hidden or size.hidden
     schedule = config.get("scheduler", {}).get("params", {})
     options.steps = options.steps or schedule.get("total_num_steps", 50)
     if "total_num_steps" in schedule:
@@ -100,9 +120,17 @@ def load_config(options: argparse.Namespace) -> dict[str, Any]:
         raise DataError(
             f'{options.config} sets no "harmony": {{"device_memory_gib": ...}}: add it or give --budget-gib'
         )
+    if options.budget_gib is None:
+        harmony["device_memory_gib"] = max(harmony["device_memory_gib"], size.budget_gib)
     if options.check and any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16")):
         raise DataError("--check compares with plain fp32 PyTorch: take a config without bf16 and fp16")
     return config
+
+
+def size_for(device: str) -> Size:
+    """Return the default for `device`, as the ds_config names it."""
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return ON_CUDA if on_cuda else ON_CPU
 
 
 def build_model(options: argparse.Namespace, vocab_size: int) -> GPT2LMHeadModel:
@@ -141,7 +169,9 @@ def run(options: argparse.Namespace, config: dict[str, Any], corpus: Corpus) -> 
         report(engine, result)
         comparison = None
         if initial is not None:
-            comparison = check(engine, initial, config, corpus, options, result)
+            batches = batches_for(engine, corpus.split()[0], options.seed)
+            engine.destroy()  # on a GPU its budget is for all of this process, and the plain model is larger
+            comparison = check(initial.to(engine.device), model, config, batches, options.steps, result)
             print(f"\n{comparison}")
     finally:
         engine.destroy()
@@ -203,21 +233,19 @@ def report(engine: Any, result: Result) -> None:
 
 
 def check(
-    engine: Any,
-    model: GPT2LMHeadModel,
+    initial: GPT2LMHeadModel,
+    trained: GPT2LMHeadModel,
     config: dict[str, Any],
-    corpus: Corpus,
-    options: argparse.Namespace,
+    batches: Batches,
+    steps: int,
     result: Result,
 ) -> Comparison:
-    """Train `model`, the initial weights, through the same steps in plain PyTorch; return how far the two are apart."""
+    """Train `initial` through the same steps in plain PyTorch; return how far it and `trained` are apart."""
     print("\nThe same steps in plain PyTorch:")
-    model.to(engine.device)
-    batches = batches_for(engine, corpus.split()[0], options.seed)
-    group_tokens = engine.gradient_accumulation_steps() * engine.train_micro_batch_size_per_gpu() * SEQUENCE_TOKENS
-    with Display(options.steps, group_tokens) as display:
-        losses = train_plain(model, config, batches, options.steps, display.step)
-    return compare(result.losses, losses, engine.module, model)
+    group_tokens = config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"] * SEQUENCE_TOKENS
+    with Display(steps, group_tokens) as display:
+        losses = train_plain(initial, config, batches, steps, display.step)
+    return compare(result.losses, losses, trained, initial)
 
 
 def save(result: Result, comparison: Comparison | None, folder: Path) -> None:

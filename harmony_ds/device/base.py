@@ -152,6 +152,12 @@ class Device(ABC):
         """Takes a charge back."""
         return
 
+    def limit_process(self) -> None:  # noqa: B027 - most devices meter what they are told of
+        """Holds all of this process to the budget, where the device can, until `unlimit_process`."""
+
+    def unlimit_process(self) -> None:  # noqa: B027
+        """Undoes `limit_process`; nothing if that is undone, or was never done."""
+
     def reserve_bytes(self, threads: int) -> int:
         """Of the budget, what no plan may fill: what libraries take while `threads` threads run the model's code, and what
         the allocator cannot hand out.

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class CudaDevice(Device):
     """One CUDA device under a hard budget (None: nine tenths of what this process has of it and could get now)."""
 
     copies_overlap = True
+    _shares: ClassVar[dict[int, list[float]]] = {}
+    """Of each device what this process may have: without engines, and as each living one wants it. The last is in force."""
 
     def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -31,9 +34,8 @@ class CudaDevice(Device):
         self.budget_bytes = budget_bytes
         if budget_bytes is None:
             self.budget_bytes = int(0.9 * (free_bytes + torch.cuda.memory_reserved(index)))
-        if budget_bytes is not None:
-            # The caching allocator refuses to reserve more than this share, whoever asks.
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes), index)
+        self._share = None if budget_bytes is None else min(1.0, budget_bytes / total_bytes)
+        self._limits = False
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._streams: dict[Stream, torch.cuda.Stream] = {
@@ -120,6 +122,27 @@ class CudaDevice(Device):
             torch.cuda.synchronize(self.torch_device)
             del self._registered[buffer.data_ptr()]
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def limit_process(self) -> None:
+        """The caching allocator refuses to reserve more than the budget, whoever asks."""
+        if self._share is None or self._limits:
+            return
+        index = self.torch_device.index
+        shares = self._shares.setdefault(index, [torch.cuda.get_per_process_memory_fraction(index)])
+        shares.append(self._share)
+        self._limits = True
+        torch.cuda.set_per_process_memory_fraction(self._share, index)
+
+    def unlimit_process(self) -> None:
+        if self._share is None or not self._limits:
+            return
+        index = self.torch_device.index
+        shares = self._shares[index]
+        del shares[shares.index(self._share, 1)]
+        self._limits = False
+        torch.cuda.set_per_process_memory_fraction(shares[-1], index)
+        if len(shares) == 1:
+            del self._shares[index]
 
     def reserve_bytes(self, threads: int) -> int:
         """Workspaces, and the segments of the caching allocator that are partly used.

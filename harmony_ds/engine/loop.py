@@ -43,7 +43,7 @@ class Loop:
 
         Raises:
             BatchError: there is no tensor among the arguments.
-            DoesNotFitError: no plan fits this micro-batch in the device memory budget.
+            DoesNotFitError: nothing fits this micro-batch in the device memory budget.
         """
         self._runner.check_alive()
         if not torch.is_grad_enabled():

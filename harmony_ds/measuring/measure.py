@@ -68,7 +68,7 @@ class Measurement(Passes):
                     self._base = probe.live_bytes()
                     self._measure(sample)
         except Exception as error:
-            if touched and not isinstance(error, ParameterOutsideLayerError):
+            if touched and not isinstance(error, (ParameterOutsideLayerError, torch.OutOfMemoryError)):
                 raise ParameterOutsideLayerError(str(error)) from error
             raise
         return replace(self._seen.table(), in_slices=self._rows.cuts)

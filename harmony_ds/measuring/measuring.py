@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.measuring.budget import measured_within_budget
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
@@ -48,11 +48,12 @@ class Measuring:
     """Measures one model. What it finds out about it (its unlayered set, rates, rows) it keeps."""
 
     def __init__(
-        self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, path: Path | None, dtypes: str
+        self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile, group_size: int
     ) -> None:
-        """`path`: of a file for times and rates; `dtypes`: what these depend on beside the weights' own."""
+        """`file`: for times and rates; `group_size`: how many micro-batches are there at once in a step."""
         self._parts = parts
-        self._file = ProfileFile(path, graph, f"{parts.residency.dtype}, {dtypes}", parts.device)
+        self._file = file
+        self._group_size = group_size
         self._setup = Setup(parts, layers, graph.unlayered)
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
@@ -83,11 +84,13 @@ class Measuring:
         holds them. The machine's rates too, if they are not known yet.
 
         Raises:
-            torch.OutOfMemoryError: it does not hold single rows.
+            DoesNotFitError: it does not hold one layer with `sample` in slices of `sizes`, or of single rows.
             BaseException: whatever the model or the objective raised.
         """
-        if sizes is None:
-            return self._of_several_sizes(sample)
+        with self._within_budget():
+            return self._of_several_sizes(sample) if sizes is None else self._of_one_size(sample, sizes)
+
+    def _of_one_size(self, sample: Sample, sizes: Sizes) -> Profile:
         table = self._observe(sample, sizes)
         key = self._key(table.calls, sample, sizes)
         known = self._load(key)
@@ -117,8 +120,21 @@ class Measuring:
         return self._save(tuple(tables), key)
 
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
-        """Bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
-        return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
+        """Bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them.
+
+        Raises: as `profile`.
+        """
+        with self._within_budget():
+            return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
+
+    @contextmanager
+    def _within_budget(self) -> Iterator[None]:
+        with measured_within_budget(self._parts.device, self._group_size):
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                self._parts.stash.abandon()
+                raise
 
     def _probe(self, sample: Sample) -> None:
         """Which layers can be cut; found out once, and said."""

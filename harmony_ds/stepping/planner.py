@@ -14,6 +14,7 @@ from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
+from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.rows import WHOLE_CALLS
@@ -63,10 +64,11 @@ class Planner:
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
         profile = None if config.harmony.profile is None else Path(config.harmony.profile)
-        dtypes = f"gradients of {self._element.gradient} bytes"
+        dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
-        self.measuring = Measuring(parts, decomposition.layers, graph, profile, dtypes)
+        file = ProfileFile(profile, graph, dtypes, parts.device)
+        self.measuring = Measuring(parts, decomposition.layers, graph, file, self._group_size)
 
     @property
     def plan(self) -> Plan | None:
@@ -97,7 +99,7 @@ class Planner:
             Where each place of the call order before is in the new one.
 
         Raises:
-            DoesNotFitError: no plan fits.
+            DoesNotFitError: no plan fits, or not even one layer at a time.
             BaseException: whatever the model raised.
         """
         if self._before_bytes is None:

@@ -189,7 +189,7 @@ class Runner:
             queued: micro-batches of the same step whose forward pass ran already; they are moved to the new plan.
 
         Raises:
-            DoesNotFitError: no plan fits.
+            DoesNotFitError: no plan fits, or not even one layer at a time.
             BaseException: whatever the model raised.
         """
         self.check_usable()

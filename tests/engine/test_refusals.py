@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError, UnsupportedError
+from harmony_ds import (
+    BatchError,
+    ConfigError,
+    DeviceOutOfMemoryError,
+    DoesNotFitError,
+    ModelError,
+    OptimizerError,
+    UnsupportedError,
+)
 from harmony_ds.device import CpuDevice
 from tests.engine.drive import (
     adamw,
@@ -88,6 +96,38 @@ def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
     with (
         engine_for(LLAMA.build(0.0), sgd, config, device=Reserving(150_000)) as engine,
         pytest.raises(DoesNotFitError, match=r"budget is 148,960 \(of 150,000, 1,040 are set aside for libraries'"),
+    ):
+        train_groups(engine, GROUPS)
+
+
+def test_a_budget_below_what_measuring_takes_is_an_error_before_training_that_leaves_nothing() -> None:
+    model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
+    config = config_of(4, None, {"pack_layers": 1})
+    with engine_for(expected, sgd, config) as engine:
+        train_groups(engine, GROUPS)
+    before = weights_of(model)
+    device = CpuDevice(3_000)
+    with engine_for(model, sgd, config, device=device) as engine:
+        with pytest.raises(DoesNotFitError, match=r"the budget is 3,000 bytes\. Up to [\d,]+ bytes were") as caught:
+            engine.train_batch(iter(GROUPS[0]))
+        assert isinstance(caught.value.__cause__, DeviceOutOfMemoryError)
+        assert "raise harmony.device_memory_gib" in str(caught.value)
+        assert engine.usable
+        assert device.allocated_bytes() <= sum(buffer.nbytes for buffer in model.buffers())
+        with pytest.raises(DoesNotFitError):
+            engine.eval_batch(iter(GROUPS[0]))
+    assert device.allocated_bytes() == 0
+    assert_same(model, before, bitwise=True)
+    with engine_for(model, sgd, config) as engine:
+        train_groups(engine, GROUPS)
+    assert_same(model, expected, bitwise=True)
+
+
+def test_a_budget_below_what_libraries_take_is_said_to_be_that() -> None:
+    reserved = r"the budget is 900 bytes, of which 1,040 are the reserve of libraries .*: more than all of it\. Up to"
+    with (
+        engine_for(LLAMA.build(0.0), sgd, config_of(4, None), device=Reserving(900)) as engine,
+        pytest.raises(DoesNotFitError, match=reserved),
     ):
         train_groups(engine, GROUPS)
 

@@ -250,7 +250,7 @@ def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
         small = engine.memory_report().planned_peak_bytes
     budget = with_memory(small + 2000)
     whole = engine_for(one.build(0.0), summing, config_of(2, harmony=budget))
-    with whole as engine, pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
+    with whole as engine, pytest.raises(DoesNotFitError):
         train_groups(engine, groups)
     model = one.build(0.0)
     with engine_for(model, summing, config_of(2, harmony={"micro_batch": "auto", **budget})) as engine:

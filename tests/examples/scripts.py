@@ -24,6 +24,7 @@ def main_of(
     spec = importlib.util.spec_from_file_location(f"example_{topic}_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
     main: Callable[[list[str]], Any] = module.main
     return main

@@ -254,6 +254,19 @@ def test_the_same_but_for_rounding(dtype: torch.dtype) -> None:
     assert not close(a, far)
 
 
+def test_large_tensors_are_compared_as_a_whole() -> None:
+    """Whatever they are cut into for it: what is large in one piece says what is rounding in another."""
+    a = torch.zeros(2**20 + 2)
+    b = a.clone()
+    b[-1] = 1e-3
+    assert not close(a, b)
+    a[0] = b[0] = 100.0
+    assert close(a, b)
+    assert close(a.view(2, -1).t(), b.view(2, -1).t())
+    b[-2] = float("nan")
+    assert not close(a, b)
+
+
 def test_numbers_that_are_none_must_be_in_the_same_places() -> None:
     nan, inf = float("nan"), float("inf")
     assert close(torch.tensor([1.0, nan, inf]), torch.tensor([1.0, nan, inf]))

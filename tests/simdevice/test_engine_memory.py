@@ -174,6 +174,28 @@ def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on() -> None:
     engine.destroy()
 
 
+def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_whoever_holds_the_error() -> None:
+    engine, device = engine_under(None, group=2, pack_layers=1)
+    before = device.allocated_bytes()
+    data = batches()
+    # What does not fit: the embedding, comparing what it gave twice, a layer's forward pass, a layer's backward pass.
+    for more in (20_000, 60_000, 400_000, 800_000):
+        simdevice.set_limit(simdevice.allocated_bytes() + more)
+        with pytest.raises(harmony_ds.DoesNotFitError, match="there is no budget") as caught:
+            engine.train_batch(data)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert device.allocated_bytes() <= before + buffer_bytes(engine.module)
+    simdevice.set_limit(None)
+    assert engine.usable
+    engine.train_batch(data)
+    engine.destroy()
+
+
+def buffer_bytes(module: nn.Module) -> int:
+    """On a device that allocates in pieces of 512 bytes."""
+    return sum(-(-buffer.nbytes // 512) * 512 for buffer in module.buffers())
+
+
 def test_the_engine_moves_exactly_the_bytes_that_it_reports() -> None:
     engine, _ = engine_under(None, group=3, pack_layers=2, stash="host")
     data = batches()
