@@ -47,7 +47,7 @@ class Size:
 
 ON_CPU = Size(layers=16, hidden=320, budget_gib=0.0)  # the ds_config's is meant for it
 # Workspaces of cuBLAS and the allocator's segments take up to 0.38 GiB, whatever the model: docs/memory.md.
-ON_CUDA = Size(layers=32, hidden=1024, budget_gib=0.75)
+ON_CUDA = Size(layers=43, hidden=1024, budget_gib=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Results:
 def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """What the numbers depend on, without the machine's name."""
     found = {
-        "command": " ".join(["harmony-ds", *(sys.argv[1:] if argv is None else argv)]),
+        "command": _command(argv),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -133,11 +133,20 @@ def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any
     return found
 
 
+def _command(argv: Sequence[str] | None) -> str:
+    """What `harmony-ds` was given, or the script that calls it."""
+    script = Path(sys.argv[0])
+    if argv is None and script.suffix == ".py" and script.stem != "__main__":
+        return " ".join(["python", script.name, *sys.argv[1:]])
+    return " ".join(["harmony-ds", *(sys.argv[1:] if argv is None else argv)])
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        # A package of sources on the path has no metadata.
+        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def _driver() -> str | None:

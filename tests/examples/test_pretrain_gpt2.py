@@ -46,7 +46,7 @@ def test_what_the_user_says_is_done_on_a_gpu_too(script: Any, monkeypatch: pytes
     assert (options.layers, options.hidden, budget_gib) == (3, 128, 0.25)
     config = json.loads((CONFIGS / "torch_adam.json").read_text())
     for harmony, expected in (
-        ({"device_memory_gib": 2.0}, (32, 2.0)),
+        ({"device_memory_gib": 2.0}, (43, 2.0)),
         ({**config["harmony"], "device": "cpu"}, (16, 0.039)),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "harmony": harmony}))
