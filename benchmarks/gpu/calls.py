@@ -6,8 +6,9 @@
 
 Installs the kit's wheels that the machine lacks into a folder of the kit, then runs every step of the call as a process of
 its own with its own time limit. Writes under $OUT, after every step: `callN.json` (what ran, for how long, how it ended),
-`callN.txt` (the summary that is printed in the end) and `callN.tar.gz` (all results and logs). A step that has succeeded
-is not run again: `callN.tar.gz` of an earlier try is looked for in $OUT and in the kit's folder `before/`.
+`callN.txt` (the summary that is printed in the end) and `callN.tar.gz` (all results and logs), and once
+`extensions.tar.xz`, what has been compiled. A step that has succeeded is not run again: the archives of an earlier try are
+looked for in $OUT and in the kit's folder `before/`.
 
 Without a GPU the same steps run on the CPU device, small. Until the wheels are there it needs the standard library alone.
 """
@@ -30,6 +31,8 @@ BUDGET_S = 570  # of 600: the rest is for the start and the last archive
 _SUMMARY_CHARACTERS = 10_000
 _ALWAYS = ("deepspeed",)
 _STOP_S = 10
+_COMPILE = "compile"
+_EXTENSIONS = "extensions.tar.xz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +61,45 @@ def _one_step(model: str, options: str, limit_s: float) -> Step:
     return Step(name, f"benchmarks/gpu/one_step.py --model {model}{options}", limit_s, 60)
 
 
-_SAME = "--model llama-6b --cap-gib 24 --tokens 32768 --no-clip"
+_SAME = "--cap-gib 24 --tokens 32768 --no-clip --rounds 1"
 _TWO = "harmony,deepspeed-zero3-offload"
 CALLS: dict[int, tuple[Step, ...]] = {
     1: (
-        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
+        Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
+        Step("demo", "examples/pretrain_gpt2/train.py --text {kit}/text/wikipedia.xml.bz2 --out {work}/demo", 120, 60),
         Step("correctness", "benchmarks/gpu/correctness.py --resume --limit-s {left}", 420),
-        Step("demo", "examples/pretrain_gpt2/train.py --text {kit}/text/wikipedia.xml.bz2 --out {work}/demo", 240, 60),
     ),
     2: (
-        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
-        _one_step("llama-3b", "", 120),
-        _one_step("llama-6b", "", 180),
-        _race("6b", f"{_SAME} --micro-batch 1 --rounds 1 --steps 1 --engines {_TWO} --uncapped torch-checkpoint", 420),
-        _race("6b-micro-batch-4", f"{_SAME} --micro-batch 4 --rounds 1 --steps 1 --engines {_TWO} --uncapped=", 300),
-        _race("6b-micro-batch-8", f"{_SAME} --micro-batch 8 --rounds 1 --steps 1 --engines {_TWO} --uncapped=", 300),
+        Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
         _race(
             "3b",
-            "--model llama-3b --cap-gib 24 --tokens 32768 --no-clip --micro-batch 1 --rounds 3 --steps 1 "
-            f"--engines {_TWO} --uncapped torch-checkpoint",
-            420,
+            f"--model llama-3b {_SAME} --micro-batch 1 --steps 1 --engines {_TWO} --uncapped torch-checkpoint,torch",
+            360,
+        ),
+        _one_step("llama-3b", "", 150),
+        _one_step("llama-6b", "", 240),
+        _race("6b", f"--model llama-6b {_SAME} --micro-batch 1 --steps 1 --engines {_TWO} --uncapped=", 480),
+        _race(
+            "3b-micro-batch-8",
+            f"--model llama-3b {_SAME} --micro-batch 8 --steps 2 --engines {_TWO} --uncapped torch-checkpoint",
+            300,
         ),
     ),
     3: (
-        Step("compile", "benchmarks/gpu/compile_adam.py", 240),
+        Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
         _race("ablations", "--model llama-3b --cap-gib 16 --tokens 32768 --micro-batch 1 --ablate --rounds 1", 300),
-        _one_step("llama-6b", " --tokens 131072", 180),
-        _one_step("llama-6b", " --tokens 8192", 120),
-        _one_step("llama-6b", " --clip", 120),
-        _one_step("llama-6b", " --cap-gib 16", 120),
-        _one_step("llama-6b", " --cap-gib 8", 120),
+        _one_step("llama-3b", " --clip", 150),
+        _one_step("llama-3b", " --tokens 131072", 240),
+        _one_step("llama-3b", " --tokens 8192", 120),
+        _one_step("llama-3b", " --cap-gib 8", 150),
+        _one_step("llama-3b", " --cap-gib 16", 150),
         _race(
             "others",
-            "--model llama-3b --cap-gib 24 --tokens 32768 --micro-batch 1 --no-clip --rounds 1 --steps 1 --engines "
+            f"--model llama-3b {_SAME} --micro-batch 1 --steps 1 --engines "
             "harmony,roundpipe,deepspeed-super-offload,fsdp2-offload --uncapped=",
             420,
         ),
-        _one_step("llama-8b", "", 240),
+        _one_step("llama-8b", "", 300),
     ),
 }
 
@@ -131,11 +136,11 @@ class _Call:
     def go_on(self) -> None:
         """Takes over what an earlier try has left."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        archive = f"call{self._number}.tar.gz"
         for folder in (self._kit / "before", self._out):
-            if (folder / archive).is_file():
-                with tarfile.open(folder / archive) as earlier:
-                    earlier.extractall(self._work, filter="data")
+            for archive, into in ((f"call{self._number}.tar.gz", self._work), (_EXTENSIONS, self._kit)):
+                if (folder / archive).is_file():
+                    with tarfile.open(folder / archive) as earlier:
+                        earlier.extractall(into, filter="data")
         if self._state.is_file():
             known = json.loads(self._state.read_text())["steps"]
             self.ended = {name: Ended(**ended) for name, ended in known.items()}
@@ -143,8 +148,8 @@ class _Call:
     def run(self) -> None:
         environment = self._environment()
         for step in self._steps:
-            if self.ended.get(step.name, Ended("")).outcome == "done":
-                continue
+            if self.ended.get(step.name, Ended("")).outcome == "done" and step.name != _COMPILE:
+                continue  # what another machine has compiled may be missing here
             left = self._deadline - time.monotonic()
             if left < step.least_s:
                 self.ended.setdefault(step.name, Ended("not begun"))
@@ -152,6 +157,8 @@ class _Call:
             print(f"{step.name}: at most {min(step.limit_s, left):.0f} s", flush=True)
             self.ended[step.name] = self._run(step, min(step.limit_s, left), environment)
             self._save()
+            if step.name == _COMPILE:
+                self._save_extensions()
         self._save()
         print((self._out / f"call{self._number}.txt").read_text())
 
@@ -191,9 +198,20 @@ class _Call:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "TORCH_EXTENSIONS_DIR": str(self._extensions),
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": "0",
+            "THP_MEM_ALLOC_ENABLE": "1",  # pages of 2 MiB for host memory, for every engine
         }
+
+    def _save_extensions(self) -> None:
+        if not (self._out / _EXTENSIONS).is_file() and self._extensions.is_dir():
+            with tarfile.open(self._out / _EXTENSIONS, "w:xz", preset=1) as archive:
+                archive.add(self._extensions, self._extensions.name)
+
+    @property
+    def _extensions(self) -> Path:
+        return self._kit / "extensions"
 
     @property
     def _logs(self) -> Path:
