@@ -170,8 +170,20 @@ def _stays(packing: Packing, request: PlanRequest) -> Iterator[tuple[tuple[int, 
         kept = both[: round(kept_share * len(both))]
         if kept:
             yield tuple(sorted(kept)), (), f", {len(kept)} packs kept"
-        for share in _SHARES if kept_share in (0.0, 1.0) else ():
-            resident = resident_packs(packing, round(share * len(packing.backward)))
+        if kept_share not in (0.0, 1.0):
+            continue
+        for resident, where in _residents(packing):
             rest = tuple(sorted(i for i in kept if i not in resident))
+            yield rest, resident, f", the {where} resident" + (f", {len(rest)} kept" if rest else "")
+
+
+def _residents(packing: Packing) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Resident packs and where they are: the last ones, whose swaps nothing hides where there is one micro-batch, or the
+    first ones, for whose update the next step waits.
+    """
+    for share in _SHARES:
+        count = round(share * len(packing.backward))
+        for where in ("last", "first") if count < len(packing.backward) else ("last",):
+            resident = resident_packs(packing, count, first=where == "first")
             if resident:
-                yield rest, resident, f", {len(resident)} packs resident" + (f", {len(rest)} kept" if rest else "")
+                yield resident, f"{where} {len(resident)} packs"

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyE
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
+from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.resident import resident_packs
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.stepping import planner
 from tests.cover import spread
@@ -89,6 +92,19 @@ def test_results_are_those_of_plain_accumulation(residency: int, clip: float | N
     assert_trains_like_plain(LLAMA, 0.1, GROUPS, config_with(residency, clip), adamw)
 
 
+@pytest.mark.parametrize(("residency", "clip"), [(1, 0.5), (1, None), (2, None), (3, 0.5)])
+def test_the_first_packs_may_stay_as_well_as_the_last(
+    residency: int, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search may choose them, whose update the next step would wait for."""
+    monkeypatch.setattr(candidates, "resident_packs", partial(resident_packs, first=True))
+    with engine_for(LLAMA.build(0.1), adamw, config_with(residency, clip)) as engine:
+        train_groups(engine, GROUPS)
+        assert engine.plan is not None
+        assert engine.plan.policy.resident == tuple(range(residency))
+    assert_trains_like_plain(LLAMA, 0.1, GROUPS, config_with(residency, clip), adamw)
+
+
 @pytest.mark.parametrize(("name", "clip"), spread(list(OPTIMIZERS), CLIPS))
 def test_every_elementwise_optimizer_steps_on_the_device(name: str, clip: float | None) -> None:
     assert_trains_like_plain(LLAMA, 0.0, GROUPS, config_with(3, clip), OPTIMIZERS[name])
@@ -143,8 +159,9 @@ def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
     assert_same(model, plain, bitwise=True)
 
 
-@pytest.mark.parametrize(("residency", "clip"), spread((2, EVERY), CLIPS))
-def test_bf16_with_masters(residency: int, clip: float | None) -> None:
+@pytest.mark.parametrize(("residency", "clip", "first"), [(2, 0.5, False), (2, None, True), (EVERY, None, False)])
+def test_bf16_with_masters(residency: int, clip: float | None, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "resident_packs", partial(resident_packs, first=first))
     plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
     expected = train_plainly_bf16(plain, GROUPS, adamw, clip=clip, seed_of=seed_of)
     with engine_for(model, adamw, config_with(residency, clip, **BF16)) as engine:
