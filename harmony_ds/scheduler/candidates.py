@@ -55,7 +55,9 @@ def packings(
     packer = Packer(graph, costs, element)
     seen: set[tuple[Bounds, Bounds | None]] = set()
     cuts = _cuts(graph, costs, packer, request)
-    for backward, name in cuts if request.is_manual else _with_short_ends(cuts):
+    # Where every micro-batch swaps every pack, ends and first packs are nothing special, and plans are long to simulate.
+    plain = request.is_manual or not request.policy.grouping
+    for backward, name in cuts if plain else _with_short_ends(cuts):
         whole = packer.packing(backward)
         if (backward, None) not in seen:
             seen.add((backward, None))
@@ -172,18 +174,18 @@ def _stays(packing: Packing, request: PlanRequest) -> Iterator[tuple[tuple[int, 
             yield tuple(sorted(kept)), (), f", {len(kept)} packs kept"
         if kept_share not in (0.0, 1.0):
             continue
-        for resident, where in _residents(packing):
+        for resident, where in _residents(packing, ("last", "first") if request.policy.grouping else ("last",)):
             rest = tuple(sorted(i for i in kept if i not in resident))
             yield rest, resident, f", the {where} resident" + (f", {len(rest)} kept" if rest else "")
 
 
-def _residents(packing: Packing) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Resident packs and where they are: the last ones, whose swaps nothing hides where there is one micro-batch, or the
-    first ones, for whose update the next step waits.
+def _residents(packing: Packing, ends: tuple[str, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Resident packs and where they are: the last ones, which all micro-batches pass twice in a row, or the first ones,
+    for whose update the next step waits.
     """
     for share in _SHARES:
         count = round(share * len(packing.backward))
-        for where in ("last", "first") if count < len(packing.backward) else ("last",):
+        for where in ends if count < len(packing.backward) else ends[:1]:
             resident = resident_packs(packing, count, first=where == "first")
             if resident:
                 yield resident, f"{where} {len(resident)} packs"
