@@ -45,7 +45,6 @@ class Loop:
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: no plan fits this micro-batch in the device memory budget.
         """
-        self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.calls.now(self._model, args, kwargs)
@@ -227,7 +226,6 @@ class Loop:
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
-        self._runner.check_alive()
         training = self._model.training
         with self._world.together():
             batches = self._training.data.take(data_iter)

@@ -132,7 +132,10 @@ def sizes_and_contexts(api: Api, script: Script) -> None:
         script.row("no_sync() with ZeRO stage 2", lambda: entered(engine.no_sync()))
         script.row("coalesce_grad_reduction()", lambda: entered(engine.coalesce_grad_reduction()))
         script.row("get_wall_clock_timers() without wall_clock_breakdown", engine.get_wall_clock_timers)
+        script.row("is_compiled", lambda: engine.is_compiled)
         script.row("compile()", lambda: engine.compile(backend="eager"))
+        script.row("is_compiled then", lambda: engine.is_compiled)
+        script.row("losses then, compiled", lambda: train(engine, 1))
         script.row("empty_partition_cache()", engine.empty_partition_cache)
         script.row(
             "_zero3_consolidated_16bit_state_dict() with stage 2",

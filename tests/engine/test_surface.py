@@ -420,13 +420,6 @@ def test_what_asks_for_several_processes_is_refused() -> None:
             harmony_ds.initialize(model=Squares(), config=config_of(1), **arguments)  # type: ignore[arg-type]
 
 
-def test_compile_is_refused_with_what_to_do() -> None:
-    with engine_for(Squares(), sgd, config_of(1)) as engine:
-        assert engine.is_compiled is False
-        with pytest.raises(UnsupportedError, match="before initialize"):
-            engine.compile()
-
-
 def test_a_failing_initialize_leaves_no_thread_and_a_usable_model() -> None:
     before = threading.active_count()
     model = LLAMA.build(0.0)
