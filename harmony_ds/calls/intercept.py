@@ -151,9 +151,11 @@ class InterceptedForward(Added):
         """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""
         if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
             raise UnsupportedError(
-                f"layer {self._layer.name} is called in the middle of a backward pass, by an autograd function of the "
-                "program's own that computes its result again (a checkpoint of its own making). The engine recomputes "
-                "layers anyway: call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes through."
+                f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
+                "of the program's own. If that computes its result again (a checkpoint of its own making): the engine "
+                "recomputes layers anyway, so call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes "
+                "through. If it solves for a gradient (DEQ): make the module that holds the solver and its hook one layer, "
+                'by its name in the ds_config ("harmony": {"layers": ["..."]}).'
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -87,9 +87,10 @@ class OpenStep(Owner):
         dropped = self.group.propagated_from
         if dropped:
             _logger.warning(
-                "destroy() drops the gradients of %d micro-batches whose step was not taken: call engine.step() at the "
+                "destroy() drops the gradients of %d micro-batch%s whose step was not taken: call engine.step() at the "
                 "boundary of a group (or engine.set_gradient_accumulation_boundary(True) before it) to use them.",
                 dropped,
+                "" if dropped == 1 else "es",
             )
         self.group.abandon(destroyed=True)
 

@@ -278,7 +278,7 @@ def test_destroy_says_how_many_micro_batches_have_gradients_that_nobody_used(
     engine.destroy()
 
     (said,) = [record.getMessage() for record in caplog.records if "destroy()" in record.getMessage()]
-    assert f"the gradients of {1 + run} micro-batches whose step was not taken" in said
+    assert f"the gradients of {1 + run} micro-batch{'es' * run} whose step was not taken" in said
     del unused
 
 
