@@ -168,7 +168,7 @@ class Loop:
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.train_loss(loss)
+        self._reports.mean_loss("train_loss", loss)
         return loss
 
     def train_group(
@@ -235,7 +235,9 @@ class Loop:
                 losses = self._open.group.evaluate(batches, loss_fn)
             finally:
                 self._model.train(training)
-            return self._world.mean(torch.stack(losses).mean())
+            loss = self._world.mean(torch.stack(losses).mean())
+        self._reports.mean_loss("eval_loss", loss)
+        return loss
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
