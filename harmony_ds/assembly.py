@@ -138,8 +138,8 @@ def assemble(
     # What follows starts a thread: whatever may be refused has been by now.
     memory = device, store, world
     parts, looks, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
-    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(decomposition.layers)
     layers = decomposition.layers
+    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
     device.limit_process()
     return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
 

@@ -162,7 +162,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
         '"torch_autocast" to float16 is for fp32 weights, and these are torch.bfloat16',
     ),
     ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel": tensor parallelism is not supported'),
-    ({"compile": {"deepcompile": True}}, '"compile": torch.compile the layers'),
+    ({"compile": {"deepcompile": True}}, '"compile": DeepCompile is not there'),
     ({"hybrid_engine": {"enabled": True}}, '"hybrid_engine": .* engine.generate'),
     ({"data_efficiency": {"enabled": True}}, '"data_efficiency": sample the data yourself'),
     ({"flops_profiler": {"enabled": True}}, '"flops_profiler.enabled": it hooks .* use harmony-ds profile'),

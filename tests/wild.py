@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axolotl deepcompile": (
         {"train_micro_batch_size_per_gpu": 1, "compile": {"deepcompile": True}},
-        '"compile": torch.compile the layers',
+        '"compile": DeepCompile is not there',
     ),
     # what older documentation calls it
     "monitor": (

@@ -11,7 +11,8 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from harmony_ds.calls.places import patched
 from harmony_ds.errors import ModelError, UnsupportedError
 
 
@@ -211,47 +211,32 @@ def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
     return getattr(node, "harmony_targets", None)
 
 
+class _Begins(threading.local):
+    by_engine = False
+
+
+_begins = _Begins()
+
+
 @contextmanager
-def guarded_backward(inside_layer: Callable[[], bool]) -> Iterator[None]:
-    """While open, a backward pass that forward runs itself, between the layers, must not reach one: it would end there.
-
-    Raises:
-        UnsupportedError: (whoever runs one) it does.
-    """
-
-    def guarding(run: Any) -> Any:
-        def guarded(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-            inputs = args[3]
-            if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, inputs))):
-                raise UnsupportedError(
-                    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept "
-                    "while it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
-                )
-            return run(outputs, *args, **kwargs)
-
-        return guarded
-
-    with patched(torch.autograd, "_engine_run_backward", guarding):
+def backward_of_engine() -> Iterator[None]:
+    """Around a backward pass that is the engine's: what begins within it is the program's."""
+    _begins.by_engine = True
+    try:
         yield
+    finally:
+        _begins.by_engine = False
 
 
-def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
-    seen = {None, *ends}
-    while todo := todo - seen:
-        if any(targets_of(node) is not None for node in todo):
-            return True
-        seen |= todo
-        todo = {following for node in todo for following in _behind(node)}
-    return False
+def is_of_engine() -> bool:
+    """Whether the backward pass that begins now is the engine's."""
+    by_engine, _begins.by_engine = _begins.by_engine, False
+    return by_engine
 
 
-def _behind(node: Node | None) -> list[Node]:
+def nodes_behind(node: Node | None) -> list[Node]:
     """The nodes that `node` hands its gradients to."""
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
-
-
-def _node_of(tensor: Any) -> Node | None:
-    return tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
 
 
 class InterLayerGraph:
@@ -296,7 +281,8 @@ class InterLayerGraph:
         ]
         if due:
             gradients = [target.take() for _, target in due]
-            torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
+            with backward_of_engine():
+                torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
         """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
@@ -334,7 +320,7 @@ class InterLayerGraph:
         todo = [root]
         while todo:
             node = todo[-1]
-            following = _behind(node)
+            following = nodes_behind(node)
             missing = [n for n in following if n not in self._newest]
             if missing and targets_of(node) is None:
                 todo += missing
@@ -355,12 +341,12 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
         node = todo.pop()
         if node not in seen and targets_of(node) is None:
             seen.add(node)
-            todo += _behind(node)
+            todo += nodes_behind(node)
     return seen
 
 
 def targets_behind(tensors: Iterable[Tensor]) -> set[GradientTarget]:
     """Where gradients of `tensors` would go."""
     roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    ends = roots.union(*map(_behind, _nodes_behind(roots)))
+    ends = roots.union(*map(nodes_behind, _nodes_behind(roots)))
     return {target for end in ends for target in targets_of(end) or ()}

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 
 from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.compiling import AskedToCompile, Compiler
 from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
 from harmony_ds.decomposer.find import Layer
@@ -117,9 +119,16 @@ class InterceptedForward(Added):
         self.before = layer.module.__dict__.get("forward")
         functools.update_wrapper(self, layer.module.forward)
         self._layer = layer
-        self._forward = layer.module.forward
+        self._forward = self._handled = layer.module.forward
+        self._compiler: Compiler | None = None
 
-    @_disable_dynamo  # what is compiled around a layer (module.compile()) ends here
+    def compile(self, compiler: Compiler | None) -> None:
+        """From now on, what handlers run is the layer's forward as `compiler` compiles it; None: as it was written."""
+        if compiler is not self._compiler:
+            self._compiler = compiler
+            self._handled = self._forward if compiler is None else compiler(self._forward)
+
+    @_disable_dynamo  # what is compiled around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _active.handler
         if handler is None:
@@ -129,7 +138,7 @@ class InterceptedForward(Added):
         return handler.call(
             Request(
                 self._layer.index,
-                self._forward,
+                self._handled,
                 args,
                 kwargs,
                 contextvars.copy_context(),
@@ -142,9 +151,11 @@ class InterceptedForward(Added):
         """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""
         if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
             raise UnsupportedError(
-                f"layer {self._layer.name} is called in the middle of a backward pass, by an autograd function of the "
-                "program's own that computes its result again (a checkpoint of its own making). The engine recomputes "
-                "layers anyway: call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes through."
+                f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
+                "of the program's own. If that computes its result again (a checkpoint of its own making): the engine "
+                "recomputes layers anyway, so call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes "
+                "through. If it solves for a gradient (DEQ): make the module that holds the solver and its hook one layer, "
+                'by its name in the ds_config ("harmony": {"layers": ["..."]}).'
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,8 +165,10 @@ class InterceptedForward(Added):
 class Interception:
     """Intercepts the layers of one model until `remove`."""
 
-    def __init__(self, layers: tuple[Layer, ...]) -> None:
+    def __init__(self, layers: tuple[Layer, ...], model: nn.Module) -> None:
         self._forwards: dict[Layer, InterceptedForward] = {}
+        self._asked = AskedToCompile(model, (layer.name for layer in layers))
+        self._compiler: Compiler | None = None
         for layer in layers:
             self._intercept(layer)
             leave_out_added(layer.module)
@@ -168,7 +181,13 @@ class Interception:
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
             self._intercept(layer)
+        for layer, forward in self._forwards.items():
+            forward.compile(self._asked.compiler(layer.name) or self._compiler)
         return bool(replaced)
+
+    def compile(self, compiler: Compiler) -> None:
+        """From the next call of the engine on, layers that nobody has compiled are run as `compiler` compiles them."""
+        self._compiler = compiler
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""

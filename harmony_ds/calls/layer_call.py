@@ -7,8 +7,8 @@ the recomputation must give the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
-from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph, OutputGradient, cut, targets_of
+from harmony_ds.calls.boundary import (
+    GradientTarget,
+    InterLayerGraph,
+    OutputGradient,
+    backward_of_engine,
+    cut,
+    targets_of,
+)
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
@@ -39,12 +46,14 @@ class LayerCalls:
 
     Attributes:
         outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
+        propagating: a backward pass that is under way is that of one layer.
     """
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._stash = stash
         self.outputs_hooked = False
+        self.propagating = False
 
     @property
     def changing_buffers(self) -> frozenset[int]:
@@ -202,7 +211,7 @@ class LayerCalls:
         buffers = call.buffers
         if buffers is None and layer.changes_buffers:
             buffers = copied_buffers(layer.buffered)  # nobody reads them; statistics must not be gathered twice
-        with buffers_apart(buffers) if buffers else nullcontext():
+        with buffers_apart(buffers) if buffers else nullcontext(), self._in_layer():
             if call.cut is None:
                 replay(call.states[0])
                 _propagate(layer, call, tensors, gradients, copies, call.targets)
@@ -215,6 +224,14 @@ class LayerCalls:
                     _propagate(layer, call, own, given, copies, targets)
         self.forget(call)
         return True
+
+    @contextmanager
+    def _in_layer(self) -> Iterator[None]:
+        self.propagating = True
+        try:
+            yield
+        finally:
+            self.propagating = False
 
     def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
@@ -298,7 +315,8 @@ def _propagate(
     ]
     retained = [(outputs[place], handed) for place, handed in call.retained]
     del outputs
-    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+    with backward_of_engine():
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
     for output, reference in retained:
         handed = reference()
         if handed is not None:

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from harmony_ds.device.watching import Watching
 
-class LiveBytes(TorchDispatchMode):
+
+class LiveBytes(Watching):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
     def __init__(self, device_type: str = "cpu") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device_type = device_type
         self._live = 0
         self._peak = 0

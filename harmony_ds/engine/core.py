@@ -13,12 +13,13 @@ from torch import nn
 from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
 from harmony_ds.engine.checkpoints import Checkpoints
+from harmony_ds.engine.compilation import Compilation
 from harmony_ds.engine.lifetime import let_go
 from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
-from harmony_ds.engine.part import Held, of_part
+from harmony_ds.engine.part import Held, of_living, of_part
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
@@ -68,6 +69,7 @@ class HarmonyEngine(nn.Module):
         self._let_go = weakref.finalize(self, let_go, self._open.links, self._steps.by_hand, assembly)
         self._loop = Loop(training, self._open, self._steps, self._reports)
         self._checkpoints = Checkpoints(training, self._open, self._steps)
+        self._compilation = Compilation(assembly.interception)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -77,18 +79,18 @@ class HarmonyEngine(nn.Module):
 
     # ---- what a training loop calls
 
-    forward = of_part("_loop", Loop.forward)
-    backward = of_part("_loop", Loop.backward)
-    scale = of_part("_loop", Loop.scale)
-    step = of_part("_loop", Loop.step)
-    train_batch = of_part("_loop", Loop.train_batch)
-    train_group = of_part("_loop", Loop.train_group)
-    eval_batch = of_part("_loop", Loop.eval_batch)
-    generate = of_part("_loop", Loop.generate)
-    streaming = of_part("_loop", Loop.streaming)
+    forward = of_living("_loop", Loop.forward)
+    backward = of_living("_loop", Loop.backward)
+    scale = of_living("_loop", Loop.scale)
+    step = of_living("_loop", Loop.step)
+    train_batch = of_living("_loop", Loop.train_batch)
+    train_group = of_living("_loop", Loop.train_group)
+    eval_batch = of_living("_loop", Loop.eval_batch)
+    generate = of_living("_loop", Loop.generate)
+    streaming = of_living("_loop", Loop.streaming)
     is_gradient_accumulation_boundary = of_part("_loop", Loop.is_gradient_accumulation_boundary)
-    set_gradient_accumulation_boundary = of_part("_loop", Loop.set_gradient_accumulation_boundary)
-    no_sync = of_part("_loop", Loop.no_sync)
+    set_gradient_accumulation_boundary = of_living("_loop", Loop.set_gradient_accumulation_boundary)
+    no_sync = of_living("_loop", Loop.no_sync)
     was_step_applied = of_part("_steps", OptimizerSteps.was_step_applied)
     get_global_grad_norm = of_part("_steps", OptimizerSteps.get_global_grad_norm)
     global_steps = Held[int]("_counts")
@@ -107,6 +109,7 @@ class HarmonyEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
+        self.check_alive()
         if self.optimizer is not None:
             self._open.zero_grad()
 
@@ -144,8 +147,8 @@ class HarmonyEngine(nn.Module):
     train_micro_batch_size_per_gpu = of_part("_settings", Settings.train_micro_batch_size_per_gpu)
     train_batch_size = of_part("_settings", Settings.train_batch_size)
     get_batch_info = of_part("_settings", Settings.get_batch_info)
-    set_train_batch_size = of_part("_settings", Settings.set_train_batch_size)
-    set_train_micro_batch_size = of_part("_settings", Settings.set_train_micro_batch_size)
+    set_train_batch_size = of_living("_settings", Settings.set_train_batch_size)
+    set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
     optimizer_name = of_part("_settings", Settings.optimizer_name)
     bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
     initial_dynamic_scale = of_part("_settings", Settings.initial_dynamic_scale)
@@ -186,12 +189,12 @@ class HarmonyEngine(nn.Module):
 
     # ---- checkpoints and weights
 
-    save_checkpoint = of_part("_checkpoints", Checkpoints.save_checkpoint)
-    load_checkpoint = of_part("_checkpoints", Checkpoints.load_checkpoint)
-    save_16bit_model = of_part("_checkpoints", Checkpoints.save_16bit_model)
+    save_checkpoint = of_living("_checkpoints", Checkpoints.save_checkpoint)
+    load_checkpoint = of_living("_checkpoints", Checkpoints.load_checkpoint)
+    save_16bit_model = of_living("_checkpoints", Checkpoints.save_16bit_model)
     save_fp16_model = save_16bit_model
     module_state_dict = of_part("_checkpoints", Checkpoints.module_state_dict)
-    load_module_state_dict = of_part("_checkpoints", Checkpoints.load_module_state_dict)
+    load_module_state_dict = of_living("_checkpoints", Checkpoints.load_module_state_dict)
     _consolidated_16bit_state_dict = of_part("_checkpoints", Checkpoints.consolidated_16bit_state_dict)
     _zero3_consolidated_16bit_state_dict = of_part("_checkpoints", Checkpoints.zero3_consolidated_16bit_state_dict)
 
@@ -200,9 +203,9 @@ class HarmonyEngine(nn.Module):
     swap_report = of_part("_record", StepRecord.swap_report)
     plan_report = of_part("_record", StepRecord.plan_report)
     memory_report = of_part("_record", StepRecord.memory_report)
-    record_steps = of_part("_record", StepRecord.record_steps)
+    record_steps = of_living("_record", StepRecord.record_steps)
     trace = of_part("_record", StepRecord.trace)
-    on_progress = of_part("_reports", StepReports.on_progress)
+    on_progress = of_living("_reports", StepReports.on_progress)
     get_wall_clock_timers = of_part("_reports", StepReports.get_wall_clock_timers)
 
     @property
@@ -240,11 +243,13 @@ class HarmonyEngine(nn.Module):
 
     def offload_states(self, *_: Any, **__: Any) -> None:
         """Frees the device of everything that stays there between steps; the next step brings it back."""
+        self.check_alive()
         self._assembly.finish_updates()
         self._assembly.parts.device_store.drop()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """The next step brings states back by itself."""
+        self.check_alive()
 
     def empty_partition_cache(self) -> None:
         """As `offload_states`."""
@@ -258,8 +263,12 @@ class HarmonyEngine(nn.Module):
         Raises:
             BaseException: an update's failure that nobody has seen yet, after all of that.
         """
-        self._open.group.abandon(destroyed=True)
+        self._open.end()
         self._let_go()
+
+    def check_alive(self) -> None:
+        """Raises UsageError after `destroy`."""
+        self._assembly.runner.check_alive()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Refused: an engine is threads and memory.
@@ -276,20 +285,12 @@ class HarmonyEngine(nn.Module):
 
     local_rank = global_rank = 0
     world_size = dp_world_size = mp_world_size = seq_dp_world_size = sequence_parallel_size = 1
-    has_moe_layers = pipeline_parallelism = is_compiled = False
+    has_moe_layers = pipeline_parallelism = False
     mpu: Any = None
     loaded_checkpoint_dp_world_size: int | None = None
 
-    def compile(self, *_: Any, **__: Any) -> None:
-        """Refused: layers are called with device copies of their parameters, which a compiled model would not see.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "engine.compile() is not supported: the engine runs the model layer by layer with copies of its weights. "
-            "Compile functions inside the layers with torch.compile before initialize."
-        )
+    compile = of_living("_compilation", Compilation.compile)
+    is_compiled = Held[bool]("_compilation")
 
     def is_deepcompile_enabled(self) -> bool:
         """No."""

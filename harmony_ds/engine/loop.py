@@ -45,7 +45,6 @@ class Loop:
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: nothing fits this micro-batch in the device memory budget.
         """
-        self._runner.check_alive()
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.calls.now(self._model, args, kwargs)
@@ -169,7 +168,7 @@ class Loop:
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.train_loss(loss)
+        self._reports.mean_loss("train_loss", loss)
         return loss
 
     def train_group(
@@ -227,7 +226,6 @@ class Loop:
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
-        self._runner.check_alive()
         training = self._model.training
         with self._world.together():
             batches = self._training.data.take(data_iter)
@@ -237,7 +235,9 @@ class Loop:
                 losses = self._open.group.evaluate(batches, loss_fn)
             finally:
                 self._model.train(training)
-            return self._world.mean(torch.stack(losses).mean())
+            loss = self._world.mean(torch.stack(losses).mean())
+        self._reports.mean_loss("eval_loss", loss)
+        return loss
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""

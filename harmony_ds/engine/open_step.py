@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ from harmony_ds.parameters import Owner, ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
+
+_logger = logging.getLogger("harmony_ds")
 
 
 class OpenStep(Owner):
@@ -78,6 +81,18 @@ class OpenStep(Owner):
         if seed is not None and self._config.harmony.seed is None:
             self._parts = replace(self._parts, seed=seed)
         self.group = StepGroup(self._parts, self._counts.global_steps)
+
+    def end(self) -> None:
+        """Forgets its micro-batches, with the engine."""
+        dropped = self.group.propagated_from
+        if dropped:
+            _logger.warning(
+                "destroy() drops the gradients of %d micro-batch%s whose step was not taken: call engine.step() at the "
+                "boundary of a group (or engine.set_gradient_accumulation_boundary(True) before it) to use them.",
+                dropped,
+                "" if dropped == 1 else "es",
+            )
+        self.group.abandon(destroyed=True)
 
     def settle(self) -> None:
         """Before the model runs: what the user has done to it by hand is taken over.

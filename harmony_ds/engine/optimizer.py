@@ -17,7 +17,6 @@ class TrainedBy:
 
     def __init__(self, assembly: Assembly, settings: Settings, scaler: LossScaler, lr_scheduler: Any) -> None:
         """`lr_scheduler`: the user's, or what makes it from the optimizer; else it is the ds_config's."""
-        self._runner = assembly.runner
         self._settings = settings
         self.stepping = stepping = assembly.optimizer
         """The optimizer that steps."""
@@ -26,8 +25,7 @@ class TrainedBy:
         self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, stepping)
 
     def need(self, what: str) -> None:
-        """Raises NoOptimizerError if there is no optimizer for `what`; UsageError behind `destroy`."""
-        self._runner.check_alive()
+        """Raises NoOptimizerError if there is no optimizer for `what`."""
         if self.optimizer is None:
             raise NoOptimizerError(
                 f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"

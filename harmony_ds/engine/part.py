@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from torch._compile import _disable_dynamo
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -14,6 +16,20 @@ def of_part(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Con
     """A method that is `method` of the object's `part`."""
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(self, part), *args, **kwargs)
+
+    delegating: Callable[Concatenate[Any, P], T] = wraps(method)(call)
+    return delegating
+
+
+def of_living(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """As `of_part`, of what uses or changes the training: refused after `destroy`, and run as it is where the program
+    around it is compiled (dynamo cannot follow what runs later, on another thread).
+    """
+
+    @_disable_dynamo
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.check_alive()
         return method(getattr(self, part), *args, **kwargs)
 
     delegating: Callable[Concatenate[Any, P], T] = wraps(method)(call)

@@ -165,11 +165,10 @@ class StepReports:
         if self._memory:
             _logger.info("%s", self.record.memory_report())
 
-    def train_loss(self, loss: Tensor) -> None:
-        """The mean loss of a `train_batch`, to the monitors (as DeepSpeed's pipeline engine does)."""
+    def mean_loss(self, name: str, loss: Tensor) -> None:
+        """Of a `train_batch` ("train_loss") or an `eval_batch`, to the monitors, as DeepSpeed's pipeline engine does."""
         if self.monitor.enabled:
-            samples = self._training.counts.global_samples
-            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), samples)])
+            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.counts.global_samples)])
 
     def _progress(self) -> None:
         counts, timer = self._training.counts, self.throughput

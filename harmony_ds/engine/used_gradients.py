@@ -78,6 +78,11 @@ def _gone(used: UsedGradient) -> UnsupportedError:
     )
 
 
+def _named(names: set[str]) -> str:
+    others = len(names) - 1
+    return f"{min(names)}{f' and {others} other parameters' * bool(others)}"
+
+
 class UsedGradients:
     """Which parameters have one."""
 
@@ -104,7 +109,8 @@ class UsedGradients:
         """Raises UnsupportedError if plain PyTorch would add to used gradients now, or use them again."""
         if self._names:
             raise UnsupportedError(
-                f"gradients of the last optimizer.step() are still there ({min(self._names)} and {len(self._names) - 1} "
-                "more): plain PyTorch would go on from them, and the engine has used them up. Call optimizer.zero_grad() "
-                "once for each optimizer.step()."
+                f"a backward pass or a step comes to {_named(self._names)} whose gradient the last optimizer.step() has "
+                "used and no zero_grad() has dropped: plain PyTorch would add to it, and the engine has used it up. Call "
+                "optimizer.zero_grad() right behind optimizer.step(), before anything else propagates through this model "
+                "(a generator's loss through its discriminator, say); or take steps by engine.step(), which drops them."
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,10 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object  # the Trainer stands behind the mixin
+
+
+_with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
+"""Trainers outlive their training: others, and transformers itself, refer to them."""
 
 
 class HarmonyMixin(_Base):  # type: ignore[misc]
@@ -157,6 +162,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         if not training:
             return cast(nn.Module, self.model)
         if self._engine is None:
+            self._take_from_others()
             optimizer = self.optimizer
             self._engine, made, _, _ = initialize(
                 model=self.model, optimizer=optimizer, config=self._filled_config(self._max_steps)
@@ -164,7 +170,15 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self.optimizer = DeepSpeedOptimizerWrapper(made)  # its step() does nothing
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
+            _with_engines.add(self)
         return self._engine
+
+    def _take_from_others(self) -> None:
+        """Ends the engines of trainers that are done with this model, or a part of it: SFT, then DPO."""
+        mine = set(self.model.modules())
+        for other in list(_with_engines):
+            if other._engine is not None and not other.is_in_train and not mine.isdisjoint(other._engine.modules()):
+                other._destroy_engine()
 
     def _filled_config(self, max_steps: int) -> dict[str, Any]:
         """The ds_config, its "auto" values filled as Hugging Face fills them."""

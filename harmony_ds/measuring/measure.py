@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
+from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient, backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import Kept, RecordedCall
 from harmony_ds.calls.trees import tensors_in
@@ -85,7 +85,8 @@ class Measurement(Passes):
             )
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
-            loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
+            with backward_of_engine():
+                loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
         seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
         del outputs, loss

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, guarded_backward, targets_behind
+from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, targets_behind
 from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
+from harmony_ds.calls.own_backward import guarded_forward
 from harmony_ds.calls.places import Absent, Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.trees import flatten, tensors_in
@@ -115,7 +116,7 @@ class Rehearsal(Passes):
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
-        with guarded_backward(lambda: self._inside), assignments() as self._assigned:
+        with guarded_forward(lambda: self._inside), assignments() as self._assigned:
             outputs = self._forward(sample)
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmony_ds.device.watching import Watching
 
 
-class RoutingWatch(TorchDispatchMode):
+class RoutingWatch(Watching):
     """Sees whether an operator runs whose output shape depends on data (nonzero, masked_select, unique, ...)."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen = False
 
     def __torch_dispatch__(

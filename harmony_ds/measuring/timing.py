@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -77,7 +78,8 @@ class Timing(Passes):
                     self._lap()
                     loss = sample.objective(self._forward(sample))
                     if loss is not None and loss.requires_grad:
-                        loss.backward()
+                        with backward_of_engine():
+                            loss.backward()
                     self._tail.append(self._lap())
         return self._timed(costs)
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from harmony_ds.device.watching import Watching
 from harmony_ds.errors import ModelError
 from harmony_ds.profiler.hardware import KernelRates
 
@@ -70,7 +70,7 @@ class Kernels(Enum):
     CPU = "cpu"
 
 
-class RooflineClock(TorchDispatchMode):
+class RooflineClock(Watching):
     """Counts what every operation issued inside the context would take.
 
     Attributes:
@@ -78,7 +78,7 @@ class RooflineClock(TorchDispatchMode):
     """
 
     def __init__(self, rates: KernelRates) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._rates = rates
         self.ms = 0.0
         self.flops = 0

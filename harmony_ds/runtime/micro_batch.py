@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import InterLayerGraph, cut, outlet
+from harmony_ds.calls.boundary import InterLayerGraph, backward_of_engine, cut, outlet
 from harmony_ds.calls.call_state import CallState
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.places import Place
@@ -155,7 +155,8 @@ class MicroBatch:
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
-            loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
+            with backward_of_engine():
+                loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 
     def settle(self) -> None:
         """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""

@@ -292,6 +292,11 @@ class StepGroup:
         return any(ticket.wanted for ticket in self._queue)
 
     @property
+    def propagated_from(self) -> int:
+        """How many micro-batches somebody has propagated back from."""
+        return sum(ticket.wanted or ticket.propagated for ticket in self._queue)
+
+    @property
     def is_open(self) -> bool:
         """Whether a micro-batch is queued whose backward pass has not run."""
         return any(not ticket.propagated for ticket in self._queue)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.own_backward import guarded_hooks
 from harmony_ds.calls.places import Places
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import noticing_hooks
@@ -132,6 +133,10 @@ class Runner:
         """A context in which forward passes run, and `noticed` is told of hooks on tensors, unless it is known."""
         return nullcontext() if self._parts.calls.tensor_hook is not None else noticing_hooks(noticed)
 
+    def _guarded(self) -> AbstractContextManager[None]:
+        """A context in which backward passes run."""
+        return guarded_hooks(lambda: self._parts.layer_calls.propagating)
+
     def _why_alone(self) -> str | None:
         calls = self.planner.graph.calls
         for layer in self._parts.layer_calls.changing_buffers:
@@ -197,7 +202,7 @@ class Runner:
             self._parts.updater.wait_all()
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
-        with self._noticing_hooks(self._note_hook):
+        with self._noticing_hooks(self._note_hook), self._guarded():
             moved = self.planner.measure(sample)
         for micro_batch in queued:
             micro_batch.move(moved)
@@ -229,7 +234,7 @@ class Runner:
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            with self._noticing_hooks(_refuse_hook), self._parts.timeline.step(plan):
+            with self._noticing_hooks(_refuse_hook), self._guarded(), self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
@@ -245,7 +250,7 @@ class Runner:
         self.check_hooks()
         first = self._after_norm is None
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
-        with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook):
+        with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook), self._guarded():
             self.executor.run(part, micro_batches, hyper, clipping)
         self._after_norm = rest
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.places import Places
 from harmony_ds.calls.tensor_hooks import LeftTensors
@@ -232,7 +233,7 @@ class QueuedMicroBatch:
         assert self._attached is not None
         terms = [objective(self._attached) for objective in self._objectives]
         self._objectives.clear()
-        with EngineBackward.entered():
+        with EngineBackward.entered(), backward_of_engine():
             sum(terms[1:], terms[0]).backward()
         self.received = True
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from harmony_ds import UnsupportedError
+from harmony_ds.utils import safe_get_full_grad, safe_get_local_grad
 from tests.cover import pairs
 from tests.engine.drive import adamw, config_of, engine_for, seed_of
 from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
@@ -240,6 +241,36 @@ class TiledNet(Net):
 
     def run(self, x: Tensor) -> Tensor:
         return super().run(self.entry(x))
+
+
+class CheckpointedTiles(TiledNet):
+    def run(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+GRADIENTS: dict[str, Callable[[], nn.Module]] = {
+    "reentrant": lambda: Checkpointed("scaled", WAYS["reentrant"]),
+    "tiles": TiledNet,
+    "layer in tiles and a checkpoint": CheckpointedTiles,
+}
+
+
+@pytest.mark.parametrize("pack", [1, 100])
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_that_are_looked_at_are_those_of_plain_pytorch(make: Callable[[], nn.Module], pack: int) -> None:
+    plain = built(make)
+    with training(make, pack_layers=pack) as (model, engine):
+        for batch in GROUPS[0][:2]:
+            engine.backward(engine(**batch)["loss"])
+            (plain(**batch)["loss"] / ACCUMULATION).backward()
+            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                full, local = safe_get_full_grad(parameter), safe_get_local_grad(parameter)
+                assert full is not None and local is not None and other.grad is not None
+                assert torch.equal(full, other.grad), name
+                assert torch.equal(local, other.grad.flatten()), name
 
 
 @pytest.mark.parametrize("pack", [1, 100])

@@ -32,7 +32,7 @@ class Doubling:
 
 def intercepted() -> tuple[nn.Module, Interception]:
     model = build_seeded(lambda: nn.Sequential(Block(0.0), Block(0.0)))
-    return model, Interception(find_layers(model, ("0", "1")).layers)
+    return model, Interception(find_layers(model, ("0", "1")).layers, model)
 
 
 def inputs() -> Tensor:
@@ -161,7 +161,7 @@ def test_removing_gives_every_layer_its_own_forward_back() -> None:
 def test_a_forward_that_was_replaced_by_the_user_comes_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].forward = lambda x: x + 40
-    interception = Interception(find_layers(model).layers)
+    interception = Interception(find_layers(model).layers, model)
     assert model(torch.zeros(2)).tolist() == [40.0, 40.0]
     interception.remove()
 
@@ -175,7 +175,7 @@ def test_a_bound_method_that_took_the_place_of_a_forward_comes_back() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].forward = Other().forward
-    interception = Interception(find_layers(model).layers)
+    interception = Interception(find_layers(model).layers, model)
     interception.remove()
 
     assert model(torch.zeros(2)).tolist() == [40.0, 40.0]

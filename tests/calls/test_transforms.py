@@ -1,9 +1,7 @@
-"""`torch.func` over an engine is refused by name; over its model it is what it always was. Compiled layers train."""
+"""`torch.func` over an engine is refused by name; over its model it is what it always was."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,45 +71,3 @@ def _train_alike(engine: Any, model: nn.Module, plain: nn.Module) -> None:
     engine.finish_updates()
     train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
     assert_same(model, plain, bitwise=True)
-
-
-# ---- torch.compile
-
-
-def layers_replaced(model: Any, backend: str) -> nn.Module:
-    for place, block in enumerate(model.blocks):
-        model.blocks[place] = torch.compile(block, backend=backend)
-    return model
-
-
-def layers_in_place(model: Any, backend: str) -> nn.Module:
-    for block in model.blocks:
-        block.compile(backend=backend)
-    return model
-
-
-def whole(model: Any, backend: str) -> Any:
-    return torch.compile(model, backend=backend)
-
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.version_info >= (3, 14), reason="inductor needs a C++ compiler"
-)
-
-
-@pytest.mark.parametrize("compiled", [layers_replaced, layers_in_place, whole])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_compiled_before_initialize(compiled: Callable[[Any, str], Any], backend: str) -> None:
-    """Graphs end at layers. What inductor computes is not bit for bit what eager code does."""
-    torch.compiler.reset()
-    plain, model = built(Net), built(Net)
-    with engine_for(compiled(model, backend), lambda _: adamw(model.parameters()), config_of(ACCUMULATION)) as engine:
-        for group in GROUPS:
-            engine.train_batch(iter(group))
-    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
-    mine = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        if backend == "inductor":
-            torch.testing.assert_close(mine[name], parameter)
-        else:
-            assert torch.equal(mine[name], parameter)

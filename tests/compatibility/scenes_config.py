@@ -97,6 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "compression_training": ({**MICRO, "compression_training": {"weight_quantization": {}}}, "ompression"),
     "amp": ({**MICRO, "amp": {"enabled": True}}, "Apex AMP"),
     "elasticity": ({**MICRO, "elasticity": {"enabled": True}}, "lastic training"),
+    "flops_profiler": ({**MICRO, "flops_profiler": {"enabled": True}}, "FLOPs"),
     "nvme offload": ({**MICRO, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme"),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.compatibility.engines import Api, batches, config, net, train
+from tests.compatibility.engines import OFFLOAD, Api, batches, config, net, train
 from tests.compatibility.record import Script, about
 
 
@@ -132,7 +132,10 @@ def sizes_and_contexts(api: Api, script: Script) -> None:
         script.row("no_sync() with ZeRO stage 2", lambda: entered(engine.no_sync()))
         script.row("coalesce_grad_reduction()", lambda: entered(engine.coalesce_grad_reduction()))
         script.row("get_wall_clock_timers() without wall_clock_breakdown", engine.get_wall_clock_timers)
+        script.row("is_compiled", lambda: engine.is_compiled)
         script.row("compile()", lambda: engine.compile(backend="eager"))
+        script.row("is_compiled then", lambda: engine.is_compiled)
+        script.row("losses then, compiled", lambda: train(engine, 1))
         script.row("empty_partition_cache()", engine.empty_partition_cache)
         script.row(
             "_zero3_consolidated_16bit_state_dict() with stage 2",
@@ -314,3 +317,26 @@ def plain_loop(api: Api) -> list[float]:
             engine.optimizer.step()
             losses.append(loss.item())
     return losses
+
+
+def partitions(api: Api, script: Script) -> None:
+    """What ZeRO-3 keeps of a parameter in this process: in one process, all of it."""
+    model = net()
+    weight = model.second.weight
+    with api.engine(config(1, zero_optimization={**OFFLOAD, "stage": 3}), model=model) as engine:
+        train(engine, 1)
+        script.row("safe_get_local_fp32_param", lambda: api.utils.safe_get_local_fp32_param(weight))
+        script.row(
+            "safe_get_local_optimizer_state", lambda: api.utils.safe_get_local_optimizer_state(weight, "exp_avg")
+        )
+        api.utils.safe_set_local_optimizer_state(weight, torch.full((64,), 0.25), "exp_avg_sq")
+        script.row(
+            "safe_set_local_optimizer_state", lambda: api.utils.safe_get_local_optimizer_state(weight, "exp_avg_sq")
+        )
+        engine.backward(engine(*batches(1)[0]))
+        script.row("safe_get_local_grad", lambda: api.utils.safe_get_local_grad(weight).float())
+        api.utils.safe_set_local_grad(weight, torch.full((64,), 0.5))
+        script.row("safe_set_local_grad", lambda: api.utils.safe_get_local_grad(weight).float())
+        engine.step()
+        api.utils.safe_set_local_fp32_param(weight, torch.full((64,), 0.75))
+        script.row("safe_set_local_fp32_param", lambda: api.utils.safe_get_local_fp32_param(weight))

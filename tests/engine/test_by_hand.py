@@ -366,6 +366,61 @@ def test_autograd_grad_through_an_engine_is_refused() -> None:
                 torch.autograd.grad(loss, inputs)
 
 
+class Adversaries:
+    """A generator and its discriminator, each with its optimizer, as in DCGAN."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.make = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.of_make, self.of_judge = sgd(self.make.parameters()), sgd(self.judge.parameters())
+        self.norms: list[Tensor] = []
+
+    def train(self, make: Any, judge: Any, behind: bool) -> None:
+        """`behind`: the discriminator's gradients are dropped behind its step, in the place of before the next one."""
+        for step in range(3):
+            if not behind:
+                self.of_judge.zero_grad()
+            fake = make(torch.full((2, 4), 1.0 + step))
+            _judged(judge, torch.full((2, 6), 0.5 * step), 1.0).backward()
+            _judged(judge, fake.detach(), 0.0).backward()
+            self.norms += [p.grad.norm() for p in self.judge.parameters() if p.grad is not None]
+            self.of_judge.step()
+            if behind:
+                self.of_judge.zero_grad()
+            self.of_make.zero_grad()
+            _judged(judge, fake, 1.0).backward()
+            self.of_make.step()
+            if behind:
+                self.of_judge.zero_grad()
+
+
+def _judged(judge: Any, x: Tensor, label: float) -> Tensor:
+    out = judge(x)
+    return F.binary_cross_entropy_with_logits(out, torch.full_like(out, label))
+
+
+def test_adversaries_train_once_the_first_ones_gradients_are_dropped_behind_its_step() -> None:
+    plain, mine = Adversaries(), Adversaries()
+    plain.train(plain.make, plain.judge, behind=False)
+    with (
+        engine_for(mine.make, lambda _: mine.of_make, config_of(1)) as make,
+        engine_for(mine.judge, lambda _: mine.of_judge, config_of(1)) as judge,
+        pytest.raises(UnsupportedError, match=r"0\.bias and 3 other parameters .* right behind optimizer\.step\(\).*"),
+    ):
+        Adversaries.train(mine, make, judge, behind=False)
+    mine = Adversaries()
+    with (
+        engine_for(mine.make, lambda _: mine.of_make, config_of(1)) as make,
+        engine_for(mine.judge, lambda _: mine.of_judge, config_of(1)) as judge,
+    ):
+        mine.train(make, judge, behind=True)
+    assert_same(mine.make, plain.make, bitwise=True)
+    assert_same(mine.judge, plain.judge, bitwise=True)
+    assert all(map(torch.equal, mine.norms, plain.norms))
+    assert len(mine.norms) == len(plain.norms) == 12
+
+
 def test_a_gradient_of_gradients_through_an_engine_is_refused() -> None:
     model = net()
     with engine_for(model, sgd, config_of(1)) as engine:

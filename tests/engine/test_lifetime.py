@@ -213,6 +213,24 @@ CALLS: dict[str, Callable[[HarmonyEngine, Path], object]] = {
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "new"),
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder / "new"),
     "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "old"),
+    "load_checkpoint of nothing": lambda engine, folder: engine.load_checkpoint(folder / "nothing"),
+    "load_module_state_dict": lambda engine, folder: engine.load_module_state_dict(
+        {"module": weights_of(engine.module)}
+    ),
+    "load_module_state_dict by hand": lambda engine, folder: engine.load_module_state_dict(
+        {"module": {}}, custom_load_fn=lambda src, dst: nn.init.zeros_(dst.lm_head.weight)
+    ),
+    "zero_grad": lambda engine, folder: engine.zero_grad(),
+    "no_sync": lambda engine, folder: engine.no_sync(),
+    "set_train_batch_size": lambda engine, folder: engine.set_train_batch_size(8),
+    "set_train_micro_batch_size": lambda engine, folder: engine.set_train_micro_batch_size(4),
+    "set_gradient_accumulation_boundary": lambda engine, folder: engine.set_gradient_accumulation_boundary(True),
+    "compile": lambda engine, folder: engine.compile(backend="eager"),
+    "offload_states": lambda engine, folder: engine.offload_states(),
+    "reload_states": lambda engine, folder: engine.reload_states(),
+    "empty_partition_cache": lambda engine, folder: engine.empty_partition_cache(),
+    "record_steps": lambda engine, folder: engine.record_steps(),
+    "on_progress": lambda engine, folder: engine.on_progress(None),
 }
 
 
@@ -242,6 +260,37 @@ def test_after_destroy_every_call_is_refused_by_name(
     assert not (folder / "new").exists()
     assert_same(model, before, bitwise=True)
     assert_plain(model)
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["queued", "run already"])
+def test_destroy_says_how_many_micro_batches_have_gradients_that_nobody_used(
+    run: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LLAMA.build(0.0)
+    engine = initialized(model)
+    train_groups(engine, GROUPS[:1])
+    if run:
+        engine.backward(engine(**GROUPS[1][0]).loss)
+        assert model.lm_head.weight.grad is not None
+    engine.backward(engine(**GROUPS[1][1]).loss)
+    unused = engine(**GROUPS[1][0])
+    engine.destroy()
+    engine.destroy()
+
+    (said,) = [record.getMessage() for record in caplog.records if "destroy()" in record.getMessage()]
+    assert f"the gradients of {1 + run} micro-batch{'es' * run} whose step was not taken" in said
+    del unused
+
+
+def test_destroy_has_nothing_to_say_behind_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    engine = initialized(LLAMA.build(0.0))
+    train_groups(engine, GROUPS[:1])
+    loop(engine, GROUPS[1:2])
+    unused = engine(**GROUPS[2][0])
+    engine.destroy()
+
+    assert not caplog.records
+    del unused
 
 
 @pytest.mark.parametrize("end", ["destroy", "del"])

@@ -354,10 +354,15 @@ def test_samples_per_second_leave_the_first_steps_out() -> None:
     assert (timer.global_step_count, timer.micro_step_count) == (3, 6)
 
 
-def test_monitors_get_the_loss_of_a_train_batch(tmp_path: Path) -> None:
+def test_monitors_get_the_losses_of_train_batch_and_eval_batch(tmp_path: Path) -> None:
     csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     with engine_for(LLAMA.build(0.0), sgd, config_of(4, csv_monitor=csv_monitor)) as engine:
         losses = train_groups(engine, GROUPS)
+        evaluated = engine.eval_batch(iter(GROUPS[0])).item()
+    ((samples, loss),) = [
+        row.split(",") for row in (tmp_path / "job" / "Train_Samples_eval_loss.csv").read_text().split()[1:]
+    ]
+    assert (int(samples), float(loss)) == (16, pytest.approx(evaluated))
     rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()
     assert [float(row.split(",")[1]) for row in rows[1:]] == pytest.approx(losses)
     assert [int(row.split(",")[0]) for row in rows[1:]] == [8, 16]
@@ -418,13 +423,6 @@ def test_what_asks_for_several_processes_is_refused() -> None:
     for arguments in ({"mpu": object()}, {"mesh_param": (2, 1)}):
         with pytest.raises(UnsupportedError, match="data parallelism alone"):
             harmony_ds.initialize(model=Squares(), config=config_of(1), **arguments)  # type: ignore[arg-type]
-
-
-def test_compile_is_refused_with_what_to_do() -> None:
-    with engine_for(Squares(), sgd, config_of(1)) as engine:
-        assert engine.is_compiled is False
-        with pytest.raises(UnsupportedError, match="before initialize"):
-            engine.compile()
 
 
 def test_a_failing_initialize_leaves_no_thread_and_a_usable_model() -> None:

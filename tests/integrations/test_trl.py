@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,26 @@ def test_rloo(tmp_path: Path, tokenizer: Any) -> None:
     stock, ours = grpo(tmp_path, trl.RLOOTrainer, trl.RLOOConfig, tokenizer)
     assert_same(stock, ours)
     assert_metrics_agree(stock, ours)
+
+
+def test_one_model_is_tuned_and_then_aligned(tmp_path: Path, tokenizer: Any) -> None:
+    """SFT, then DPO of the same model, in one process; the reference is the model as SFT left it."""
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"text": "the cat sat here" if i % 3 else "a dog ran there"} for i in range(22)])
+    trainers = []
+    for mixins, extra in (((), {}), ((HarmonyMixin,), {"ds_config": CONFIG})):
+        model = llama()
+        for kind, config, data, reference in (
+            (trl.SFTTrainer, trl.SFTConfig, rows, False),
+            (trl.DPOTrainer, trl.DPOConfig, Dataset.from_list(PAIRS), True),
+        ):
+            args = arguments(tmp_path, config, bf16=False, max_length=16, gradient_checkpointing=False)
+            frozen = {"ref_model": copy.deepcopy(model)} if reference else {}
+            trainer = type("Trained", (*mixins, kind), {})(
+                model=model, args=args, train_dataset=data, processing_class=tokenizer, **frozen, **extra
+            )
+            trainer.train()
+        trainers.append(trainer)
+    assert_same(*trainers)
+    assert_metrics_agree(*trainers)

@@ -26,7 +26,7 @@ def model_and_lane(
 ) -> Iterator[Lane]:
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    interception = Interception(find_layers(model).layers)
+    interception = Interception(find_layers(model).layers, model)
     lane = Lane(lambda: forward(model), grad, autocast, CpuDevice())
     try:
         yield lane

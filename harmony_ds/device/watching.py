@@ -1,0 +1,30 @@
+"""Modes that see every operator, in a process where layers may be compiled."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode with `torch.compile` off meanwhile.
+
+    Code that dynamo comes across under such a mode it leaves uncompiled for good; and compiled code hides its operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._uncompiled = ExitStack()
+
+    def __enter__(self) -> Any:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._uncompiled.close()

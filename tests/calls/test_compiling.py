@@ -1,0 +1,257 @@
+"""Layers that somebody compiles are run compiled; around an engine, compiled code runs as it is written."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import HarmonyEngine, UnsupportedError
+from harmony_ds.device.live_bytes import LiveBytes
+from tests.engine.drive import adamw, config_of, engine_for, seed_of
+from tests.engine.test_paths import ACCUMULATION, GROUPS, Net, built
+from tests.oracle import assert_same, train_plainly
+
+BLOCKS = 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """How often graphs were run that `backend` compiled: as they are."""
+
+    def __init__(self) -> None:
+        self.run = 0
+
+        def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+            def compiled(*args: Any) -> Any:
+                self.run += 1
+                return graph.forward(*args)
+
+            return compiled
+
+        self.backend = backend  # a function: dynamo takes two wrappers around one callable object for two backends
+
+
+def layers_replaced(model: Any, backend: Any) -> nn.Module:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block, backend=backend)
+    return model
+
+
+def layers_in_place(model: Any, backend: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def forwards(model: Any, backend: Any) -> nn.Module:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    return model
+
+
+def whole(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def whole_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+WAYS = [layers_replaced, layers_in_place, forwards, whole, whole_in_place]
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.version_info >= (3, 14), reason="inductor needs a C++ compiler"
+)
+
+
+def assert_trained_like_plain(model: nn.Module, bitwise: bool = True) -> None:
+    """`model`, compiled or not, after a step over each of `GROUPS`."""
+    plain = built(Net)
+    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    mine = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        if bitwise:
+            assert torch.equal(mine[name], parameter)
+        else:
+            torch.testing.assert_close(mine[name], parameter)
+
+
+def train(engine: HarmonyEngine) -> None:
+    for group in GROUPS:
+        engine.train_batch(iter(group))
+
+
+@pytest.mark.parametrize("compiled", [layers_replaced, layers_in_place, whole])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_compiled_before_initialize(compiled: Callable[[Any, str], Any], backend: str) -> None:
+    """What inductor computes is not bit for bit what eager code does."""
+    model = built(Net)
+    with engine_for(compiled(model, backend), lambda _: adamw(model.parameters()), config_of(ACCUMULATION)) as engine:
+        train(engine)
+    assert_trained_like_plain(model, bitwise=backend != "inductor")
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize("residency", [0, 1])
+def test_every_layer_call_of_a_step_is_compiled(compiled: Callable[[Any, Any], Any], residency: int) -> None:
+    """Though the model has been measured under modes that dynamo leaves code uncompiled for."""
+    model, graphs = built(Net), Graphs()
+    config = config_of(ACCUMULATION, None, {"pack_layers": 1, "residency": residency})
+    with engine_for(compiled(model, graphs.backend), lambda _: adamw(model.parameters()), config) as engine:
+        engine.train_batch(iter(GROUPS[0]))
+        before = graphs.run
+        engine.train_batch(iter(GROUPS[1]))
+        # Each forward, and again in backward; what is compiled around layers may add graphs of its own.
+        assert graphs.run - before >= 2 * BLOCKS * ACCUMULATION
+        for group in GROUPS[2:]:
+            engine.train_batch(iter(group))
+    assert_trained_like_plain(model)
+
+
+def test_the_engine_compiles_its_layers_with_what_it_is_given() -> None:
+    model, graphs = built(Net), Graphs()
+    with engine_for(model, adamw, config_of(ACCUMULATION, None, {"pack_layers": 1, "residency": 0})) as engine:
+        assert engine.is_compiled is False
+        engine.compile(backend=graphs.backend, compile_kwargs={"dynamic": False})
+        engine.compile(backend="no such backend")  # is compiled already
+        assert engine.is_compiled is True
+        engine.train_batch(iter(GROUPS[0]))
+        before = graphs.run
+        engine.train_batch(iter(GROUPS[1]))
+        layers = BLOCKS + 1  # and the head
+        assert graphs.run - before == (2 * layers - 1) * ACCUMULATION  # the last one's graph is kept for its backward
+        for group in GROUPS[2:]:
+            engine.train_batch(iter(group))
+    assert_trained_like_plain(model)
+    before = graphs.run
+    model(**GROUPS[0][0])
+    assert graphs.run == before  # the model is plain again
+
+
+def test_a_block_compiled_between_steps_is_run_compiled_from_then_on() -> None:
+    model, graphs = built(Net), Graphs()
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        for number, group in enumerate(GROUPS):
+            if number == 1:
+                layers_in_place(model, graphs.backend)
+            engine.train_batch(iter(group))
+            assert bool(graphs.run) is (number >= 1)
+    assert_trained_like_plain(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "cudagraphs"},
+        {"compile_kwargs": {"mode": "reduce-overhead"}},
+        {"compile_kwargs": {"mode": "max-autotune"}},
+        {"compile_kwargs": {"options": {"triton.cudagraphs": True}}},
+        {"schedule": [(0, [])]},
+        {"compiled_autograd_enabled": True},
+    ],
+    ids=str,
+)
+def test_compilations_that_an_engine_cannot_run_are_refused(options: dict[str, Any]) -> None:
+    with engine_for(built(Net), adamw, config_of(ACCUMULATION)) as engine:
+        with pytest.raises(UnsupportedError, match=r"engine\.compile\(\)"):
+            engine.compile(**options)
+        assert engine.is_compiled is False
+
+
+# ---- around an engine
+
+
+def looped(engine: Any, call: Callable[..., Any]) -> None:
+    for group in GROUPS:
+        for batch in group:
+            engine.backward(call(**batch)["loss"])
+            engine.step()
+
+
+def of_engine(engine: Any) -> None:
+    compiled = torch.compile(engine, backend="eager")
+    looped(compiled, compiled)
+
+
+def in_place(engine: Any) -> None:
+    nn.Module.compile(engine, backend="eager")
+    looped(engine, engine)
+
+
+def of_a_step(engine: Any) -> None:
+    @torch.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = engine(x=x, y=y)["loss"]
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    for group in GROUPS:
+        for batch in group:
+            step(**batch)
+
+
+def of_train_batch(engine: Any) -> None:
+    compiled = torch.compile(engine.train_batch, backend="eager")
+    for group in GROUPS:
+        compiled(iter(group))
+
+
+def of_evaluation(engine: Any) -> None:
+    @torch.compile(backend="eager")
+    def evaluated(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = engine(x=x, y=y)["loss"]
+        return loss * 2
+
+    for group in GROUPS:
+        for batch in group:
+            evaluated(**batch)
+        engine.train_batch(iter(group))
+
+
+# Dynamo looks at a loss that goes from one graph to the next.
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("program", [of_engine, in_place, of_a_step, of_train_batch, of_evaluation])
+def test_compiled_code_around_an_engine_trains_like_plain(program: Callable[[Any], None]) -> None:
+    model = built(Net)
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        program(engine)
+    assert_trained_like_plain(model)
+
+
+# ---- watching
+
+
+def test_a_function_that_is_watched_first_is_compiled_later() -> None:
+    graphs = Graphs()
+    double = torch.compile(lambda x: x * 2, backend=graphs.backend)
+    with LiveBytes() as probe:
+        double(torch.ones(3))
+        assert probe.peak_bytes() == 24  # the operand's and the result's
+        assert graphs.run == 0
+    double(torch.ones(3))
+    assert graphs.run == 1
+
+
+def test_copies_of_a_model_with_compiled_layers_are_plain() -> None:
+    model = built(Net)
+    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+        engine.compile(backend="eager")
+        train(engine)
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    other = built(Net)
+    other.load_state_dict(weights)
+    assert_same(other, model, bitwise=True)
