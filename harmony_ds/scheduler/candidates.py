@@ -188,4 +188,4 @@ def _residents(packing: Packing, ends: tuple[str, ...]) -> Iterator[tuple[tuple[
         for where in ends if count < len(packing.backward) else ends[:1]:
             resident = resident_packs(packing, count, first=where == "first")
             if resident:
-                yield resident, f"{where} {len(resident)} packs"
+                yield resident, f"{where} pack" if len(resident) == 1 else f"{where} {len(resident)} packs"
