@@ -4,6 +4,7 @@ backward pass. The graphs of layers are cut, so that one which leads through the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,10 +44,15 @@ def guarded_forward(inside_layer: Callable[[], bool]) -> Iterator[None]:
     Raises:
         UnsupportedError: (whoever runs one) it does.
     """
+    thread = threading.get_ident()  # another one's engine propagates through layers of its own
 
     def around(run: Any) -> Any:
         def asked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, args[3]))):
+            if (
+                threading.get_ident() == thread
+                and not inside_layer()
+                and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, args[3])))
+            ):
                 raise UnsupportedError(_IN_FORWARD)
             return run(outputs, *args, **kwargs)
 

@@ -8,6 +8,7 @@ elsewhere: `module_places` finds those that forward passes change, `call_walk` t
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,18 +181,39 @@ def held(places: Sequence[Place], values: Sequence[Any]) -> Iterator[list[Any]]:
         left += read_all(places)
 
 
+_patches: dict[tuple[int, str], tuple[Any, list[Callable[[Any], Any]]]] = {}
+"""By owner and name: what it was on its own, and the patches that are open, the innermost first."""
+_patching = threading.RLock()
+
+
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """While open, the attribute `name` of a class or module is what `make` makes of it."""
-    own = vars(owner).get(name, ABSENT)
-    setattr(owner, name, make(getattr(owner, name)))
+    """While open, the attribute `name` of a class or module is what `make` makes of it.
+
+    Of several that are open, the engines of several threads may close theirs in any order.
+    """
+    key = id(owner), name
+    with _patching:
+        own, makes = _patches.setdefault(key, (vars(owner).get(name, ABSENT), []))
+        makes.append(make)
+        setattr(owner, name, make(getattr(owner, name)))
     try:
         yield
     finally:
-        if own is ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        with _patching:
+            makes.remove(make)
+            if not makes:
+                del _patches[key]
+            _unpatch(owner, name, own)
+            for other in makes:
+                setattr(owner, name, other(getattr(owner, name)))
+
+
+def _unpatch(owner: Any, name: str, own: Any) -> None:
+    if own is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)
 
 
 class Noted:
