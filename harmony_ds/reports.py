@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.swaps import Swaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class SwapReport:
         zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would have moved for the same step:
             weights in twice, gradients in and out for every micro-batch, and the fp32 gradients out once.
         micro_batches: in the step.
+        sent_bytes: gradients that this process's device sent to others'.
     """
 
     host_to_device: dict[str, int]
@@ -26,15 +28,19 @@ class SwapReport:
     lower_bound_bytes: int
     zero3_offload_bytes: int
     micro_batches: int
+    sent_bytes: int = 0
 
     @staticmethod
-    def of(traffic: Traffic, lower_bound_bytes: int, zero3_offload_bytes: int, micro_batches: int) -> SwapReport:
+    def of(
+        traffic: Traffic, lower_bound_bytes: int, zero3_offload_bytes: int, micro_batches: int, sent_bytes: int = 0
+    ) -> SwapReport:
         return SwapReport(
             {kind.value: traffic.host_to_device[kind] for kind in Kind},
             {kind.value: traffic.device_to_host[kind] for kind in Kind},
             lower_bound_bytes,
             zero3_offload_bytes,
             micro_batches,
+            sent_bytes,
         )
 
     @property
@@ -59,6 +65,8 @@ class SwapReport:
         if self.swap_bytes:
             saved = self.zero3_offload_bytes / self.swap_bytes
             lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
+        if self.sent_bytes:
+            lines.append(f"  sent to other devices {self.sent_bytes:,} bytes of gradients")
         return "\n".join(lines)
 
 
@@ -103,12 +111,16 @@ class PlanReport:
             between steps.
         device_peak_bytes: the most in use during the last step.
         swapped_bytes: weights, gradients and stash in the last step, both ways.
+        sent_bytes: gradients that this process's device sent to others' in the last step.
+        planned: the bytes that this process's device moves in a step, by the plan.
     """
 
     choices: tuple[Choice, ...]
     measured_step_ms: tuple[float, ...]
     device_peak_bytes: int
     swapped_bytes: int
+    sent_bytes: int
+    planned: Swaps
 
     @property
     def predicted_step_ms(self) -> float:
@@ -140,8 +152,12 @@ class PlanReport:
             f"the device computes {1 - prediction.idle_share:.0%} of the time",
             f"  device peak   {best.peak_bytes:,} bytes planned, {self.device_peak_bytes:,} measured "
             f"({self.peak_error:+.1%})",
-            f"  swapped       {prediction.swaps.total:,} bytes planned, {self.swapped_bytes:,} counted",
+            f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
+        if self.planned.sent:
+            lines.append(
+                f"  between       {self.planned.sent:,} bytes to other devices planned, {self.sent_bytes:,} counted"
+            )
         lines += [
             f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"
             for rank, choice in enumerate(self.choices[1:], start=2)

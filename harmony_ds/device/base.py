@@ -1,8 +1,9 @@
 """The one interface behind which every device sits.
 
-A `Device` owns three streams: COMPUTE, SWAP_IN (host to device) and SWAP_OUT (device to host). Work is *issued* on a
-stream and *ordered* by events; the host waits for a device only through `Event.synchronize`. Devices whose memory is
-not metered by an allocator of their own (the CPU device) are told of every byte through `charge` and `discharge`.
+A `Device` owns four streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host) and PEER (between devices).
+Work is *issued* on a stream and *ordered* by events; the host waits for a device only through `Event.synchronize`.
+Devices whose memory is not metered by an allocator of their own (the CPU device) are told of every byte through `charge`
+and `discharge`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Stream(Enum):
     COMPUTE = "compute"
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
+    PEER = "peer"
 
 
 class Event(Protocol):

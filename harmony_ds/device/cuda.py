@@ -1,4 +1,4 @@
-"""The CUDA device: a compute stream, a swap-in stream and a swap-out stream, ordered by events alone.
+"""The CUDA device: the compute stream and one for each kind of copies, ordered by events alone.
 
 Compute runs on the stream that is current when a step begins (the user's). Buffers that the swap-in stream fills are
 allocated and freed on that stream, so the caching allocator may hand them out again without any stream waiting for
@@ -38,10 +38,7 @@ class CudaDevice(Device):
         self._limits = False
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
-        self._streams: dict[Stream, torch.cuda.Stream] = {
-            Stream.SWAP_IN: torch.cuda.Stream(index),
-            Stream.SWAP_OUT: torch.cuda.Stream(index),
-        }
+        self._streams = {stream: torch.cuda.Stream(index) for stream in Stream if stream is not Stream.COMPUTE}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream is Stream.COMPUTE:
@@ -150,12 +147,13 @@ class CudaDevice(Device):
         workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: `threads`, the engine's and
                      autograd's. 32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
                      aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
-        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB) (torch,
-                     c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)
+        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER, where all
+                     but little is in segments of its own (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer,
+                     kLargeBuffer)
         """
         hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
         workspace = 32 * 2**20 if hopper else 8320 * 2**10
-        return (threads + 2) * workspace + len(Stream) * (2 + 20) * 2**20
+        return (threads + 2) * workspace + (len(Stream) - 1) * (2 + 20) * 2**20
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)

@@ -29,7 +29,7 @@ _TIMERS = {
     "fwd_bwd": (TaskKind.FUSED,),
     "bwd": (TaskKind.BACKWARD,),
     "swap_in": (TaskKind.SWAP_IN, TaskKind.STASH_IN),
-    "swap_out": (TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
+    "swap_out": (TaskKind.REDUCE, TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
     "step": (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE, TaskKind.NORM),
 }
 """Name of a timer: the kinds of tasks whose time it is."""

@@ -31,6 +31,7 @@ class StepRecord:
         """Of the last step; None before the first."""
         self.micro_batches = 0
         """In the last step."""
+        self._sent_bytes = self._sent_before = 0
 
     @contextmanager
     def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
@@ -42,6 +43,8 @@ class StepRecord:
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
         self._peak_bytes = device.peak_bytes()
         self.traffic, self.micro_batches = self._assembly.ledger.close(), micro_batches
+        sent = self._assembly.parts.world.sent_bytes
+        self._sent_bytes, self._sent_before = sent - self._sent_before, sent
 
     def _note_time(self, step_ms: float, as_planned: bool) -> None:
         """Keeps the times of the present plan; its first step touches memory for the first time."""
@@ -85,9 +88,10 @@ class StepRecord:
         weight_bytes = self._assembly.store.dtype.itemsize
         return SwapReport.of(
             self.traffic,
-            lower_bound_bytes(plan),
+            lower_bound_bytes(plan, self._assembly.parts.world.rank),
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
+            self._sent_bytes,
         )
 
     def plan_report(self) -> PlanReport:
@@ -103,7 +107,14 @@ class StepRecord:
             for side in (self.traffic.host_to_device, self.traffic.device_to_host)
             for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
         )
-        return PlanReport(self._planner.choices, tuple(self._step_ms), self._peak_bytes, swapped)
+        return PlanReport(
+            self._planner.choices,
+            tuple(self._step_ms),
+            self._peak_bytes,
+            swapped,
+            self._sent_bytes,
+            self._planner.swaps(self._assembly.parts.world.rank),
+        )
 
     def memory_report(self) -> MemoryReport:
         """Device peak of the last step against the plan and the budget; host bytes by kind."""

@@ -65,8 +65,10 @@ class HostGradients(GradientSums):
         """Of all buffers, in use or not."""
         return self._buffers.nbytes
 
-    def swap_out(self, gradients: dict[str, Tensor], beyond: int | None) -> GradientTransfer:
-        """Issues the copies of a pack's gradients to the host, behind what the compute stream does to them.
+    def swap_out(
+        self, gradients: dict[str, Tensor], beyond: int | None, behind: Stream = Stream.COMPUTE
+    ) -> GradientTransfer:
+        """Issues the copies of a pack's gradients to the host, behind what the stream `behind` does to them.
 
         Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
         their update (None: any number).
@@ -81,7 +83,7 @@ class HostGradients(GradientSums):
         buffer = self._buffers.take(self, numel * self._dtype.itemsize)
         memory = buffer.memory.view(self._dtype)
         on_host = {name: place.view(memory) for name, place in places.items()}
-        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        device.wait(Stream.SWAP_OUT, device.record(behind))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
             for name, gradient in gradients.items():
                 on_host[name].copy_(gradient, non_blocking=True)

@@ -91,12 +91,24 @@ class Alone:
     def reduce(
         self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """This process's pieces of the mean of all processes' `gradients`, of those of `leaves` that any has one of."""
+        """This process's pieces of the mean of all processes' `gradients`, of those of `leaves` that any has one of.
+
+        They are there behind the device's PEER stream, and lie in `gradients`, which are not to be used otherwise.
+        """
         return gradients
 
     def reduce_bytes(self, device: Device) -> int:
-        """Device memory that `reduce` takes at most."""
+        """Device memory that `reduce` takes at most, beside the gradients."""
         return 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients that this process has sent to others so far."""
+        return 0
+
+    def reduce_rates(self, device: Device) -> tuple[float, float]:
+        """Bytes that this process sends in a millisecond of `reduce`, and the milliseconds that any `reduce` takes."""
+        return 0.0, 0.0
 
     def measured(self, gradient: Tensor) -> Tensor:
         """What `total` wants to know of one gradient (a piece)."""

@@ -4,6 +4,9 @@
     rank 1   b0 b1 b2   ->     rank 1   a1 + b1 + c1        piece r of every tensor, added in the order of the ranks
     rank 2   c0 c1 c2          rank 2   a2 + b2 + c2
 
+Each process's piece of the mean takes the place of that piece of its own gradient. It all happens on the device's PEER
+stream, behind what was computed so far.
+
 An all-to-all moves the bytes of a reduce-scatter, and leaves the order of additions to us: the sum is the same whatever
 the library, the machine, or the number of tensors that are sent together.
 """
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from harmony_ds.device.base import Device
+from harmony_ds.device.base import Device, Stream
 
 _BUCKET_BYTES = 64 * 2**20
 _GRAIN = 128
@@ -61,6 +64,8 @@ class Exchange:
         self._group = group
         self._in_order = in_order
         self._rank, self._size = rank, size
+        self.sent_bytes = 0
+        """What has been sent to other processes so far."""
 
     def bucket_bytes(self, device: Device) -> int:
         """What is sent at a time, at most."""
@@ -77,24 +82,35 @@ class Exchange:
             shapes: elements of what is reduced, by name and in the same order everywhere.
             gradients: this process's; it adds zeros for those that it has none of.
         """
-        pieces: dict[str, list[Tensor]] = {name: [] for name in shapes}
         limit = max(1, self.bucket_bytes(device) // dtype.itemsize)
         taken = BUFFERS * self.bucket_bytes(device)
+        device.wait(Stream.PEER, device.record(Stream.COMPUTE))
         device.charge(taken, "the gradients that processes exchange")
         try:
-            for bucket in _buckets(shapes, limit):
-                for part, total in zip(bucket, self._exchange(device, bucket, gradients, dtype), strict=True):
-                    pieces[part.name].append(total)
+            with torch.no_grad(), device.on(Stream.PEER):
+                flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
+                mine = {name: piece_of(numel, self._rank, self._size) for name, numel in shapes.items()}
+                pieces = {
+                    name: flat[name][own]
+                    if name in flat
+                    else torch.empty(_length(own), dtype=dtype, device=device.torch_device)
+                    for name, own in mine.items()
+                }
+                for bucket in _buckets(shapes, limit):
+                    totals = self._exchange(device, bucket, flat, dtype)
+                    for part, total in zip(bucket, totals, strict=True):
+                        own = part.of(self._rank, self._size)
+                        begin = own.start - mine[part.name].start
+                        pieces[part.name][begin : begin + _length(own)].copy_(total)
         finally:
             device.discharge(taken)
-        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in pieces.items()}
+        return pieces
 
     def _exchange(
-        self, device: Device, bucket: Sequence[_Part], gradients: Mapping[str, Tensor], dtype: torch.dtype
+        self, device: Device, bucket: Sequence[_Part], flat: Mapping[str, Tensor], dtype: torch.dtype
     ) -> list[Tensor]:
         rank, size = self._rank, self._size
         lengths = [_length(part.of(rank, size)) for part in bucket]
-        flat = {part.name: gradients[part.name].reshape(-1) for part in bucket if part.name in gradients}
         to_each = [sum(_length(part.of(other, size)) for part in bucket) for other in range(size)]
         sent = torch.zeros(sum(to_each), dtype=dtype, device=device.torch_device)
         offset = 0
@@ -104,6 +120,7 @@ class Exchange:
                 if part.name in flat:
                     sent[offset : offset + _length(elements)].copy_(flat[part.name][elements])
                 offset += _length(elements)
+        self.sent_bytes += (len(sent) - to_each[rank]) * dtype.itemsize
         total = self._added(sent, to_each) if self._in_order else self._reduced(sent, to_each)
         return list(total.div_(size).split(lengths))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from harmony_ds.device.base import Device
+from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, PeerStrayed
@@ -19,6 +21,9 @@ from harmony_ds.parallel.exchange import BUFFERS, Exchange, piece_of
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 T = TypeVar("T")
+_TRIED_BYTES = 16 * 2**20
+_TRIES = 6
+_GRAIN = 1024
 
 
 class World(Alone):
@@ -44,6 +49,7 @@ class World(Alone):
         self._norms = 0
         self._told: BaseException | None = None  # the error that the others know of
         self._left = False
+        self._rates: tuple[float, float] | None = None
 
     def name_parameters(self, names: Sequence[str]) -> None:
         """The parameters whose updates are waited for."""
@@ -152,6 +158,34 @@ class World(Alone):
             return {}
         dtype = next((g.dtype for g in gradients.values()), None)
         return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._exchange.sent_bytes
+
+    def reduce_rates(self, device: Device) -> tuple[float, float]:
+        if self._rates is None:
+            sent = self.sent_bytes
+            large = min(_TRIED_BYTES, self._exchange.bucket_bytes(device)) // 4
+            few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
+            nbytes = 4 * large * (self.size - 1) / self.size
+            # Of small buckets all the time may be fixed: then they are as fast as that.
+            self._rates = nbytes / max(many_ms - few_ms, many_ms / 8), few_ms
+            self._exchange.sent_bytes = sent
+        return self._rates
+
+    def _reduce_ms(self, device: Device, numel: int) -> float:
+        """The median time in which so many elements are reduced."""
+        leaf = torch.zeros(numel, device=device.torch_device)
+        samples = []
+        for _ in range(_TRIES):
+            device.record(Stream.PEER).synchronize()
+            self.agree("measure")
+            begin = time.perf_counter()
+            self.reduce("to measure", device, {"": leaf.requires_grad_()}, {"": leaf.detach()})
+            device.record(Stream.PEER).synchronize()
+            samples.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(samples[1:])
 
     gradient_dtype = torch.float32
     """In which gradients are added up; set when the engine is made."""

@@ -43,6 +43,9 @@ class Machine:
         beside_update: speed of compute, and of the update, while both run; 1.0 where they do not disturb each other.
         device_update_elements_per_ms: parameters that the device's optimizer updates.
         device_bytes: device memory.
+        peer_bytes_per_ms: what one of several devices sends to the others while it receives as much; 0: there is one.
+        peer_ms: fixed cost of reducing one pack's gradients among them.
+        peers_share_link: whether what they send each other takes the link to the host.
     """
 
     name: str
@@ -60,6 +63,9 @@ class Machine:
     task_ms: float = 0.0
     beside_update: float = 1.0
     device_bytes: int | None = None
+    peer_bytes_per_ms: float = 0.0
+    peer_ms: float = 0.0
+    peers_share_link: bool = False
 
     def swap_in_ms(self, nbytes: float) -> float:
         return self.swap_ms + nbytes / self.swap_in_bytes_per_ms
@@ -69,6 +75,10 @@ class Machine:
 
     def host_update_ms(self, elements: int) -> float:
         return self.update_ms + elements / self.update_elements_per_ms
+
+    def reduce_ms(self, sent_bytes: float) -> float:
+        """Of gradients of which this device sends so many bytes to the others."""
+        return self.peer_ms + (sent_bytes / self.peer_bytes_per_ms if sent_bytes else 0.0)
 
     def with_link(self, factor: float) -> Machine:
         """The machine with a link so many times as fast."""

@@ -2,10 +2,10 @@
 
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
 EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-SWAP_OUT       host_gradients.swap_out        BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
-FREE_GRADIENTS dropping them                  STASH_*    stash.move_out, stash.bring_in
-UPDATE         updater.update                 NORM       updater.norm
-UPDATE_ON_DEVICE                              device_store.update
+REDUCE         world.reduce                   BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
+SWAP_OUT       host_gradients.swap_out        STASH_*    stash.move_out, stash.bring_in
+FREE_GRADIENTS dropping them                  NORM       updater.norm
+UPDATE         updater.update                 UPDATE_ON_DEVICE   device_store.update
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Executor:
         self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave
         self._micro_batches: Mapping[int, MicroBatch] = {}
         self._copies: dict[int, DeviceCopy] = {}
-        self._leaving: dict[int, tuple[dict[str, Tensor], Event]] = {}
+        self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
+        self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._done = 0  # tasks
         self._hyper: Hyper = ()
@@ -59,6 +60,7 @@ class Executor:
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
+            TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
             TaskKind.UPDATE: self._update,
             TaskKind.EVICT: self._evict,
@@ -149,6 +151,7 @@ class Executor:
         for copy in self._copies.values():
             self._parts.residency.evict(copy)
         self._copies.clear()
+        self._reduced.clear()
         while self._leaving:
             self._free(next(iter(self._leaving)))
         self._parts.stash.abandon()
@@ -325,16 +328,21 @@ class Executor:
 
     # ---- gradients and updates
 
+    def _reduce(self, task: Task) -> None:
+        parts, copy = self._parts, self._copies[task.pack]
+        gradients = parts.residency.gradients(copy)
+        self._reduced[task.pack] = parts.world.reduce(f"of pack {task.pack}", parts.device, copy.leaves, gradients)
+        self.outcome.others_update |= self._clipping is None
+
     def _swap_out(self, task: Task) -> None:
         parts, pack = self._parts, self._plan.packs[task.pack]
         assert parts.gradients is not None and parts.updater is not None
-        copy = self._copies[task.pack]
-        kind = f"of pack {task.pack}"
-        gradients = parts.world.reduce(kind, parts.device, copy.leaves, parts.residency.gradients(copy))
-        self.outcome.others_update |= self._clipping is None and parts.world.size > 1
+        own = parts.residency.gradients(self._copies[task.pack])
+        reduced = self._reduced.pop(task.pack, None)
+        gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
         held = self._held_transfers if self._clipping is None else None
-        transfer = parts.gradients.swap_out(gradients, held)
-        self._leaving[task.pack] = (gradients, transfer.arrived)
+        transfer = parts.gradients.swap_out(gradients, held, behind)
+        self._leaving[task.pack] = [*own.values(), *gradients.values()], transfer.arrived
         parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from harmony_ds.device.base import Device, Issuing, Moment, Stream
 from harmony_ds.scheduler.plan import Plan, Task
-from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE, Span
+from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep
 
-_TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT}
+_TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT, Stream.PEER: PEER}
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 

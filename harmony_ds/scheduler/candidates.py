@@ -52,7 +52,7 @@ def packings(
     graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest
 ) -> Iterator[tuple[Packing, str]]:
     """Every way to cut both passes, each once, and its name."""
-    packer = Packer(graph, costs, element)
+    packer = Packer(graph, costs, element, request.policy.devices)
     seen: set[tuple[Bounds, Bounds | None]] = set()
     cuts = _cuts(graph, costs, packer, request)
     # Where every micro-batch swaps every pack, ends and first packs are nothing special, and plans are long to simulate.

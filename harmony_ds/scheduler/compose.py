@@ -11,6 +11,8 @@ U u updates them, and U v those that the model does not use.
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
 last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
 
+Of several devices, R p in front of every O p.
+
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
 its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U.
@@ -88,7 +90,7 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
     away = [
         Task(kind, pack.index)
         for pack in packing.always
-        for kind in (TaskKind.SWAP_OUT, TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
+        for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
     if policy.deferred_update:
         tasks += [*away, Task(TaskKind.NORM, 0)]
@@ -110,6 +112,10 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
 
 def _begin(packing: Packing, group: Group) -> tuple[Task, ...]:
     return () if group.begun else tuple(Task(TaskKind.SWAP_IN, pack.index) for pack in packing.always)
+
+
+def _gradients_out(policy: Policy) -> tuple[TaskKind, ...]:
+    return (TaskKind.SWAP_OUT,) if policy.devices == 1 else (TaskKind.REDUCE, TaskKind.SWAP_OUT)
 
 
 def _update(index: int, policy: Policy) -> Task:
@@ -174,7 +180,7 @@ class _Composer:
                 yield freed
                 freed = None
             if pack.needs_backward and not resident:
-                yield Task(TaskKind.SWAP_OUT, index)
+                yield from (Task(kind, index) for kind in _gradients_out(self._policy))
                 freed = Task(TaskKind.FREE_GRADIENTS, index)
             if pack.needs_backward and updates:
                 yield _update(index, self._policy)

@@ -3,11 +3,12 @@
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
     compute   F, L, B, D     waits for the swap-in of its pack and stash, and behind a G for the gradients on their way
-    swap_out  S, O           waits for the compute so far
+    peer      R              waits for the compute so far
+    swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U       waits for the gradients to arrive; without grouping, adds up what each micro-batch sends
 
 Where updates do not overlap, whatever is issued behind them waits for them.
-Where copies do not overlap with compute (the CPU device), the first four are one stream.
+Where copies do not overlap with compute (the CPU device), all but updates are one stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
-from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import stash_bytes
 
 _RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
@@ -46,6 +47,7 @@ class Lowering:
         self.work: list[tuple[str, _Tasks]] = []
         self._arrived: dict[int, int] = {}  # pack -> its swap-in
         self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
+        self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
@@ -78,8 +80,8 @@ class Lowering:
                     self._compute_after.append(self._arrived[task.pack])
             case TaskKind.EVICT:
                 self._swap_in_after = list(self._latest(COMPUTE))
-            case TaskKind.SWAP_OUT:
-                self._swap_out(task, pack)
+            case TaskKind.REDUCE | TaskKind.SWAP_OUT:
+                self._gradients_out(task, pack)
             case TaskKind.FREE_GRADIENTS:
                 self._compute_after.append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
@@ -121,12 +123,20 @@ class Lowering:
         duration = self._times.of(task.kind, pack, first and task.kind is not TaskKind.BACKWARD)
         self._compute(tasks, len(tasks) * duration, after)
 
+    def _gradients_out(self, task: Task, pack: Pack) -> None:
+        if task.kind is TaskKind.REDUCE:
+            self._reduced[task.pack] = self._reduce(task, pack)
+        else:
+            self._swap_out(task, pack)
+
     def _swap_out(self, task: Task, pack: Pack) -> None:
         policy, updates = self._plan.policy, self._updates
         # Where only a few wait, the host waits for a slab that an earlier update has done with.
         full = not policy.gradients_wait and len(updates) >= policy.gradient_slabs
         freed = (updates[-policy.gradient_slabs],) if full else ()
-        out = self._gone[pack.index] = self._copy_out((task,), pack.gradient_bytes, freed)
+        out = self._gone[pack.index] = self._copy_out(
+            (task,), pack.swap_out_bytes(), freed, self._reduced.get(pack.index)
+        )
         norm_ms = pack.update_elements / self._machine.norm_elements_per_ms
         duration = _ADDITION * norm_ms if self._sent[pack.index] else 0.0
         self._sent[pack.index] += 1
@@ -134,6 +144,12 @@ class Lowering:
         if measured or duration:
             done = self._add(UPDATE, (task,), duration + norm_ms * measured, (out,), self._host_demand())
             self._norms += [done] if measured else []
+
+    def _reduce(self, task: Task, pack: Pack) -> int:
+        machine = self._machine
+        after = (*self._host((task,), machine.task_ms), *self._latest(COMPUTE))
+        demands = self._link_demand(machine.peer_bytes_per_ms) if machine.peers_share_link else ()
+        return self._add(PEER, (task,), machine.reduce_ms(max(pack.sent_bytes, default=0)), after, demands)
 
     def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
         return tuple({self._updated[name] for name in parameters if name in self._updated})
@@ -153,9 +169,11 @@ class Lowering:
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
         return self._add(SWAP_IN, tasks, machine.swap_in_ms(nbytes), after, demands)
 
-    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = ()) -> int:
+    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), behind: int | None = None) -> int:
+        """Behind job `behind`; None: behind the compute so far."""
         machine = self._machine
-        after = (*self._host(tasks, machine.task_ms, freed), *freed, *self._latest(COMPUTE))
+        ready = self._latest(COMPUTE) if behind is None else (behind,)
+        after = (*self._host(tasks, machine.task_ms, freed), *freed, *ready)
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
         return self._add(SWAP_OUT, tasks, machine.swap_out_ms(nbytes), after, demands)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
+from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, slab_bytes
+from harmony_ds.parallel import piece_of
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Packing
 
@@ -22,11 +23,14 @@ class ElementBytes:
 class Packer:
     """Makes packs of one model."""
 
-    def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes) -> None:
+    def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes, devices: int = 1) -> None:
+        """`devices`: of which each updates a piece of every parameter."""
+        self._devices = devices
         self._graph = graph
         self._costs = costs.costs
         self._element = element
         self._specs = {spec.name: spec for spec in graph.parameters}
+        self._pieces = {spec.name: _pieces(spec.numel, devices) for spec in graph.parameters}
         self._unlayered = frozenset(graph.unlayered)
 
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
@@ -70,6 +74,7 @@ class Packer:
         needs_backward = any(self._costs[p].needs_backward for p in positions)
         # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
         owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
+        trained = [self._specs[n] for n in parameters if self._specs[n].trainable and needs_backward]
         return Pack(
             index=index,
             positions=positions,
@@ -77,22 +82,20 @@ class Packer:
             parameters=parameters,
             owned=owned,
             weight_bytes=sum(slab_bytes(self._specs[n].numel, element.weight) for n in parameters),
-            gradient_bytes=sum(
-                slab_bytes(self._specs[n].numel, element.gradient)
-                for n in parameters
-                if self._specs[n].trainable and needs_backward
-            ),
+            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
             needs_backward=needs_backward,
-            update_elements=sum(self._specs[n].numel for n in owned if self._specs[n].trainable),
+            update_elements=self._update_elements(owned),
             resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
             update_bytes=self._update_bytes(owned),
+            gradient_pieces=self._gradient_pieces(trained),
+            sent_bytes=self._sent_bytes(trained),
         )
 
     def _without_calls(self, index: int, names: tuple[str, ...], on_device: bool) -> Pack:
         """Parameters that no call covers; of those that are never on the device, nothing moves."""
         element = self._element
         specs = [self._specs[name] for name in names]
-        trained = [spec for spec in specs if spec.trainable]
+        trained = [spec for spec in specs if spec.trainable] if on_device else []
         return Pack(
             index=index,
             positions=(),
@@ -100,10 +103,29 @@ class Packer:
             parameters=names if on_device else (),
             owned=names,
             weight_bytes=sum(slab_bytes(spec.numel, element.weight) for spec in specs) if on_device else 0,
-            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained) if on_device else 0,
+            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
             needs_backward=True,
-            update_elements=sum(spec.numel for spec in trained) if on_device else 0,
+            update_elements=self._update_elements(spec.name for spec in trained),
+            gradient_pieces=self._gradient_pieces(trained),
+            sent_bytes=self._sent_bytes(trained),
         )
+
+    def _update_elements(self, names: Iterable[str]) -> int:
+        pieces = [self._pieces[name] for name in names if self._specs[name].trainable]
+        return max((sum(of_rank) for of_rank in zip(*pieces, strict=True)), default=0)
+
+    def _gradient_pieces(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
+        if self._devices == 1 or not trained:
+            return ()
+        pieces = [[slab_bytes(n, self._element.gradient) for n in self._pieces[spec.name]] for spec in trained]
+        return tuple(map(sum, zip(*pieces, strict=True)))
+
+    def _sent_bytes(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
+        if self._devices == 1 or not trained:
+            return ()
+        pieces = zip(*(self._pieces[spec.name] for spec in trained), strict=True)
+        total = sum(spec.numel for spec in trained)
+        return tuple((total - sum(own)) * self._element.gradient for own in pieces)
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
         specs = [self._specs[name] for name in names]
@@ -115,3 +137,9 @@ class Packer:
         # Gradients in less than fp32 are cast for all of a pack's parameters before the first is stepped.
         cast = 0 if self._element.gradient == 4 else sum(4 * spec.numel for spec in specs)
         return cast + max((spec.update_bytes for spec in specs), default=0)
+
+
+def _pieces(numel: int, devices: int) -> list[int]:
+    """How many elements of a parameter each device updates."""
+    pieces = (piece_of(numel, rank, devices) for rank in range(devices))
+    return [piece.stop - piece.start for piece in pieces]

@@ -4,7 +4,8 @@ A task prints, and is parsed, as its kind, pack and micro-batch: `I2` swaps pack
 it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back, `O2` swaps the
 pack's gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0`
 and `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
-the whole model is known; `D2` updates pack 2, which never leaves the device, there.
+the whole model is known; `D2` updates pack 2, which never leaves the device, there; `R2` adds up the gradients of pack 2
+that several devices have, so that each swaps out, and updates, its own piece.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.
@@ -35,6 +36,7 @@ class TaskKind(Enum):
     STASH_IN = "T"
     NORM = "N"
     UPDATE_ON_DEVICE = "D"
+    REDUCE = "R"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,14 @@ class Pack:
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
             whose gradient is the last of theirs to arrive.
         weight_bytes: bytes that one swap-in moves.
-        gradient_bytes: bytes that one swap-out of all its gradients moves.
+        gradient_bytes: bytes of all its gradients, as one swap-out of one device moves them.
         needs_backward: whether any gradient flows through it.
-        update_elements: trainable elements of `owned`.
+        update_elements: trainable elements of `owned`; of several devices, the most that one of them updates.
         resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack
             owns, and masters and optimizer state of `owned`.
         update_bytes: the most that updating it on the device takes beside that and the gradients.
+        gradient_pieces: of several devices, bytes that each one swaps out of its gradients; else empty.
+        sent_bytes: of several devices, bytes that each one sends to the others to have its gradients reduced.
     """
 
     index: int
@@ -90,6 +94,14 @@ class Pack:
     update_elements: int = 0
     resident_bytes: int = 0
     update_bytes: int = 0
+    gradient_pieces: tuple[int, ...] = ()
+    sent_bytes: tuple[int, ...] = ()
+
+    def swap_out_bytes(self, rank: int | None = None) -> int:
+        """What one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
+        if not self.gradient_pieces:
+            return self.gradient_bytes
+        return max(self.gradient_pieces) if rank is None else self.gradient_pieces[rank]
 
     @property
     def needed_at(self) -> int:
@@ -144,7 +156,7 @@ class Packing:
 class Policy(PlanSwitches):
     """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
 
-    Of one kind of update (`deferred_update`), and one size of slices, every policy gives the same bits.
+    Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
 
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
@@ -153,6 +165,7 @@ class Policy(PlanSwitches):
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
+        devices: how many train the model, each with such a plan and micro-batches of its own.
     """
 
     stash_on_host: int = 0
@@ -161,12 +174,13 @@ class Policy(PlanSwitches):
     resident: tuple[int, ...] = ()
     forward_rows: int = 0
     backward_rows: int = 0
+    devices: int = 1
 
     @staticmethod
-    def of(switches: PlanSwitches, deferred_update: bool) -> Policy:
+    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1) -> Policy:
         """As the ds_config says; what the search decides is left as it is."""
         given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
-        return Policy(**given, deferred_update=deferred_update)
+        return Policy(**given, deferred_update=deferred_update, devices=devices)
 
     @property
     def updates_last(self) -> bool:

@@ -26,9 +26,11 @@ def adopt(
         ConfigError: it was made for another model, other dtypes or another kind of update.
         DoesNotFitError: with what was measured now, it does not fit.
     """
-    packing = _rebuilt(plan.packing, plan.policy.resident, Packer(graph, costs, element), len(graph.calls))
+    packing = _rebuilt(
+        plan.packing, plan.policy.resident, Packer(graph, costs, element, request.policy.devices), len(graph.calls)
+    )
     _check_policy(plan.policy, request.policy)
-    adopted = make_plan(packing, costs, request, plan.policy)
+    adopted = make_plan(packing, costs, request, replace(plan.policy, devices=request.policy.devices))
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(
             f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "
@@ -73,7 +75,10 @@ def _check_policy(saved: Policy, wanted: Policy) -> None:
 
 
 def _compared(pack: Pack, resident: bool) -> Pack:
-    """What must be as it was: of a pack that does not stay on the device, not what it would take there."""
+    """What must be as it was: not what depends on the number of devices, nor what a pack would take on a device where it
+    does not stay.
+    """
+    pack = replace(pack, update_elements=0, gradient_pieces=(), sent_bytes=())
     return pack if resident else replace(pack, resident_bytes=0, update_bytes=0)
 
 

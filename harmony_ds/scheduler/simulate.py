@@ -61,7 +61,8 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     )
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
-        busy[lowering.work[job][0]] += lowering.jobs[job].duration_ms
+        stream = lowering.work[job][0]
+        busy[stream] = busy.get(stream, 0.0) + lowering.jobs[job].duration_ms
     begin = min((timeline.begin_ms[job] for job in steps[-1]), default=0.0)
     spans = (
         Span(stream, timeline.begin_ms[job] - begin, timeline.end_ms[job] - begin, tasks)

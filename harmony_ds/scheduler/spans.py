@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from harmony_ds.scheduler.plan import Task, TaskKind
 
 HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = STREAMS = ("host", "swap_in", "compute", "swap_out", "update")
+PEER = "peer"
+"""Beside these, where there are several devices: what they send each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +33,5 @@ def busy_of(spans: Sequence[Span]) -> dict[str, float]:
     """How long each stream works, in ms; what shares a link, host memory or cores takes longer than it would alone."""
     busy = dict.fromkeys(STREAMS, 0.0)
     for span in spans:
-        busy[span.stream] += span.end_ms - span.begin_ms
+        busy[span.stream] = busy.get(span.stream, 0.0) + span.end_ms - span.begin_ms
     return busy

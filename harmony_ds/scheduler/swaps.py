@@ -11,21 +11,25 @@ from harmony_ds.scheduler.plan import Pack, Plan, TaskKind
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """Bytes that one step moves, by kind."""
+    """Bytes that one step moves on one device, by kind; `sent`: to other devices, not the host."""
 
     weights_in: int = 0
     gradients_out: int = 0
     stash_out: int = 0
     stash_in: int = 0
+    sent: int = 0
 
     @property
     def total(self) -> int:
+        """Between host and device."""
         return self.weights_in + self.gradients_out + self.stash_out + self.stash_in
 
 
-def swaps_of(plan: Plan, costs: CostTable) -> Swaps:
-    """The bytes that the tasks of `plan` move; what the ledger will count."""
-    weights = gradients = out = back = 0
+def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
+    """The bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most); what the ledger will
+    count.
+    """
+    weights = gradients = out = back = sent = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
     for task in plan.tasks:
         pack = plan.packs[task.pack]
@@ -33,14 +37,16 @@ def swaps_of(plan: Plan, costs: CostTable) -> Swaps:
             case TaskKind.SWAP_IN:
                 weights += pack.weight_bytes
             case TaskKind.SWAP_OUT:
-                gradients += pack.gradient_bytes
+                gradients += pack.swap_out_bytes(rank)
+            case TaskKind.REDUCE if pack.sent_bytes:
+                sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
                 out += stash_bytes(pack, costs)
             case TaskKind.STASH_IN:
                 back += sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
             case _:
                 pass
-    return Swaps(weights, gradients, out, back)
+    return Swaps(weights, gradients, out, back, sent)
 
 
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
@@ -48,9 +54,9 @@ def stash_bytes(pack: Pack, costs: CostTable) -> int:
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
 
 
-def lower_bound_bytes(plan: Plan) -> int:
+def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     """Weights in once per pack and pass (the fused last pack, kept packs and unlayered parameters once), gradients out once
-    per pack; nothing of resident packs.
+    per pack; nothing of resident packs. `rank`: of which device; None: of the one that moves most.
     """
     packing = plan.packing
     policy = plan.policy
@@ -59,8 +65,8 @@ def lower_bound_bytes(plan: Plan) -> int:
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
     kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
     again = sum(pack.weight_bytes for pack in backward if pack.index not in kept)
-    gradients = sum(pack.gradient_bytes for pack in backward)
-    always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
+    gradients = sum(pack.swap_out_bytes(rank) for pack in backward)
+    always = sum(pack.weight_bytes + pack.swap_out_bytes(rank) for pack in packing.always)
     return forward + again + gradients + always
 
 

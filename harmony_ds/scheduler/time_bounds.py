@@ -42,12 +42,13 @@ class TimeBounds:
         out = [p for p in backward if p.needs_backward and p.index not in stay]
         always = packing.always
         in_bytes = sum(p.weight_bytes for p in always) + rounds * sum(p.weight_bytes for p in (*there, *back))
-        out_bytes = sum(p.gradient_bytes for p in always) + rounds * sum(p.gradient_bytes for p in out)
+        out_bytes = sum(p.swap_out_bytes() for p in always) + rounds * sum(p.swap_out_bytes() for p in out)
         stash = self._micro_batches * self._stash_bytes(packing, policy)
         swap_in = (
             rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
         )
         swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
+        reduce = rounds * sum(machine.reduce_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
         compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) for p in out)
@@ -57,11 +58,11 @@ class TimeBounds:
         # next step's first swap-in waits for the update as well.
         first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
         begin = machine.swap_in_ms(first.weight_bytes) if first.index not in stay else 0.0
-        end = machine.swap_out_ms(last.gradient_bytes) if last in out else 0.0
+        end = machine.swap_out_ms(last.swap_out_bytes()) if last in out else 0.0
         turn = self._update_ms(last) if last in out and last is first else 0.0
         if not machine.copies_overlap:
-            return max(compute + swap_in + swap_out + max(turn, on_device), update), swap_bytes
-        return max(begin + compute + end + turn, compute + on_device, swap_in, swap_out, update), swap_bytes
+            return max(compute + swap_in + reduce + swap_out + max(turn, on_device), update), swap_bytes
+        return max(begin + compute + end + turn, compute + on_device, swap_in, reduce, swap_out, update), swap_bytes
 
     def tighter(self, packing: Packing, policy: Policy) -> float:
         """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
@@ -137,7 +138,7 @@ class _Walk:
         owner = {name: i for i in packing.backward for name in packs[i].owned}
         self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
         self._updated: dict[int, float] = {}
-        self._computed = self._came = self._gone = self._host = 0.0
+        self._computed = self._came = self._reduced = self._gone = self._host = 0.0
         self._freed = self._freed_earlier = 0.0  # when the last pack's gradients were gone, and those of the one before
         self._evicted = self._evicted_earlier = 0.0  # when the last eviction was safe, and that before the last run
 
@@ -183,7 +184,9 @@ class _Walk:
     def _swap_out(self, pack: Pack) -> None:
         machine, deferred = self._machine, self._policy.deferred_update
         if pack.index not in self._stay:
-            self._gone = self._freed = max(self._gone, self._computed) + machine.swap_out_ms(pack.gradient_bytes)
+            reduce_ms = machine.reduce_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
+            self._reduced = max(self._reduced, self._computed) + reduce_ms
+            self._gone = self._freed = max(self._gone, self._reduced) + machine.swap_out_ms(pack.swap_out_bytes())
             if not machine.copies_overlap:
                 self._computed = self._gone
             norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0

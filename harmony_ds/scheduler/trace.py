@@ -15,7 +15,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.simulate import Prediction
-from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span, busy_of
+from harmony_ds.scheduler.spans import COMPUTE, PEER, STREAMS, UPDATE, Span, busy_of
 from harmony_ds.scheduler.swaps import stash_bytes
 
 _COLOURS = {
@@ -31,6 +31,7 @@ _COLOURS = {
     TaskKind.STASH_IN: "thread_state_uninterruptible",
     TaskKind.NORM: "cq_build_passed",
     TaskKind.UPDATE_ON_DEVICE: "cq_build_running",
+    TaskKind.REDUCE: "rail_idle",
 }
 """Of those that chrome://tracing knows; Perfetto colours by name."""
 _US_PER_MS = 1e3
@@ -133,7 +134,8 @@ class _Process:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
         yield self._meta("process_name", 0, {"name": f"{self._name} step"})
         yield self._meta("process_sort_index", 0, {"sort_index": self._pid})
-        for number, stream in enumerate(STREAMS, start=1):
+        tracks = STREAMS if self._plan.policy.devices == 1 else (*STREAMS, PEER)
+        for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})
         for span in sorted(spans, key=lambda span: (span.begin_ms, span.end_ms)):
@@ -141,7 +143,7 @@ class _Process:
                 yield self._event("C", "device memory", span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
             begin, end = _us(span.begin_ms), _us(span.end_ms)
             yield {
-                **self._event("X", span.name, span.begin_ms, STREAMS.index(span.stream) + 1, args=self._args(span)),
+                **self._event("X", span.name, span.begin_ms, tracks.index(span.stream) + 1, args=self._args(span)),
                 "cat": span.tasks[0].kind.name.lower(),
                 "dur": round(end - begin, 3),
                 "cname": _COLOURS[span.tasks[0].kind],
@@ -173,12 +175,14 @@ class _Process:
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
     def _bytes(self, task: Task, pack: Pack) -> int:
-        """What the task moves between host and device."""
+        """What the task moves between host and device, or between devices, at most."""
         match task.kind:
             case TaskKind.SWAP_IN:
                 return pack.weight_bytes
             case TaskKind.SWAP_OUT:
-                return pack.gradient_bytes
+                return pack.swap_out_bytes()
+            case TaskKind.REDUCE:
+                return max(pack.sent_bytes, default=0)
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
                 return stash_bytes(pack, self._costs)
             case _:

@@ -21,8 +21,9 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
     the pack's weights and its own stash on the device; every gradient is swapped out once (without grouping, once for
     each micro-batch), behind the last backward, freed as often, and updated once behind that (and behind the norm, if
-    there is one, or the backward pass, as the policy says); and nothing is left on the device but the resident packs,
-    which are never swapped and share no parameter with others. The unlayered parameters are there while anything runs.
+    there is one, or the backward pass, as the policy says), and of several devices reduced before it is swapped out; and
+    nothing is left on the device but the resident packs, which are never swapped and share no parameter with others. The
+    unlayered parameters are there while anything runs.
     """
     resident = policy.resident
     _check_cover(packing)
@@ -85,6 +86,7 @@ class _Walk:
         self._norm_missing = deferred
         self._inside: set[int] = {*policy.resident, *(self._always if group.begun else ())}
         self._gathered: set[int] = set()  # packs with gradients that have not been swapped out
+        self._reduced: set[int] = set()  # packs whose gradients are the sums of all devices'
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._out: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
@@ -95,6 +97,7 @@ class _Walk:
             TaskKind.FORWARD: self._run_forward,
             TaskKind.FUSED: self._run_backward,
             TaskKind.BACKWARD: self._run_backward,
+            TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
             TaskKind.FREE_GRADIENTS: self._free,
             TaskKind.STASH_OUT: self._stash_out,
@@ -177,7 +180,18 @@ class _Walk:
             return any(self._backward.values())
         return any(task.pack in order for order in self._backward.values())
 
+    def _reduce(self, task: Task) -> str | None:
+        if self._policy.devices == 1 or task.pack in self._reduced:
+            return "reduced twice, or with no other device"
+        if task.pack not in self._gathered or (self._policy.grouping and self._unfinished(task)):
+            return "reduced before all of its gradients are there"
+        self._reduced.add(task.pack)
+        return None
+
     def _swap_out(self, task: Task) -> str | None:
+        if self._policy.devices > 1 and task.pack not in self._reduced:
+            return "its gradients are one device's"
+        self._reduced.discard(task.pack)
         if task.pack not in self._inside:
             return "its gradients went with its weights"
         if task.pack not in self._gathered or (self._policy.grouping and self._unfinished(task)):

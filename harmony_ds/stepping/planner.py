@@ -17,6 +17,7 @@ from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.profiler.rows import WHOLE_CALLS
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
@@ -29,6 +30,7 @@ from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
+from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.scheduler.validate import validate
 
@@ -50,7 +52,7 @@ class Planner:
         self._saved = saved
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-        self._policy = Policy.of(config.harmony, config.deferred_update)
+        self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.size)
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
         self._graph = graph
@@ -74,6 +76,11 @@ class Planner:
     def plan(self) -> Plan | None:
         """The plan for a full group; None before the first micro-batch has been seen."""
         return self.choices[0].plan if self.choices else None
+
+    def swaps(self, rank: int) -> Swaps:
+        """What a step of `plan` moves on the device of process `rank`."""
+        assert self.plan is not None and self._costs is not None
+        return swaps_of(self.plan, self._costs, rank)
 
     @property
     def graph(self) -> LayerGraph:
@@ -155,11 +162,14 @@ class Planner:
         return reduce(CostTable.worst, (one for one, _ in found))
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        return self._parts.world.first("plan", lambda: self._chosen(graph, costs, group_size, sizes))
+        assert self.measuring.machine is not None
+        peer_bytes_per_ms, peer_ms = self._parts.world.reduce_rates(self._parts.device)
+        machine = replace(self.measuring.machine, peer_bytes_per_ms=peer_bytes_per_ms, peer_ms=peer_ms)
+        return self._parts.world.first("plan", lambda: self._chosen(graph, costs, machine, group_size, sizes))
 
-    def _chosen(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        machine = self.measuring.machine
-        assert machine is not None
+    def _chosen(
+        self, graph: LayerGraph, costs: CostTable, machine: Machine, group_size: int, sizes: Sizes
+    ) -> tuple[Choice, ...]:
         request = self.request(graph, group_size, sizes)
         if self._saved is not None:
             return (adopt(self._saved, graph, costs, machine, self._element, request),)

@@ -1,0 +1,78 @@
+"""What several processes move, counted in the collectives themselves and on the links, is what the plan says."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parallel.processes import run
+from tests.parallel.training import Training, data_of, engine_of, number_of
+
+_ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02})
+
+
+def _moved(accumulations: tuple[int, ...], clip: float) -> list[dict[str, Any]]:
+    """In one of several processes: what the second step of a training moves."""
+    told = []
+    for accumulation in accumulations:
+        training = Training(model=_ONE.model, harmony=_ONE.harmony, accumulation=accumulation, clip=clip)
+        engine = engine_of(training)
+        rank, size = engine.global_rank, engine.world_size
+        counted = _count_collectives(rank)
+        for step in range(2):
+            counted["sent"] = 0
+            numbers = [number_of(training, size, rank, step, i) for i in range(accumulation)]
+            engine.train_batch([data_of(training, number) for number in numbers])
+        counted["undo"]()
+        plan, swaps = engine.plan_report(), engine.swap_report()
+        told.append(
+            {
+                "in the collectives": counted["sent"],
+                "planned": plan.planned.sent,
+                "counted": plan.sent_bytes,
+                "planned swaps": plan.planned.total,
+                "counted swaps": plan.swapped_bytes,
+                "ratio": swaps.ratio,
+                "gradients": sum(p.numel() * 4 for p in engine.module.parameters()),
+            }
+        )
+        engine.destroy()
+    return told
+
+
+def _count_collectives(rank: int) -> dict[str, Any]:
+    """Counts, from here on, what leaves this process by torch's collectives over tensors."""
+    exchange = dist.all_to_all_single
+    counted: dict[str, Any] = {"sent": 0}
+
+    def counting(received: Tensor, sent: Tensor, there: list[int], away: list[int], group: Any) -> Any:
+        counted["sent"] += (sent.numel() - away[rank]) * sent.element_size()
+        return exchange(received, sent, there, away, group=group)
+
+    def undo() -> None:
+        dist.all_to_all_single = exchange
+
+    dist.all_to_all_single = counting  # type: ignore[assignment]
+    counted["undo"] = undo
+    return counted
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_cross_once_a_step_whatever_the_accumulation(size: int) -> None:
+    of_ranks = run(size, _moved, (1, 4, 16), 0.0)
+    for told in of_ranks:
+        for one in told:
+            assert one["in the collectives"] == one["counted"] == one["planned"]
+            assert one["counted swaps"] == one["planned swaps"]
+            assert one["ratio"] == 1.0
+        assert len({one["counted"] for one in told}) == 1  # accumulation is no reason to send more
+    for accumulation in range(3):
+        sent = sum(told[accumulation]["counted"] for told in of_ranks)
+        assert sent == (size - 1) * of_ranks[0][0]["gradients"]
+
+
+def test_clipping_sends_no_more() -> None:
+    (clipped,), _ = run(2, _moved, (2,), 0.01)
+    (plain,), _ = run(2, _moved, (2,), 0.0)
+    assert clipped["counted"] == plain["counted"] == clipped["planned"]

@@ -1,0 +1,146 @@
+"""Plans of several devices: gradients are reduced once, then each device swaps out and updates its own piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harmony_ds.config import HarmonySettings
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.scheduler.search import search
+from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
+from harmony_ds.scheduler.time_bounds import TimeBounds
+from harmony_ds.scheduler.validate import PlanError, validate
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, text
+
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
+NUMEL = 1000
+DEFERRED = Policy(prefetch=False, devices=2)
+
+
+def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Plan, CostTable]:
+    graph = graph_of([NUMEL] * layers)
+    costs = costs_of(graph.calls, COST)
+    packing = Packer(graph, costs, FP32, policy.devices).packing(tuple(range(layers + 1)))
+    return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
+
+
+def test_every_device_has_whole_grains_of_each_parameter() -> None:
+    pack = planned(DEFERRED)[0].packs[0]
+    # 1000 elements are 8 grains of 128, of which the last one is not full: 512 and 488 elements.
+    assert pack.gradient_pieces == (4 * 512, 4 * 496)  # on the link aligned to 64 bytes
+    assert pack.sent_bytes == (4 * 488, 4 * 512)
+    assert pack.gradient_bytes == 4 * 1008  # on the device all of it
+    assert pack.update_elements == 512
+    assert [pack.swap_out_bytes(rank) for rank in (0, 1, None)] == [2048, 1984, 2048]
+
+
+def test_one_device_has_no_pieces() -> None:
+    pack = planned(Policy())[0].packs[0]
+    assert (pack.gradient_pieces, pack.sent_bytes, pack.update_elements) == ((), (), NUMEL)
+    assert pack.swap_out_bytes(0) == pack.swap_out_bytes() == pack.gradient_bytes
+
+
+def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
+    packing = Packing.reused(packs_of(True, True))
+    tasks = text(compose_step(packing, Group.of(1), replace(DEFERRED, deferred_update=False)))
+    assert tasks == "I0 F0.0 E0 I1 L1.0 R1 O1 U1 E1 I0 B0.0 G1 R0 O0 U0 E0 G0"
+    assert " R" not in text(compose_step(packing, Group.of(1), replace(DEFERRED, devices=1)))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("I0 L0.0 O0 G0 E0 N U0", "one device's"),
+        ("I0 R0 L0.0 O0 G0 E0 N U0", "before all of its gradients"),
+        ("I0 L0.0 R0 R0 O0 G0 E0 N U0", "reduced twice"),
+    ],
+)
+def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
+    packing = Packing.reused(packs_of(True))
+    validate(packing, _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), DEFERRED)
+    with pytest.raises(PlanError, match=message):
+        validate(packing, _parsed(tasks), Group.of(1), DEFERRED)
+
+
+def test_one_device_reduces_nothing() -> None:
+    with pytest.raises(PlanError, match="no other device"):
+        validate(Packing.reused(packs_of(True)), _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), Policy())
+
+
+def test_bytes_do_not_depend_on_the_number_of_micro_batches() -> None:
+    few, costs = planned(DEFERRED, micro_batches=1)
+    many, _ = planned(DEFERRED, micro_batches=16)
+
+    for rank in (0, 1, None):
+        assert swaps_of(few, costs, rank).sent == swaps_of(many, costs, rank).sent > 0
+        assert swaps_of(few, costs, rank).gradients_out == swaps_of(many, costs, rank).gradients_out
+        assert swaps_of(few, costs, rank).total == lower_bound_bytes(few, rank)
+    assert sum(swaps_of(few, costs, rank).sent for rank in (0, 1)) == 2 * 4 * NUMEL
+
+
+def test_a_device_that_computes_alone_waits_for_the_others_gradients() -> None:
+    plan, costs = planned(replace(DEFERRED, deferred_update=False), layers=1)
+    alone, _ = planned(Policy(prefetch=False, deferred_update=False), layers=1)
+    two = simulate(plan, costs, replace(CPU, **PEERS))
+    one = simulate(alone, costs, CPU)
+
+    reduce_ms = 0.25 + 2048 / 500
+    assert two.busy_ms[PEER] == pytest.approx(reduce_ms)
+    assert PEER not in one.busy_ms
+    saved = (4 * 1008 - 2048) / 1000 + (NUMEL - 512) / 200
+    assert two.step_ms == pytest.approx(one.step_ms + reduce_ms - saved)
+
+
+def test_reducing_runs_beside_compute_where_copies_do() -> None:
+    plan, costs = planned(replace(DEFERRED, deferred_update=False), layers=3)
+    machine = replace(GPU, **PEERS)
+    spans = {span.name: span for span in simulate(plan, costs, machine).spans}
+
+    assert spans["R2"].stream == PEER and spans["O2"].stream == SWAP_OUT and spans["U2"].stream == UPDATE
+    assert spans["R2"].end_ms <= spans["O2"].begin_ms
+    backward = spans["B1.0+1"]
+    assert max(spans["R2"].begin_ms, backward.begin_ms) < min(spans["R2"].end_ms, backward.end_ms)
+
+
+def test_peers_without_a_link_of_their_own_slow_swaps_down() -> None:
+    plan, costs = planned(replace(DEFERRED, deferred_update=False), layers=6)
+    machine = replace(GPU, **{**PEERS, "peer_bytes_per_ms": 900.0}, link_bytes_per_ms=1_000.0)
+    assert (
+        simulate(plan, costs, replace(machine, peers_share_link=True)).step_ms > simulate(plan, costs, machine).step_ms
+    )
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferred: bool) -> None:
+    graph = graph_of([NUMEL, 3000, 200, NUMEL, 64, 5000])
+    costs = costs_of(graph.calls, COST)
+    slow = replace(machine, peer_bytes_per_ms=100.0, peer_ms=1.0)
+    for devices in (2, 4):
+        policy = Policy(deferred_update=deferred, devices=devices)
+        request = PlanRequest(HarmonySettings(), 3, None, 0, policy)
+        bounds = TimeBounds(costs, slow, request)
+        for choice in search(graph, costs, slow, FP32, request, top=10):
+            plan, step_ms = choice.plan, choice.prediction.step_ms
+            assert plan.policy.devices == devices and choice.prediction.busy_ms[PEER] > 0
+            assert bounds.of(plan.packing, plan.policy)[0] <= step_ms * (1 + 1e-9)
+            assert bounds.tighter(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
+
+
+def test_a_saved_plan_comes_back_with_its_pieces() -> None:
+    plan, _ = planned(DEFERRED)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def _parsed(tasks: str) -> tuple[Task, ...]:
+    return tuple(map(Task.parse, tasks.split()))
