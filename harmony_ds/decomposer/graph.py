@@ -91,6 +91,21 @@ ALIGNMENT_BYTES = 64
 other code paths, and so other roundings, for memory aligned differently."""
 
 
+_PIECE_GRAIN = 128
+"""Elements."""
+
+
+def piece_of(numel: int, rank: int, size: int) -> slice:
+    """The elements of a tensor that belong to `rank`: whole grains, so that vectors of numbers are not cut.
+
+    Compiled optimizers round the last numbers of what they step, which fill no vector, otherwise than the others.
+    """
+    grains = -(-numel // _PIECE_GRAIN)
+    return slice(
+        min(numel, rank * grains // size * _PIECE_GRAIN), min(numel, (rank + 1) * grains // size * _PIECE_GRAIN)
+    )
+
+
 def slab_bytes(numel: int, itemsize: int) -> int:
     """Bytes that one parameter takes in a slab, and on the link: its own, rounded up to the alignment."""
     return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

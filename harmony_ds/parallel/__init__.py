@@ -2,8 +2,7 @@
 
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import PeerStrayed
-from harmony_ds.parallel.exchange import piece_of
 from harmony_ds.parallel.join import join_world
 from harmony_ds.parallel.world import World
 
-__all__ = ["Alone", "PeerStrayed", "World", "join_world", "piece_of"]
+__all__ = ["Alone", "PeerStrayed", "World", "join_world"]

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from harmony_ds.decomposer.graph import piece_of
 from harmony_ds.device.base import Device, Stream
 
 _BUCKET_BYTES = 64 * 2**20
-_GRAIN = 128
-"""Elements."""
 BUFFERS = 3
 """What is sent, what is received, and their sums, at most."""
 
@@ -45,15 +44,6 @@ class _Part:
         return slice(
             piece.start + length * self.index // self.count, piece.start + length * (self.index + 1) // self.count
         )
-
-
-def piece_of(numel: int, rank: int, size: int) -> slice:
-    """The elements of a tensor that belong to `rank`: whole grains, so that vectors of numbers are not cut.
-
-    Compiled optimizers round the last numbers of what they step, which fill no vector, otherwise than the others.
-    """
-    grains = -(-numel // _GRAIN)
-    return slice(min(numel, rank * grains // size * _GRAIN), min(numel, (rank + 1) * grains // size * _GRAIN))
 
 
 class Exchange:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from harmony_ds.decomposer.graph import piece_of
 from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, PeerStrayed
-from harmony_ds.parallel.exchange import BUFFERS, Exchange, piece_of
+from harmony_ds.parallel.exchange import BUFFERS, Exchange
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 T = TypeVar("T")

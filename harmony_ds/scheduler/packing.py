@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, slab_bytes
-from harmony_ds.parallel import piece_of
+from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, slab_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Packing
 
