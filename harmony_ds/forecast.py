@@ -16,7 +16,7 @@ from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
-from harmony_ds.scheduler.spans import COMPUTE, HOST, SWAP_IN, SWAP_OUT, UPDATE
+from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.survey import Survey
 
@@ -28,6 +28,7 @@ STREAM_NAMES = {
     SWAP_OUT: "swapping out",
     UPDATE: "the host's update",
     HOST: "the engine's own work",
+    PEER: "exchange between devices",
 }
 
 
@@ -61,11 +62,11 @@ class Forecast:
 
     Attributes:
         choice: the plan, its prediction and its reason.
-        items_per_step: tokens or samples.
+        items_per_step: tokens or samples, of all devices.
         device_budget_bytes, host_budget_bytes: None where not known.
-        host_bytes: by kind.
-        lower_bound_bytes: weights and gradients that a step with these packs must move.
-        zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would move.
+        host_bytes: by kind, for all devices.
+        lower_bound_bytes: weights and gradients that a step with these packs must move, for each device.
+        zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would move on one device.
     """
 
     choice: Choice
@@ -121,7 +122,7 @@ def forecast(situation: Situation) -> Forecast:
     weight = survey.element.weight
     return Forecast(
         choice=choice,
-        items_per_step=situation.items * choice.plan.micro_batches,
+        items_per_step=situation.items * choice.plan.micro_batches * choice.plan.policy.devices,
         device_budget_bytes=survey.request.budget_bytes,
         host_bytes=host_bytes(situation, choice),
         host_budget_bytes=situation.host_budget_bytes,
@@ -131,17 +132,20 @@ def forecast(situation: Situation) -> Forecast:
 
 
 def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
-    """What lies in host memory while the plan runs, by kind (see docs/memory.md)."""
+    """What lies in host memory while the plan runs, by kind (see docs/memory.md), for all devices: weights, masters and
+    optimizer state are there once.
+    """
     weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
     elements = sum(spec.numel for spec in parameters if spec.trainable)
-    sent = [plan.packs[index].gradient_bytes for index in plan.packing.backward]
+    devices = plan.policy.devices
+    sent = [plan.packs[index].swap_out_bytes() for index in plan.packing.backward]
     slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), plan.policy.gradient_slabs * max(sent))
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
-        "gradients": slabs + sum(pack.gradient_bytes for pack in plan.packing.always),
-        "stash": choice.prediction.swaps.stash_out,
+        "gradients": devices * (slabs + sum(pack.swap_out_bytes() for pack in plan.packing.always)),
+        "stash": devices * choice.prediction.swaps.stash_out,
     }
 
 

@@ -26,6 +26,7 @@ from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileE
 from harmony_ds.measuring.measuring import SEVERAL
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
+from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
@@ -58,6 +59,22 @@ class Survey:
     costs: CostTable
     element: ElementBytes
     request: PlanRequest
+
+    def among(self, devices: int) -> Survey:
+        """What each of so many such devices sees that train the model on one host, each with the same micro-batches."""
+        if devices == 1:
+            return self
+        request, budget = self.request, self.request.budget_bytes
+        buffers = buffer_bytes(budget)
+        request = replace(
+            request,
+            settings=replace(request.settings, residency="off"),
+            policy=replace(request.policy, devices=devices),
+            budget_bytes=None if budget is None else max(0, budget - buffers),
+            beside_bytes=request.beside_bytes + buffers,
+        )
+        profile = replace(self.profile, machine=self.profile.machine.among(devices))
+        return replace(self, profile=profile, request=request)
 
 
 def estimate(

@@ -168,3 +168,39 @@ def test_traffic_is_compared_with_the_bound_and_with_zero3() -> None:
 
     assert swaps.weights_in + swaps.gradients_out == found.lower_bound_bytes
     assert found.zero3_offload_bytes == LAYERS * ELEMENTS * (4 * (2 + 2 + 2 + 2) + 4)
+
+
+def test_several_devices_hold_weights_and_state_once_and_take_their_pieces_of_the_gradients() -> None:
+    one = tight()
+    two = replace(one, survey=one.survey.among(2))
+    found, alone = forecast(replace(two, survey=replace(two.survey, request=_roomy(two)))), forecast(one)
+
+    assert found.items_per_step == 2 * alone.items_per_step
+    for kind in ("weights", "masters", "optimizer", "gradients"):
+        assert found.host_bytes[kind] == alone.host_bytes[kind]
+    assert found.prediction.swaps.gradients_out == LAYERS * GRADIENT // 2
+    assert found.prediction.swaps.sent == LAYERS * GRADIENT // 2
+
+
+def test_what_the_exchange_takes_is_not_planned_with() -> None:
+    survey = situation(2**30).survey
+    assert survey.among(1) is survey
+    request = survey.among(4).request
+    assert request.budget_bytes == 2**30 - 3 * 2**24
+    assert request.beside_bytes == 3 * 2**24
+    assert request.policy.devices == 4
+
+
+def test_devices_on_one_host_share_its_memory_and_cores() -> None:
+    shared = MACHINE.among(4)
+    assert shared.host_bytes_per_ms == MACHINE.host_bytes_per_ms / 4
+    assert shared.update_elements_per_ms == MACHINE.update_elements_per_ms / 4
+    assert shared.swap_in_bytes_per_ms == MACHINE.swap_in_bytes_per_ms
+    # Nothing is known of a way of their own.
+    assert shared.peers_share_link and shared.peer_bytes_per_ms == MACHINE.link_bytes_per_ms / 2
+    bridged = replace(MACHINE, peer_bytes_per_ms=1e9).among(2)
+    assert not bridged.peers_share_link and bridged.peer_bytes_per_ms == 1e9
+
+
+def _roomy(found: Situation) -> PlanRequest:
+    return replace(found.survey.request, budget_bytes=None)

@@ -2,6 +2,7 @@
 
     python benchmarks/prediction/run.py            predicted against measured step time, four models, three plans each
     python benchmarks/prediction/run.py --top      the search's first choice against its own ten best, as measured
+    torchrun --nproc_per_node 2 benchmarks/prediction/run.py       the first with two processes that share the gradients
 
 Every number is a ratio of two times taken side by side: the model is profiled and trained by turns, so that a slow
 minute of the machine slows both. Prints a line per plan and writes JSON to benchmarks/results/.
@@ -30,6 +31,7 @@ import harmony_ds
 RESULTS = Path(__file__).parent.parent / "results"
 GIB = 2**30
 VOCABULARY = 2048
+RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def build(shape: Shape) -> torch.nn.Module:
 
 
 def batches(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + RANK)
     while True:
         ids = torch.randint(0, VOCABULARY, (shape.micro_batch, shape.tokens), generator=generator)
         yield {"input_ids": ids, "labels": ids}
@@ -121,6 +123,12 @@ def measure(shape: Shape, steps: int, harmony: dict[str, Any]) -> Any:
     return report
 
 
+def say(line: str) -> None:
+    """Once for all processes."""
+    if RANK == 0:
+        print(line, flush=True)
+
+
 def _chosen(only: str | None) -> list[Shape]:
     return [shape for shape in SHAPES if only in (None, shape.name)]
 
@@ -144,11 +152,10 @@ def accuracy(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
                 "measured_peak": reports[-1].device_peak_bytes,
             }
             rows.append(row)
-            print(
+            say(
                 f"{shape.name:<24} {share:>4} x weights  predicted {statistics.median(row['predicted_ms']):8.1f} ms  "
                 f"measured {statistics.median(row['measured_ms']):8.1f} ms  ratio {row['ratio']:.3f} "
-                f"[{min(ratios):.3f}, {max(ratios):.3f}]  {row['plan']}",
-                flush=True,
+                f"[{min(ratios):.3f}, {max(ratios):.3f}]  {row['plan']}"
             )
     return rows
 
@@ -197,9 +204,15 @@ def main() -> int:
     logging.disable(logging.WARNING)
     begin = time.time()
     rows = (top if arguments.top else accuracy)(arguments.rounds, arguments.steps, arguments.only)
+    if RANK != 0:
+        return 0
     name = "prediction-top" if arguments.top else "prediction"
+    launcher = ["python"]
+    if PROCESSES > 1:
+        name += f"-{PROCESSES}-processes"
+        launcher = ["torchrun", "--nproc_per_node", str(PROCESSES)]
     environment = {
-        "command": " ".join(["python", "benchmarks/prediction/run.py", *sys.argv[1:]]),
+        "command": " ".join([*launcher, "benchmarks/prediction/run.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
@@ -210,7 +223,7 @@ def main() -> int:
     path = RESULTS / f"{name}.json"
     if arguments.only is not None and path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in kept if row["shape"] != arguments.only] + rows
+        rows = [row for row in kept if row["shape"]["name"] != arguments.only] + rows
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harmony_ds.cli.options import Asked
@@ -68,6 +68,8 @@ class Answer:
     forecast: Forecast | None
     changes: tuple[Change, ...]
     lack: Lack | None
+    alone: Forecast | None = None
+    """Of one device, where the question was about several."""
 
     @property
     def fits(self) -> bool:
@@ -83,12 +85,15 @@ class Answer:
             "layer_calls": len(survey.graph.calls),
             "micro_batch": self.case.config.micro_batch,
             "accumulation": self.case.config.gradient_accumulation_steps,
+            "devices": survey.request.policy.devices,
             "fits": self.fits,
             "lack": None if self.lack is None else asdict(self.lack),
         }
         if now is not None:
             data |= _forecast_json(now, self.case.subject.unit)
             data["changes"] = [asdict(change) for change in self.changes]
+        if self.alone is not None:
+            data[f"{self.case.subject.unit}_per_s_of_one_device"] = self.alone.items_per_s
         return data
 
 
@@ -114,13 +119,20 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
 
 def answered(asked: Asked, surveyed: Surveyed, host_bytes: int | None) -> Answer:
     """To `estimate` and `plan`. `host_bytes`: of the machine's host, where the options do not say it."""
-    config = asked.config()
+    config = asked.config(asked.devices)
     subject, survey = surveyed(asked.model, asked.shape(config), config)
 
     def resurvey(rows: int) -> Survey:
-        return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1]
+        return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1].among(asked.devices)
 
-    return answer(Case(subject, config, survey, asked.host_bytes or host_bytes), resurvey, asked.advice)
+    one = Case(subject, config, survey, asked.host_bytes or host_bytes)
+    found = answer(replace(one, survey=survey.among(asked.devices)), resurvey, asked.advice)
+    if asked.devices == 1:
+        return found
+    try:
+        return replace(found, alone=forecast(one.situation))
+    except DoesNotFitError:
+        return found
 
 
 def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
@@ -175,7 +187,7 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.accumulation_dtype.itemsize > config.compute_dtype.itemsize:
         saved['"data_types": {"grad_accum_dtype": "bf16"}'] = gradients // 2
     if config.deferred_update and config.loss_scale is None:
-        largest = max(plan.packs[index].gradient_bytes for index in plan.packing.backward)
+        largest = plan.policy.devices * max(plan.packs[index].swap_out_bytes() for index in plan.packing.backward)
         saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
     if update_cost(config).states == 2:
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements

@@ -13,7 +13,7 @@ from harmony_ds.text import columns, wrapped
 _COLUMNS = {
     "gpus": {
         "GPU": "name", "GiB": "memory_gib", "fp32 TFLOP/s": "fp32_tflops", "bf16 TFLOP/s": "half_tflops",
-        "GB/s": "memory_gb_per_s", "link": "link", "host": "host",
+        "GB/s": "memory_gb_per_s", "peers": "peer_gb_per_s", "link": "link", "host": "host",
     },
     "links": {"link": "name", "GB/s": "nominal_gb_per_s", "achieved": "one_way_gb_per_s",
         "both ways": "both_ways_gb_per_s"},

@@ -75,6 +75,7 @@ OPTIONS: dict[str, Option] = {
         for name, key in _OF_KEYS.items()
         if key.option is not None
     },
+    "devices": Option("Devices of one server that train together, each with a micro-batch of its own.", "N", 1),
     "host_memory_gib": Option("Host memory that may be used, in GiB.", "GIB", 0.001),
     "machine": Option(
         'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).', "NAME"
@@ -130,8 +131,8 @@ class Wanted:
     micro_batch: int | None = None
     sequence: int | None = None
 
-    def config(self) -> Config:
-        """The ds_config with the options' values in it.
+    def config(self, world_size: int = 1) -> Config:
+        """The ds_config with the options' values in it, for so many devices.
 
         Raises:
             ConfigError: it cannot be meant.
@@ -140,7 +141,7 @@ class Wanted:
             raise ConfigError(f"there is no ds_config {self.ds_config}.")
         given = {key.path: getattr(self, name, None) for name, key in _OF_KEYS.items()}
         instead = {path: value for path, value in given.items() if isinstance(value, (int, float))}
-        return load_config(DEFAULT if self.ds_config is None else self.ds_config, instead=instead)
+        return load_config(DEFAULT if self.ds_config is None else self.ds_config, world_size, instead)
 
     def shape(self, config: Config) -> BatchShape:
         return BatchShape(config.micro_batch, self.sequence)
@@ -156,8 +157,9 @@ class Planned(Wanted):
 
 @dataclass(frozen=True)
 class Asked(Planned):
-    """And what of the host's memory, and how much of an answer is wanted."""
+    """And on how many devices, what of the host's memory, and how much of an answer is wanted."""
 
+    devices: int = 1
     host_memory_gib: float | None = None
     advice: bool = True
     as_json: bool = False

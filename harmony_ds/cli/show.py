@@ -29,9 +29,16 @@ def _show(answer: Answer, note: str) -> None:
     print(f"{subject.name}, {_count(parameters)} parameters in {len(survey.graph.layers)} layers")
     print(wrapped(f"on {survey.profile.machine.name}{note}"))
     rows = "1 row" if config.micro_batch == 1 else f"{config.micro_batch} rows"
-    print(f"{steps} micro-batches of {rows} in a step: {subject.items * steps:,} {subject.unit}\n")
+    devices = survey.request.policy.devices
+    each = "" if devices == 1 else f" on each of {devices} devices"
+    print(f"{steps} micro-batches of {rows} in a step{each}: {subject.items * steps * devices:,} {subject.unit}\n")
     if answer.forecast is not None:
         _show_forecast(answer.forecast, subject.unit)
+    if answer.forecast is not None and answer.alone is not None:
+        gain = answer.forecast.items_per_s / answer.alone.items_per_s
+        print(
+            labelled("alone", f"one device: {answer.alone.items_per_s:,.0f} {subject.unit}/s; {devices}: {gain:.2f} x")
+        )
     if answer.changes and answer.forecast is not None:
         print("\nwhat would help most:")
         for change in answer.changes:
@@ -48,6 +55,8 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     busy = ", ".join(f"{STREAM_NAMES[name]} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005)
     swaps, sizes = now.prediction.swaps, Sizes.of(now.plan.policy)
     moved, stash = swaps.weights_in + swaps.gradients_out, swaps.stash_in + swaps.stash_out
+    versus = "" if now.plan.policy.devices > 1 else f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
+    between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""
     lines = {
         "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
         "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
@@ -57,7 +66,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         f"{1 - now.prediction.idle_share:.0%} of the time",
         "bottleneck": f"{STREAM_NAMES[now.bottleneck]} (busy: {busy})",
         "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
-        f"bound, {amount(stash)} of stash; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}",
+        f"bound, {amount(stash)} of stash{between}{versus}",
     }
     for label, text in lines.items():
         print(labelled(label, text))

@@ -24,8 +24,18 @@ from harmony_ds.decomposer.graph import piece_of
 from harmony_ds.device.base import Device, Stream
 
 _BUCKET_BYTES = 64 * 2**20
-BUFFERS = 3
+_BUFFERS = 3
 """What is sent, what is received, and their sums, at most."""
+
+
+def bucket_bytes(budget_bytes: int | None) -> int:
+    """What is sent at a time, at most, by a device of that budget."""
+    return _BUCKET_BYTES if budget_bytes is None else max(4096, min(_BUCKET_BYTES, budget_bytes // 64))
+
+
+def buffer_bytes(budget_bytes: int | None) -> int:
+    """What it takes on the device, at most."""
+    return _BUFFERS * bucket_bytes(budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +67,6 @@ class Exchange:
         self.sent_bytes = 0
         """What has been sent to other processes so far."""
 
-    def bucket_bytes(self, device: Device) -> int:
-        """What is sent at a time, at most."""
-        if device.budget_bytes is None:
-            return _BUCKET_BYTES
-        return max(4096, min(_BUCKET_BYTES, device.budget_bytes // 64))
-
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
@@ -72,8 +76,8 @@ class Exchange:
             shapes: elements of what is reduced, by name and in the same order everywhere.
             gradients: this process's; it adds zeros for those that it has none of.
         """
-        limit = max(1, self.bucket_bytes(device) // dtype.itemsize)
-        taken = BUFFERS * self.bucket_bytes(device)
+        limit = max(1, bucket_bytes(device.budget_bytes) // dtype.itemsize)
+        taken = buffer_bytes(device.budget_bytes)
         device.wait(Stream.PEER, device.record(Stream.COMPUTE))
         device.charge(taken, "the gradients that processes exchange")
         try:

@@ -18,7 +18,7 @@ from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, PeerStrayed
-from harmony_ds.parallel.exchange import BUFFERS, Exchange
+from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class World(Alone):
     def reduce_rates(self, device: Device) -> tuple[float, float]:
         if self._rates is None:
             sent = self.sent_bytes
-            large = min(_TRIED_BYTES, self._exchange.bucket_bytes(device)) // 4
+            large = min(_TRIED_BYTES, bucket_bytes(device.budget_bytes)) // 4
             few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
             nbytes = 4 * large * (self.size - 1) / self.size
             # Of small buckets all the time may be fixed: then they are as fast as that.
@@ -192,7 +192,7 @@ class World(Alone):
     """In which gradients are added up; set when the engine is made."""
 
     def reduce_bytes(self, device: Device) -> int:
-        return BUFFERS * self._exchange.bucket_bytes(device)
+        return buffer_bytes(device.budget_bytes)
 
     def measured(self, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).double()

@@ -30,6 +30,7 @@ class Gpu:
     Attributes:
         fp32_tflops, tf32_tflops, half_tflops: dense peaks: of plain fp32; of tensor cores in tf32; of tensor cores in
             bf16 or fp16 with fp32 accumulation.
+        peer_gb_per_s: what it sends to its neighbours while it receives as much (NVLink); 0: that goes over PCIe.
         link, host: what it usually comes with.
     """
 
@@ -42,6 +43,7 @@ class Gpu:
     link: str
     host: str
     source: str
+    peer_gb_per_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -169,6 +171,7 @@ class Hardware:
             task_ms=typical.task_us / 1e3,
             update_bytes_per_element=update.bytes_per_element,
             device_bytes=self.gpu.memory_bytes,
+            peer_bytes_per_ms=self.gpu.peer_gb_per_s * typical.bandwidth_share * _PER_MS,
         )
 
     def kernels(self) -> KernelRates:

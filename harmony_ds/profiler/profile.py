@@ -80,6 +80,23 @@ class Machine:
         """Of gradients of which this device sends so many bytes to the others."""
         return self.peer_ms + (sent_bytes / self.peer_bytes_per_ms if sent_bytes else 0.0)
 
+    def among(self, devices: int) -> Machine:
+        """What each of so many such devices has, with a link of its own, on one host whose memory and cores they share.
+
+        Where no rate between devices is known, they send through the link, both ways at once.
+        """
+        if devices == 1:
+            return self
+        return replace(
+            self,
+            name=f"{devices} x {self.name}",
+            host_bytes_per_ms=self.host_bytes_per_ms / devices,
+            update_elements_per_ms=self.update_elements_per_ms / devices,
+            norm_elements_per_ms=self.norm_elements_per_ms / devices,
+            peer_bytes_per_ms=self.peer_bytes_per_ms or self.link_bytes_per_ms / 2,
+            peers_share_link=not self.peer_bytes_per_ms,
+        )
+
     def with_link(self, factor: float) -> Machine:
         """The machine with a link so many times as fast."""
         return replace(

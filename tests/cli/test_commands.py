@@ -160,6 +160,31 @@ def test_estimate_as_json(tiny: str) -> None:
     assert {change["what"] for change in data["changes"]} >= {"a link twice as fast", "twice the device memory"}
 
 
+def test_estimate_of_several_devices(tiny: str) -> None:
+    arguments = ("estimate", tiny, "--accumulation", "4", "--sequence", "32", "--no-advice", "--devices", "2")
+    data = run_json(*arguments)
+
+    assert data["devices"] == data["policy"]["devices"] == 2
+    assert data["tokens_per_step"] == 2 * 4 * 32
+    assert data["swaps"]["sent"] > 0
+    assert data["machine"].startswith("2 x rtx4090")
+    one = run_json("estimate", tiny, "--accumulation", "4", "--sequence", "32", "--no-advice")
+    assert data["tokens_per_s_of_one_device"] == pytest.approx(one["tokens_per_s"])
+    assert "sent" in one["swaps"] and one["swaps"]["sent"] == 0
+    shown = run(*arguments).stdout
+    assert "on each of 2 devices: 256 tokens" in shown
+    assert "to other devices" in shown and "one device:" in shown
+
+
+def test_a_batch_that_devices_do_not_divide_is_said(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}')
+    assert run_json("estimate", tiny, "--ds-config", str(file), "--devices", "2", "--no-advice")["devices"] == 2
+    found = run("estimate", tiny, "--ds-config", str(file), "--devices", "3")
+    assert found.exit_code == 1
+    assert "8 != 1 * 4 * 3" in found.stderr
+
+
 def test_the_sequence_is_the_models_longest(tiny: str) -> None:
     assert run_json("estimate", tiny, "--no-advice")["tokens_per_step"] == 64 * 16
 

@@ -58,6 +58,14 @@ def test_adam_in_mixed_precision_moves_thirty_bytes_per_parameter_and_runs_at_th
     assert machine.update_elements_per_ms == pytest.approx(51.2e6 * 0.75 / 30)
 
 
+def test_devices_with_nvlink_send_through_it_and_others_through_their_slot() -> None:
+    assert hardware_of("h100").machine(ADAM).peer_bytes_per_ms == pytest.approx(450e6 * 0.75, rel=0.2)
+    four = hardware_of("h100").machine(ADAM).among(4)
+    assert four.peer_bytes_per_ms == hardware_of("h100").machine(ADAM).peer_bytes_per_ms
+    cards = hardware_of("rtx4090").machine(ADAM).among(4)
+    assert cards.peers_share_link and cards.peer_bytes_per_ms == cards.link_bytes_per_ms / 2
+
+
 def test_an_optimizer_in_fp32_writes_no_copy() -> None:
     assert UpdateCost(states=2, gradient_bytes=4, copy_bytes=0).bytes_per_element == 28
     assert UpdateCost(states=0, gradient_bytes=4, copy_bytes=0).bytes_per_element == 12
