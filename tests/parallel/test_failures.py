@@ -270,11 +270,6 @@ def refusals() -> dict[str, tuple[str, str]]:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
-    def trainer() -> None:
-        from harmony_ds.integrations.transformers import HarmonyMixin
-
-        HarmonyMixin._build_accelerator_args(None)  # type: ignore[arg-type]
-
     return {
         "residency": said(lambda: engine(residency=1)),
         "micro_batch": said(lambda: engine(micro_batch="auto")),
@@ -285,7 +280,6 @@ def refusals() -> dict[str, tuple[str, str]]:
                 model=build("mlp"), config={**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
             )
         ),
-        "HarmonyTrainer": said(trainer),
         "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
     }
 
