@@ -1,5 +1,6 @@
-"""HarmonyTrainer in several processes against the stock Trainer under DistributedDataParallel, which adds up gradients in another
-order: equal to the rounding of that.
+"""HarmonyTrainer in several processes against the stock Trainer under DistributedDataParallel.
+
+That adds gradients up in another order: equal to the rounding.
 """
 
 from __future__ import annotations
