@@ -190,14 +190,19 @@ class Board:
 
     def wait_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> None:
         """Until everybody has updated its pieces of the parameters `indices` as often as `wanted`."""
-
-        def there(other: int) -> bool:
-            raw = os.pread(self._file, 8 * self._parameters, self._place(other, _VERSIONS))
-            done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
-            return bool((done[indices] >= wanted).all())
-
         if self._parameters:
-            self.wait(there, "updated its pieces of the weights")
+            self.wait(lambda other: self._has_versions(other, indices, wanted), "updated its pieces of the weights")
+
+    def have_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Whether `wait_versions` would return at once."""
+        return all(self._has_versions(other, indices, wanted) for other in self._others)
+
+    def _has_versions(self, other: int, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
+        if not len(indices):
+            return True
+        raw = os.pread(self._file, 8 * self._parameters, self._place(other, _VERSIONS))
+        done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
+        return bool((done[indices] >= wanted).all())
 
     # ---- waiting
 

@@ -227,6 +227,10 @@ class World(Alone):
         self._done[indices] += 1
         self._board.post_versions([(int(index), int(self._done[index])) for index in indices])
 
+    def has_updated(self, names: Sequence[str]) -> bool:
+        indices = self._indices(names)
+        return self._left or self._board.have_versions(indices, self._issued[indices])
+
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         indices = torch.arange(len(self._issued)) if names is None else self._indices(names)
         if self._left or not len(indices):
