@@ -1,21 +1,23 @@
-"""TRL's own training scripts, as they come in its package, behind `--deepspeed`: what they do without it."""
+"""Training scripts as they come in the packages of TRL and accelerate: behind DeepSpeed's door what they are without."""
 
 from __future__ import annotations
 
 import json
 import runpy
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import harmony_ds
-from tests.integrations.as_deepspeed import deepspeed_as_it_was
+from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
 from tests.integrations.test_trainer import llama
-from tests.integrations.test_trl import tokenizer as tokenizer
 from tests.oracle import assert_same
 
 pytest.importorskip("trl")
@@ -40,6 +42,10 @@ ARGUMENTS = """
     --bf16 false --gradient_checkpointing false --report_to none --save_strategy steps --save_steps 4 --logging_steps 1
     --disable_tqdm true --seed 3 --optim adamw_torch --dtype float32
 """.split()
+
+SCRIPT_OF_ACCELERATE = (
+    Path(accelerate.__file__).parent / "test_utils" / "scripts" / "external_deps" / "test_performance.py"
+)
 
 
 @pytest.fixture
@@ -76,3 +82,63 @@ def test_a_script_of_trl(script: str, here: Path, monkeypatch: pytest.MonkeyPatc
     assert len(losses(stock)) == 4
     assert losses(ours) == losses(stock)
     assert_same(load_file(ours / "model.safetensors"), load_file(stock / "model.safetensors"), bitwise=True)
+
+
+class Seen:
+    """A metric of the package `evaluate`, and the losses that were propagated back from."""
+
+    def __init__(self) -> None:
+        self.predictions: list[int] = []
+        self.losses: list[torch.Tensor] = []
+
+    def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
+        self.predictions += predictions.tolist()
+
+    def compute(self) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+
+def run_accelerates(monkeypatch: pytest.MonkeyPatch, here: Path, output: str) -> Seen:
+    """accelerate's `test_performance.py`: pairs of sentences; it checks learning rates and what it saved."""
+    from datasets import Dataset, DatasetDict
+
+    seen, backward = Seen(), Accelerator.backward
+
+    def watched(self: Accelerator, loss: torch.Tensor, **more: Any) -> None:
+        backward(self, loss, **more)
+        seen.losses.append(loss)
+
+    pairs = [
+        {"idx": row, "sentence1": ANSWERS[row % 2], "sentence2": ANSWERS[row % 3 > 0], "label": row % 2}
+        for row in range(64)
+    ]
+    splits = DatasetDict(train=Dataset.from_list(pairs), validation=Dataset.from_list(pairs[:10]))
+    (here / output).mkdir()
+    given = ["--model_name_or_path", str(here / "model"), "--output_dir", str(here / output), "--num_epochs", "2"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "evaluate", types.SimpleNamespace(load=lambda *_: seen))
+        patch.setattr("datasets.load_dataset", lambda *_: splits)
+        patch.setattr(Accelerator, "backward", watched)
+        patch.setattr(sys, "argv", ["test_performance.py", *given, "--add_pad_token", "true"])
+        runpy.run_path(str(SCRIPT_OF_ACCELERATE), run_name="__main__")
+    return seen
+
+
+def test_a_script_of_accelerate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_accelerate()
+    stock = run_accelerates(monkeypatch, here, "stock")
+    (here / "ds_config.json").write_text(
+        json.dumps({**DS_CONFIG, "gradient_clipping": 0, "gradient_accumulation_steps": 1})
+    )
+    with deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(here / "ds_config.json"))
+        ours = run_accelerates(monkeypatch, here, "ours")
+
+    assert len(stock.losses) == 8
+    assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses).detach())
+    assert ours.predictions == stock.predictions
+    assert_same(
+        load_file(here / "ours" / "model.safetensors"), load_file(here / "stock" / "model.safetensors"), bitwise=True
+    )
