@@ -131,7 +131,7 @@ def assemble(
     store = _to_slabs(model, decomposition, config, device, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
-    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.torch_device)
+    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
     config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
     stays = config.harmony.residency != "off" or (saved is not None and bool(saved.policy.resident))
     graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)

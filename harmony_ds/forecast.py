@@ -138,8 +138,10 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     devices = plan.policy.devices
-    sent = [plan.packs[index].swap_out_bytes() for index in plan.packing.backward]
-    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), plan.policy.gradient_slabs * max(sent))
+    swapped = [plan.packs[index] for index in plan.packing.backward if index not in plan.policy.resident]
+    sent = [pack.swap_out_bytes() for pack in swapped]
+    few = plan.policy.gradient_slabs * max(sent, default=0)
+    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), few)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,

@@ -18,7 +18,7 @@ from torch import nn
 from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors
-from harmony_ds.config import Config
+from harmony_ds.config import Config, Section
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
@@ -38,6 +38,8 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
 
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
+_ADAM = Section("AdamW", {"torch_adam": True})
+"""Taken for the optimizer where none is configured: the program will pass one."""
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
 
 
@@ -96,9 +98,8 @@ def estimate(
             'machine that has the device, or switch "torch_autocast" off.'
         )
     machine = hardware.machine(update_cost(config))
-    survey = _on_meta(model, inputs, config, hardware.kernels(), kernels, machine)
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return _sized(replace(survey, request=replace(survey.request, budget_bytes=budget)), config)
+    return _sized(_on_meta(model, inputs, config, (hardware.kernels(), kernels), (machine, budget)), config)
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
@@ -108,7 +109,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
         ModelError: the model cannot be decomposed.
         BaseException: whatever the model raised.
     """
-    config = replace(config, harmony=replace(config.harmony, profile=None))
+    config = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
     assembly = assemble(model, config, None, None, None)
     device = assembly.parts.device
     try:
@@ -128,7 +129,8 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         ProfileError: `profile` is of another model, or of smaller micro-batches.
         ModelError: the model cannot be decomposed, or not run without data.
     """
-    found = _on_meta(model, inputs, config, _NO_RATES, Kernels.CUDA, profile.machine)
+    budget = config.harmony.budget_bytes or profile.machine.device_bytes
+    found = _on_meta(model, inputs, config, (_NO_RATES, Kernels.CUDA), (profile.machine, budget))
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -137,14 +139,10 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
             "the profile was made with another harmony.micro_batch than the ds_config's: profile again, with this "
             "ds_config."
         )
-    budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    request = replace(found.request, budget_bytes=budget)
     if not _of_several_sizes(profile):
         costs = profile.at(config.micro_batch)
-        return replace(
-            found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs, request=request
-        )
-    return _sized(replace(found, profile=profile, request=request), config)
+        return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
+    return _sized(replace(found, profile=profile), config)
 
 
 def _of_model(profile: Profile) -> dict[str, str]:
@@ -165,12 +163,14 @@ def _on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Config,
-    rates: KernelRates,
-    kernels: Kernels,
-    machine: Machine,
+    rates: tuple[KernelRates, Kernels],
+    target: tuple[Machine, int | None],
 ) -> Survey:
-    with on_meta(rates, kernels) as clock:
-        assembly = assemble(model, _bare(config), None, None, MetaDevice(lambda: clock.ms))
+    """`target`: the machine, and what may be used of its device's memory."""
+    machine, budget = target
+    with on_meta(*rates) as clock:
+        device = MetaDevice(lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
+        assembly = assemble(model, _bare(config), None, None, device)
         try:
             return _see(assembly, model, inputs, config, machine)
         except (NotImplementedError, RuntimeError) as error:
@@ -180,8 +180,13 @@ def _on_meta(
 
 
 def _bare(config: Config) -> Config:
-    """Without an optimizer, since nothing is updated and DeepSpeed's would have to be compiled, and without files."""
-    return replace(config, optimizer=None, harmony=replace(config.harmony, plan=None, profile=None))
+    """Without files, and with an optimizer."""
+    optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
+    options = optimizer.params
+    if options.get("bias_correction") is False and not options.get("torch_adam"):
+        residency = "off"  # the device would not step as the host does
+    settings = replace(config.harmony, plan=None, profile=None, residency=residency)
+    return replace(config, optimizer=optimizer, harmony=settings)
 
 
 def _see(
@@ -202,7 +207,7 @@ def _see(
             return model(**named)
 
     profile = measuring.profile(Sample(inputs, lambda: call(**inputs), few, loss_of, seed=0), wanted)
-    graph = replace(planner.graph, calls=profile.calls, unlayered=measuring.unlayered)
+    graph = planner.graph_with(profile.calls)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, wanted or WHOLE)
     return Survey(graph, profile, profile.tables[-1][1], element, request)

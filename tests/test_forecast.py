@@ -109,6 +109,22 @@ def test_without_clipping_a_few_slabs_take_turns() -> None:
     assert found.host_bytes["gradients"] == min(3 * largest, LAYERS * GRADIENT)
 
 
+@pytest.mark.parametrize("clipping", [True, False])
+def test_gradients_of_packs_that_stay_need_no_host_memory_and_the_rest_of_them_does(clipping: bool) -> None:
+    roomy = situation(2**40, clipping=clipping)
+    for count in (0, 3, LAYERS):
+        settings = HarmonySettings(residency=count, pack_layers=1)
+        survey = replace(roomy.survey, request=replace(roomy.survey.request, settings=settings))
+        found = forecast(replace(roomy, survey=survey))
+        swapped = LAYERS - count
+
+        assert len(found.plan.policy.resident) == count
+        assert found.host_bytes["gradients"] == (swapped if clipping else min(3, swapped)) * GRADIENT
+        assert found.host_bytes["weights"] == LAYERS * WEIGHT
+        assert found.host_bytes["masters"] == LAYERS * 4 * ELEMENTS
+        assert found.host_bytes["optimizer"] == LAYERS * 8 * ELEMENTS
+
+
 def test_host_memory_that_lacks_is_said() -> None:
     small = replace(tight(), host_budget_bytes=10)
     found = forecast(small)

@@ -24,6 +24,7 @@ from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import Kernels, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.scheduler.search import search
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
 from tests.cover import spread
@@ -221,6 +222,48 @@ def test_the_model_is_left_without_interception() -> None:
     assert "forward" not in model.model.layers[0].__dict__
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [("AdamW", 8), ("Adam", 8), ("Lion", 4), ("Adagrad", 4), ("SGD", 0), (None, 8)],
+)
+def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer: str | None, state: int) -> None:
+    model, inputs = llama("llama-2-7b", 1, 128)
+    block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    found = estimate(model, inputs, config_of(bf16={"enabled": True}, **block), HARDWARE)
+
+    assert found.request.settings.residency == "auto"
+    for spec in found.graph.parameters:
+        counter = 512 * (state > 0 and optimizer != "Lion")  # an allocator's piece for one number
+        assert spec.state_bytes == (4 + state) * spec.numel + counter
+        fused = optimizer not in ("Lion", "Adagrad")
+        assert (spec.update_bytes == 0) == fused
+
+
+def test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak() -> None:
+    model, inputs = llama("llama-2-7b", 1, 512)
+    plans = {}
+    for residency in ("off", "auto", 3):
+        config = config_of(bf16={"enabled": True}, harmony={"residency": residency})
+        found = estimate(model, inputs, config, HARDWARE)
+        plans[residency] = search(found.graph, found.costs, found.profile.machine, found.element, found.request)[0]
+
+    assert plans["auto"].prediction.step_ms < plans["off"].prediction.step_ms
+    assert plans["auto"].plan.policy.resident and not plans["off"].plan.policy.resident
+    kept = [plans[3].plan.packs[index] for index in plans[3].plan.policy.resident]
+    assert len(kept) == 3
+    assert plans[3].plan.peak_bytes > sum((2 + 12) * pack.update_elements for pack in kept)
+
+
+@pytest.mark.parametrize("more", [{}, {"pack_layers": 2}])
+def test_packs_do_not_stay_where_the_engine_lets_none_stay(more: dict[str, Any]) -> None:
+    model, inputs = llama("llama-2-7b", 1, 128)
+    uncorrected = {"type": "AdamW", "params": {"bias_correction": False}}  # torch's Adam does not know that
+    optimizer = {"type": "AdamW", "params": {}} if more else uncorrected
+    found = estimate(model, inputs, config_of(optimizer=optimizer, harmony=more), HARDWARE)
+
+    assert found.request.settings.residency == "off"
+
+
 def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     small = config_of(harmony={"device_memory_gib": 3})
@@ -256,6 +299,19 @@ def test_a_saved_profile_stands_in_for_measuring() -> None:
     assert found.costs == measured.costs
     assert found.profile.machine == measured.profile.machine
     assert found.element == measured.element
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", None])
+def test_a_saved_profile_plans_residents_as_the_engine_that_was_measured(optimizer: str | None) -> None:
+    one = family("gpt2")
+    block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    config = config_of(harmony={"device": "cpu", "device_memory_gib": 1}, **block)
+    measured = measure(one.build(0.0), one.batch(0), config)
+    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config, measured.profile)
+
+    assert measured.request.settings.residency == "auto"
+    assert found.graph == measured.graph
+    assert found.request == measured.request
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

@@ -193,4 +193,15 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements
     if now.host_bytes["stash"]:
         saved["half the micro-batches in a step (--accumulation)"] = now.host_bytes["stash"] // 2
+        saved['"harmony": {"stash": "device"}'] = _saved_by_stash_on_device(case, now)
     return saved
+
+
+def _saved_by_stash_on_device(case: Case, now: Forecast) -> int:
+    survey = case.survey
+    request = replace(survey.request, settings=replace(survey.request.settings, stash="device"))
+    try:
+        other = forecast(replace(case.situation, survey=replace(survey, request=request)))
+    except DoesNotFitError:
+        return 0
+    return now.host_total_bytes - other.host_total_bytes

@@ -69,6 +69,11 @@ class Device(ABC):
     """Torch's modes of its own, which `inherited` enters on every thread."""
     _watch: Callable[[Stream, Issuing], Issuing] | None = None
 
+    @property
+    def steps_as(self) -> torch.device:
+        """Where optimizers step as they do here."""
+        return self.torch_device
+
     @contextmanager
     def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
         """While open, `watch` is put around every context of `on`."""

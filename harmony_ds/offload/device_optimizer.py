@@ -75,7 +75,10 @@ class DeviceOptimizer:
         self._host = host
         self._on_host = device.type == "cpu"
         row = native_of(host.optimizer)
-        stand_in = None if row is None else _stand_in(row, host.optimizer)
+        stand_in = None
+        if row is not None:
+            coupled = not getattr(host.optimizer, "adam_w_mode", True)
+            stand_in = stand_in_of(row, [nn.Parameter(torch.empty(0))], coupled)
         self._fused = device.type == "cuda" and isinstance(stand_in or host.optimizer, _FUSED_ON_CUDA)
         # Memory is asked of the stand-in in any case: compiled code cannot step tensors that have no memory.
         self._asked = part_of(stand_in or host.optimizer)
@@ -233,11 +236,13 @@ class DeviceOptimizer:
         return Footprint(sum(_rounded(value) for value in state), 0 if self._fused else working)
 
 
-def _stand_in(row: OptimizerRow, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer with the formula of DeepSpeed's `optimizer` that an accelerator can run."""
-    coupled = row.on_device == "AdamW" and not getattr(optimizer, "adam_w_mode", True)
-    cls: Any = Lion if row.on_device == "Lion" else getattr(torch.optim, "Adam" if coupled else row.on_device)
-    stand_in: torch.optim.Optimizer = cls([nn.Parameter(torch.empty(0))])
+def stand_in_of(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
+    """An optimizer over `parameters`, or groups of them, with the formula of DeepSpeed's compiled one in `row`, that an
+    accelerator can run. `coupled`: weight decay is Adam's, not AdamW's.
+    """
+    name = "Adam" if coupled and row.on_device == "AdamW" else row.on_device
+    cls: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+    stand_in: torch.optim.Optimizer = cls(parameters)
     return stand_in
 
 

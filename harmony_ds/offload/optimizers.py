@@ -16,6 +16,7 @@ from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
+from harmony_ds.offload.device_optimizer import stand_in_of
 from harmony_ds.offload.native import make_native
 
 ParameterGroups = Iterable[Any]
@@ -122,6 +123,8 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     row = named(section.type)
     if row is not None and row.native is not None:
+        if groups[0]["params"][0].is_meta:  # nothing is stepped there, and compiled code could not
+            return stand_in_of(row, groups)
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))

@@ -122,7 +122,7 @@ class Planner:
         if wanted is not None:
             yield wanted, profile.tables[0][1]
             return
-        graph = self._graph_with(profile.calls)
+        graph = self.graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes)[0]
@@ -135,7 +135,7 @@ class Planner:
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
-            graph = self._graph_with(table.calls)
+            graph = self.graph_with(table.calls)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
@@ -148,7 +148,7 @@ class Planner:
         assert failure is not None
         raise failure
 
-    def _graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
+    def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """What is known of the model, now that it has been seen to make these calls."""
         graph = replace(self._graph, calls=calls, unlayered=self.measuring.unlayered)
         used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)

@@ -228,6 +228,22 @@ def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the
     assert "grad_accum_dtype" in ways and "gradient_clipping" in ways and "Lion" in ways
 
 
+def test_where_the_host_lacks_memory_a_stash_that_fits_the_device_is_a_way_out(tiny: str, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "harmony": {"stash": "host", "pack_layers": 1}}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    arguments = ("estimate", tiny, "--ds-config", str(file), "--host-memory-gib", "0.001", "--no-advice")
+    way = '"harmony": {"stash": "device"}'
+
+    data = run_json(*arguments)
+    assert data["host_bytes"]["stash"] > 0
+    assert any(one.startswith(way) for one in data["lack"]["ways_out"])
+    config["harmony"]["stash"] = "device"  # type: ignore[index]
+    file.write_text(json.dumps(config), encoding="utf-8")
+    data = run_json(*arguments)
+    assert not any(one.startswith(way) for one in data["lack"]["ways_out"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
