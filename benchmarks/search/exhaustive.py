@@ -6,8 +6,7 @@ Judged by the simulator. Left out is only what a lower bound of its time, or of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
+from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 
@@ -47,60 +47,60 @@ class Exhaustive:
         for backward in _cuts(len(self._model.graph.calls)):
             for forward in _cuts(backward[-2]):
                 packing = packer.packing(backward, forward)
-                staying = [i for i in packing.backward if i in packing.forward or i == packing.backward[-1]]
-                for states in self._states(packing, staying, best_ms):
-                    for policy in self._policies(packing, staying, states):
-                        ms = self._time(packing, policy, best_ms)
-                        if ms < best_ms:
-                            best_ms, best = ms, (packing, policy)
+                policies = self._policies(packing, best_ms)
+                bounds = self._bounds.tighter(packing, policies)
+                for place in np.argsort(bounds):
+                    if bounds[place] >= best_ms:
+                        break
+                    policy = policies[int(place)]
+                    if self._peaks.of(packing, policy) > self._budget:
+                        continue
+                    self.simulated += 1
+                    plan = draft_plan(packing, self._model.costs, self._model.request, policy)
+                    ms = simulate(plan, self._model.costs, self._model.machine).step_ms
+                    if ms < best_ms:
+                        best_ms, best = ms, (packing, policy)
         return best_ms, best
 
-    def _time(self, packing: Packing, policy: Policy, best_ms: float) -> float:
-        """Of a step; infinite where it is not shorter than `best_ms`, or does not fit."""
-        if self._bounds.tighter(packing, policy) >= best_ms:
-            return float("inf")
-        if self._peaks.at_least(packing, policy) > self._budget or self._peaks.of(packing, policy) > self._budget:
-            return float("inf")
-        self.simulated += 1
-        plan = draft_plan(packing, self._model.costs, self._model.request, policy)
-        return simulate(plan, self._model.costs, self._model.machine).step_ms
-
-    def _policies(self, packing: Packing, staying: list[int], states: NDArray[np.int_]) -> Iterator[Policy]:
-        kept, resident = (
-            tuple(index for index, state in zip(staying, states, strict=True) if state == wanted)
-            for wanted in (_KEPT, _RESIDENT)
+    def _policies(self, packing: Packing, best_ms: float) -> Policies:
+        """All that may fit and may be faster."""
+        rows = self._states(packing, best_ms)
+        which, away, early = (
+            grid.ravel()
+            for grid in np.meshgrid(
+                np.arange(len(rows)), np.arange(len(packing.forward) + 1), (True, False), indexing="ij"
+            )
         )
-        policy = replace(self._model.request.policy, kept=kept, resident=resident)
-        for away in range(len(packing.forward) + 1):
-            for prefetch in (True, False):
-                yield replace(policy, stash_on_host=away, prefetch=prefetch)
+        states = rows[which].T
+        policies = Policies(self._model.request.policy, states == _RESIDENT, states == _KEPT, away, early)
+        return policies.only(self._peaks.at_least(packing, policies) <= self._budget)
 
-    def _states(self, packing: Packing, staying: list[int], best_ms: float) -> NDArray[np.int_]:
-        """Rows of what becomes of each pack in `staying`, without those that cannot fit or cannot be faster."""
+    def _states(self, packing: Packing, best_ms: float) -> NDArray[np.int_]:
+        """Rows of what becomes of each pack, without those that cannot fit or cannot be faster."""
         packs, machine = packing.packs, self._model.machine
-        fused = packing.backward[-1]
-        choices = [(_SWAPPED, _RESIDENT) if i == fused else (_SWAPPED, _KEPT, _RESIDENT) for i in staying]
-        rows = np.array(np.meshgrid(*choices, indexing="ij")).reshape(len(staying), -1).T
+        fused, forward = packing.backward[-1], {*packing.forward}
+        choices = [
+            (_SWAPPED, _RESIDENT) if i == fused else (_SWAPPED, _KEPT, _RESIDENT) if i in forward else (_SWAPPED,)
+            for i in packing.backward
+        ]
+        rows = np.array(list(product(*choices)))
         self.plans += 2 * len(rows) * (len(packing.forward) + 1)
-        others = [packs[i] for i in (*packing.forward, *packing.backward) if i not in staying]
-        moved = sum(np.array([[machine.swap_in_ms(p.weight_bytes), *self._out_ms(p)]]) for p in others)
-        moved = moved + sum(self._moved_ms(packs[i], i == fused)[rows[:, n]] for n, i in enumerate(staying))
-        held = sum(self._held(packs[i])[rows[:, n]] for n, i in enumerate(staying))
-        computed = self._compute_ms(packing) + sum(self._on_device(packs[i])[rows[:, n]] for n, i in enumerate(staying))
-        possible = (moved.max(axis=1) < best_ms) & (held <= self._budget) & (computed < best_ms)
-        return rows[possible]
+        only_forward = sum(machine.swap_in_ms(packs[i].weight_bytes) for i in forward.difference(packing.backward))
+        moved = np.tile([only_forward, 0.0, 0.0], (len(rows), 1))
+        held, computed = np.zeros(len(rows)), np.full(len(rows), self._compute_ms(packing))
+        for i in packing.backward:
+            states = rows[:, i]
+            moved += self._moved_ms(packs[i], twice=i in forward)[states]
+            held += self._held(packs[i])[states]
+            computed += self._on_device(packs[i])[states]
+        return rows[(moved.max(axis=1) < best_ms) & (held <= self._budget) & (computed < best_ms)]
 
-    def _out_ms(self, pack: Pack) -> tuple[float, float]:
-        """Gradients out, and the update."""
+    def _moved_ms(self, pack: Pack, twice: bool) -> NDArray[np.float64]:
+        """By state: ms that swap-in, swap-out and the host's updates take for it; `twice`: it comes in both passes."""
         machine = self._model.machine
-        if not pack.owned:
-            return 0.0, 0.0
-        return machine.swap_out_ms(pack.gradient_bytes), machine.host_update_ms(pack.update_elements)
-
-    def _moved_ms(self, pack: Pack, fused: bool) -> NDArray[np.float64]:
-        """By state: ms that swap-in, swap-out and the host's updates take for it."""
-        once, rest = self._model.machine.swap_in_ms(pack.weight_bytes), self._out_ms(pack)
-        return np.array([[once * (1 if fused else 2), *rest], [once, *rest], [0.0, 0.0, 0.0]])
+        once = machine.swap_in_ms(pack.weight_bytes)
+        rest = machine.swap_out_ms(pack.gradient_bytes), machine.host_update_ms(pack.update_elements)
+        return np.array([[once * (2 if twice else 1), *rest], [once, *rest], [0.0, 0.0, 0.0]])
 
     def _held(self, pack: Pack) -> NDArray[np.float64]:
         """By state: bytes that it holds while the fused pack runs."""
