@@ -8,12 +8,15 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harmony_ds.bench.collectives import SentBytes
 from harmony_ds.bench.engines import Engine, adapter
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import DoesNotFitError, UnsupportedError
@@ -27,11 +30,14 @@ class Server:
     def __init__(self, name: str, task: Workload) -> None:
         torch.set_num_threads(task.threads)
         self.task = task
+        self._rank = int(os.environ.get("RANK", "0"))
         self._on_cuda = task.device == "cuda"
+        if self._on_cuda:
+            torch.cuda.set_device(self._rank)
         if self._on_cuda and task.memory_gib is not None:
-            total = torch.cuda.get_device_properties(0).total_memory
+            total = torch.cuda.get_device_properties(self._rank).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, task.memory_gib * _GIB / total))
-        reason = adapter(name).unavailable(task)
+        reason = adapter(name).refusal(task)
         if reason is not None:
             raise UnsupportedError(reason)
         self.engine: Engine = adapter(name).build(task)
@@ -41,7 +47,7 @@ class Server:
 
         CPU time is that of all threads, to the same end.
         """
-        groups = [self.task.batches(first + index) for index in range(count)]
+        groups = [self.task.batches(first + index, self._rank) for index in range(count)]
         cpu, start = time.process_time(), time.perf_counter()
         losses = [float(self.engine.step(group)) for group in groups]
         computed = time.perf_counter()
@@ -55,29 +61,62 @@ class Server:
         }
 
     def count(self, step: int) -> dict[str, Any]:
-        """Bytes copied between host and device in one step, as CUDA's profiler saw them."""
-        if not self._on_cuda:
-            return {}
+        """In one step: bytes copied between host and device, as CUDA's profiler saw them, and sent to other processes."""
         from torch.profiler import ProfilerActivity, profile
 
-        batches = self.task.batches(step)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        several = self.task.devices > 1
+        if not self._on_cuda and not several:
+            return {}
+        batches = self.task.batches(step, self._rank)
+        # Ours counts itself, and takes no modes of torch.
+        sent = SentBytes(self.task.devices) if several and "sent_bytes" not in self.engine.report() else None
+        with (
+            profile(activities=[ProfilerActivity.CUDA]) if self._on_cuda else nullcontext() as profiler,
+            nullcontext() if sent is None else sent,
+        ):
             float(self.engine.step(batches))
             self.engine.drain()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return copied_bytes(events)
+        counted: dict[str, Any] = {} if sent is None else {"sent_bytes": sent.nbytes}
+        if profiler is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            counted["copied_bytes"] = copied_bytes(events)
+        return counted
 
     def report(self) -> dict[str, Any]:
-        """The engine's own, and peaks of memory."""
-        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        report = {"host_peak_bytes": peak_kib * 1024, "affinity": len(os.sched_getaffinity(0))}
+        """The engine's own, and peaks of memory; of several processes what each has now, shared memory by its share."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
+        report = {"host_peak_bytes": peak, "affinity": len(os.sched_getaffinity(0))}
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
         return {**report, **self.engine.report()}
+
+
+def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several processes answer, as one: losses are means, times those of the last, memory and CPU time are sums, and
+    what is left is the first one's, or the largest number.
+    """
+    first, *others = answers
+    if not others:
+        return first
+    found = dict(first)
+    for key, value in first.items():
+        if key == "losses":
+            found[key] = [sum(of_step) / len(answers) for of_step in zip(*(one[key] for one in answers), strict=True)]
+        elif key in ("cpu_ms", "host_peak_bytes"):
+            found[key] = sum(one[key] for one in answers)
+        elif isinstance(value, (int, float)):
+            found[key] = max(one[key] for one in answers)
+    return found
+
+
+def _own_bytes() -> int:
+    """The proportional set size of this process."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 def serve(pipe: Connection, log: str, kind: type[Server], name: str, task: dict[str, Any]) -> None:

@@ -130,6 +130,11 @@ def _colour(summary: Summary) -> str:
     return _OURS if summary.engine == "harmony" else _OTHERS
 
 
+def _legend_above(axes: Any) -> None:
+    """A legend that covers nothing."""
+    axes.figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+
+
 def _draw_throughput(axes: Any, timed: list[Summary], unit: str) -> None:
     names = [summary.label for summary in timed]
     axes.barh(names, [summary.items_per_s for summary in timed], color=[_colour(summary) for summary in timed])
@@ -154,7 +159,7 @@ def _draw_curve(axes: Any, timed: list[Summary], unit: str) -> None:
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
-    axes.legend(fontsize=8)
+    _legend_above(axes)
 
 
 def _draw_waterfall(axes: Any, timed: list[Summary]) -> None:
@@ -179,7 +184,7 @@ def _draw_memory(axes: Any, timed: list[Summary]) -> None:
         axes.barh([place + offset for place in places], values, height=0.36, label=kind)
     axes.set_yticks(list(places), [summary.label for summary in timed])
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    _legend_above(axes)
 
 
 def _draw_swaps(axes: Any, results: Results, timed: list[Summary]) -> None:
@@ -196,8 +201,9 @@ def _draw_swaps(axes: Any, results: Results, timed: list[Summary]) -> None:
         axes.barh(names, values, left=left, label=kind)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.05 * max(left) or 1)  # bars of no length would end the axis
     axes.set_xlabel("MiB per step")
-    axes.legend(fontsize=8)
+    _legend_above(axes)
 
 
 def _draw_losses(axes: Any, results: Results) -> None:
@@ -206,4 +212,4 @@ def _draw_losses(axes: Any, results: Results) -> None:
         if row.losses:
             axes.plot(row.losses, styles[index % 4], label=label, linewidth=3 - 0.4 * (index % 6), alpha=0.8)
     axes.set(xlabel="step", ylabel="loss")
-    axes.legend(fontsize=8)
+    _legend_above(axes)

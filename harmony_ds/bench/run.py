@@ -130,7 +130,7 @@ def best_micro_batch(contestant: Contestant, timing: Rounds, tell: Tell) -> tupl
 
 def _doubled(task: Workload) -> Iterator[int]:
     rows = task.micro_batch
-    while task.samples % rows == 0:
+    while task.samples // task.devices % rows == 0:
         yield rows
         rows *= 2
 
@@ -204,7 +204,7 @@ class _Turns:
                 counted = child.ask("count", self._next_step[contestant.label])
                 self._results.rows[contestant.label].report = {
                     **report,
-                    **({"copied_bytes": counted} if counted else {}),
+                    **counted,
                 }
         self._running.clear()
 

@@ -37,7 +37,8 @@ class Summary:
         items_per_s: tokens (or samples) per second, of the median step, to the end of all updates.
         utilization: model FLOPs over what the device could do in that time; None where its peak is not known.
         ratio: harmony's drained step time over this engine's, round by round.
-        host_to_device, device_to_host: bytes of one step; `traffic` says how they are known.
+        host_to_device, device_to_host: bytes of one step, of each device; `traffic` says how they are known.
+        sent: bytes that a device sends to others in one step, as counted in the collectives; None where there are none.
         loss_difference: the largest relative distance from the reference's losses; None for the reference.
         losses_agree: None where there is nothing to compare, or the engine is not exact by design.
     """
@@ -58,6 +59,7 @@ class Summary:
     host_peak_bytes: int | None = None
     host_to_device: int | None = None
     device_to_host: int | None = None
+    sent: int | None = None
     traffic: str = ""
     loss_difference: float | None = None
     losses_agree: bool | None = None
@@ -93,13 +95,15 @@ def setting(results: Results) -> str:
     )
     items = sorted({*results.items_per_step.values()})
     where = machine.get("gpu") or f"{machine['cpu']} as the device, {_counted(task['threads'], 'thread')} a process"
+    devices = task.get("devices", 1)
+    each = "" if devices == 1 else f" on each of {devices} devices"
     cap = "no cap on device memory"
     if task["memory_gib"] is not None:
         whom = "for every engine" if task["device"] == "cuda" else "kept by harmony alone: a CPU enforces none"
         cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
     cuts = ", ".join(f"{_counted(count, 'micro-batch')} of {_counted(rows, 'row')}" for count, rows in steps)
     return (
-        f"{Path(task['model']).name}: {results.parameters:,} parameters; {cuts}, "
+        f"{Path(task['model']).name}: {results.parameters:,} parameters; {cuts}{each}, "
         f"{', '.join(f'{count:,}' for count in items)} {results.unit} a step; computed in {dtype}, gradients summed in "
         f"{summed}; {where}; {cap}."
     )
@@ -168,6 +172,7 @@ def _summary(results: Results, label: str, row: Row) -> Summary:
         host_peak_bytes=row.report.get("host_peak_bytes"),
         host_to_device=coming,
         device_to_host=going,
+        sent=row.report.get("sent_bytes"),
         traffic=how,
         loss_difference=difference,
         losses_agree=agree,
@@ -177,7 +182,8 @@ def _summary(results: Results, label: str, row: Row) -> Summary:
 def _utilization(results: Results, label: str, ms: float) -> float | None:
     if results.peak_tflops is None:
         return None
-    return results.flops_per_step[label] / (ms * 1e-3) / (results.peak_tflops[0] * 1e12)
+    devices: int = results.rows[label].task.get("devices", 1)
+    return results.flops_per_step[label] / devices / (ms * 1e-3) / (results.peak_tflops[0] * 1e12)
 
 
 def _ratio(results: Results, row: Row) -> Spread | None:

@@ -8,8 +8,8 @@ from harmony_ds.scheduler.grid import amount
 from harmony_ds.text import columns, wrapped
 
 _TIMES = ("engine", "micro-batches", "{unit}/step", "step ms", "low..high", "{unit}/s", "MFU", "harmony/it")
-_PLACES = ("device peak", "host peak", "to device", "to host", "loss diff.")
-_ON_TERMINAL = ((0, 1, 3, 4, 5, 7), (0, 8, 9, 10, 11, 12))
+_PLACES = ("device peak", "host peak", "to device", "to host", "sent", "loss diff.")
+_ON_TERMINAL = ((0, 1, 3, 4, 5, 7), (0, 8, 9, 10, 11, 12, 13))
 _DIFFERENT = {True: "", False: " !", None: " (not exact by design)"}
 
 
@@ -24,9 +24,9 @@ def report(results: Results, summaries: list[Summary]) -> str:
     heads = headers(results.unit)
     parts = [wrapped(setting(results)), *map(wrapped, verdict(summaries, results.unit))]
     if timed:
-        parts += [
-            columns([heads[i] for i in which], [[row[i] for i in which] for row in timed]) for which in _ON_TERMINAL
-        ]
+        for whole in _ON_TERMINAL:
+            which = [i for i in whole if any(row[i] for row in timed)]
+            parts.append(columns([heads[i] for i in which], [[row[i] for i in which] for row in timed]))
     parts += [wrapped(f"{one.label}: {one.status}", "  ") for one in summaries if one.drained_ms is None]
     if any(summary.traffic == "by formula" for summary in summaries):
         parts.append("* by formula, not counted")
@@ -50,6 +50,7 @@ def cells(summary: Summary) -> tuple[str, ...]:
         "" if summary.ratio is None else f"{summary.ratio.median:.2f}",
         *(_bytes(nbytes) for nbytes in (summary.device_peak_bytes, summary.host_peak_bytes)),
         *(_bytes(nbytes) + mark for nbytes in (summary.host_to_device, summary.device_to_host)),
+        _bytes(summary.sent),
         _difference(summary),
     )
 

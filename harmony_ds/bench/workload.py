@@ -37,6 +37,7 @@ class Workload:
         memory_gib: device memory that may be used. On CUDA no engine gets more; on the CPU harmony_ds alone keeps to it,
             since there the device's memory is the host's.
         threads: per process, for arithmetic on the CPU.
+        devices: that train together, each in a process of its own with `accumulation` micro-batches.
     """
 
     model: str
@@ -49,11 +50,12 @@ class Workload:
     memory_gib: float | None = None
     threads: int = 1
     seed: int = 0
+    devices: int = 1
 
     @property
     def samples(self) -> int:
-        """Of one optimizer step."""
-        return self.micro_batch * self.accumulation
+        """Of one optimizer step, on all devices."""
+        return self.micro_batch * self.accumulation * self.devices
 
     def cut(self, micro_batch: int) -> Workload:
         """The same samples in micro-batches of another size.
@@ -61,9 +63,10 @@ class Workload:
         Raises:
             BatchError: the step's samples are no multiple of it.
         """
-        if self.samples % micro_batch:
-            raise BatchError(f"a step of {self.samples} samples cannot be cut into micro-batches of {micro_batch}.")
-        return replace(self, micro_batch=micro_batch, accumulation=self.samples // micro_batch)
+        own = self.samples // self.devices
+        if own % micro_batch:
+            raise BatchError(f"a step of {own} samples cannot be cut into micro-batches of {micro_batch}.")
+        return replace(self, micro_batch=micro_batch, accumulation=own // micro_batch)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,8 +100,11 @@ class Workload:
         """Tokens (or samples, as `subject.unit` says) of one optimizer step."""
         return self.subject.items * self.samples // self._rows(self.subject.inputs)
 
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of optimizer step `step`: every tensor of the sample inputs drawn anew, in its range."""
+    def batches(self, step: int, rank: int = 0) -> list[Batch]:
+        """The micro-batches of optimizer step `step`: every tensor of the sample inputs drawn anew, in its range.
+
+        Devices take them in turn; these are those of device `rank`.
+        """
         generator = torch.Generator().manual_seed(self.seed + 1 + step)
         rows = self._rows(self.subject.inputs)
         drawn: dict[int, Tensor] = {}
@@ -110,7 +116,7 @@ class Workload:
                 whole[name] = drawn[id(value)]
             else:
                 whole[name] = value
-        return [self._part(whole, index) for index in range(self.accumulation)]
+        return [self._part(whole, index) for index in range(rank, self.accumulation * self.devices, self.devices)]
 
     def _part(self, whole: Batch, index: int) -> Batch:
         first = index * self.micro_batch

@@ -35,6 +35,7 @@ class Raced(options.Wanted):
     device_memory_gib: float | None = None
     device: str | None = None
     threads: int | None = None
+    devices: int = 1
     uncapped: str | None = None
     ablate: bool = False
 
@@ -137,7 +138,8 @@ def _task(wanted: Raced) -> Workload:
         sequence=wanted.sequence,
         device=wanted.on,
         memory_gib=config.harmony.device_memory_gib,
-        threads=wanted.threads or (1 if wanted.on == "cpu" else torch.get_num_threads()),
+        threads=wanted.threads or (1 if wanted.on == "cpu" else torch.get_num_threads() // wanted.devices),
+        devices=wanted.devices,
     )
 
 
@@ -161,7 +163,7 @@ def _engines(task: Workload, wanted: Raced, several: bool) -> Iterator[Contestan
         *((name, name, task) for name in (every if wanted.engines is None else wanted.engines.split(","))),
         *((name, f"{name}, uncapped", free) for name in (wanted.uncapped.split(",") if wanted.uncapped else ())),
     ):
-        reason = engines.adapter(name).unavailable(task)
+        reason = engines.adapter(name).refusal(task)
         if reason is not None:
             _tell(f"{label} is left out: {reason}")
         else:

@@ -118,7 +118,7 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return settings, Alone()
     harmony = settings.harmony
-    on_cuda = device is not None and device.pins_host
+    on_cuda = device is not None and device.torch_device.type == "cuda"
     if device is None:
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         own = device_of_process(harmony.device, local_rank, dist.get_world_size())

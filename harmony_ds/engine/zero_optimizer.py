@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,25 +14,26 @@ from harmony_ds.errors import UnsupportedError
 from harmony_ds.loss_scaling import LossScaler
 
 
-class ShownLossScaler:
-    """The names of DeepSpeed's `LossScaler` and `DynamicLossScaler`, to be read."""
+class ShownNames:
+    """What one of the objects on DeepSpeed's optimizer answers to, to be read."""
 
-    def __init__(self, scaler: LossScaler, dtype: torch.dtype) -> None:
-        vars(self).update(_scaler=scaler, _dtype=dtype)
+    def __init__(self, owner: str, names: Callable[[], dict[str, Any]]) -> None:
+        vars(self).update(_owner=owner, _names=names)
 
     def __getattr__(self, name: str) -> Any:
-        shown = _scaler_names(vars(self)["_scaler"], vars(self)["_dtype"])
+        shown = vars(self)["_names"]()
         if name not in shown:
             raise AttributeError(
-                f"the loss scaler has no {name!r} here: losses are scaled by engine.backward() and engine.scale()."
+                f"optimizer.{vars(self)['_owner']} has no {name!r} here: losses are scaled by engine.backward() and "
+                "engine.scale()."
             )
         return shown[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise _read_only(f"optimizer.loss_scaler.{name}", "fp16.loss_scale")
+        raise _read_only(f"optimizer.{vars(self)['_owner']}.{name}", "fp16.loss_scale")
 
     def __dir__(self) -> list[str]:
-        return sorted(_scaler_names(vars(self)["_scaler"], vars(self)["_dtype"]))
+        return sorted(vars(self)["_names"]())
 
 
 def _scaler_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
@@ -41,6 +43,19 @@ def _scaler_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
         shown |= {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
         shown |= {"cur_iter": state["step"], "cur_hysteresis": state["hysteresis"], "scale_factor": 2.0, "dtype": dtype}
         shown |= {"last_overflow_iter": state["last_overflow"], "raise_error_at_min_scale": True}
+    return shown
+
+
+def _loss_scale_config_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have; steps are counted where the scale moves."""
+    state = scaler.state_dict()
+    shown: dict[str, Any] = dict.fromkeys(("last_overflow_iter", "scale_factor", "scale_window", "min_loss_scale"))
+    shown |= {"use_grad_scaling": dtype == torch.float16, "dynamic_loss_scale": state is not None}
+    shown["cur_scale"] = scaler.scale
+    if state is not None:
+        rules = state["settings"]
+        shown |= {"cur_iter": state["step"], "last_overflow_iter": state["last_overflow"], "scale_factor": 2.0}
+        shown |= {"scale_window": rules["loss_scale_window"], "min_loss_scale": rules["min_loss_scale"]}
     return shown
 
 
@@ -104,7 +119,7 @@ _FIXED: dict[str, Any] = {
 
 
 class ZeroOptimizer:
-    """The optimizer that steps, under its own names and DeepSpeed's; to `isinstance`, one of its class.
+    """The optimizer that steps, under its own names and DeepSpeed's; to `isinstance`, one of its class, and equal to it.
 
     It does not keep its engine alive, and copies and pickles are of the optimizer that steps.
     """
@@ -113,7 +128,10 @@ class ZeroOptimizer:
         vars(self).update(
             optimizer=optimizer,
             overflow=False,
-            loss_scaler=ShownLossScaler(scaler, settings.now.compute_dtype),
+            loss_scaler=ShownNames("loss_scaler", partial(_scaler_names, scaler, settings.now.compute_dtype)),
+            loss_scale_config=ShownNames(
+                "loss_scale_config", partial(_loss_scale_config_names, scaler, settings.now.compute_dtype)
+            ),
             _settings=settings,
             _scaler=scaler,
         )
@@ -146,6 +164,12 @@ class ZeroOptimizer:
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(vars(self)["optimizer"]), *_SHOWN, *(n for n in vars(ZeroOptimizer) if n[0] != "_")})
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self)["optimizer"] is the_one_that_steps(other)
+
+    def __hash__(self) -> int:
+        return hash(vars(self)["optimizer"])
 
     def __repr__(self) -> str:
         return repr(vars(self)["optimizer"])
@@ -190,7 +214,8 @@ class ZeroOptimizer:
 
 
 _SHOWN = {
-    "optimizer", "overflow", "loss_scaler", "cur_scale", "loss_scale", "dynamic_loss_scale", *_OF_SETTINGS, *_FIXED,
+    "optimizer", "overflow", "loss_scaler", "loss_scale_config",
+    "cur_scale", "loss_scale", "dynamic_loss_scale", *_OF_SETTINGS, *_FIXED,
 }  # fmt: skip
 _SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from harmony_ds import zero
+from harmony_ds import utils, zero
 from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
 from harmony_ds.distributed import init_distributed
 from harmony_ds.engine import HarmonyEngine, initialize
+
+LOCAL_HELPERS = tuple(name for name in utils.__all__ if "_local_" in name)
+"""Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""
 
 
 def install_as_deepspeed() -> None:
     """From now on, in this process, `deepspeed.initialize` is `harmony_ds.initialize`.
 
     So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
-    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`; `deepspeed.utils.zero_to_fp32` reads checkpoints of
-    this engine, too; and `torch.distributed` is initialized for this one
-    process. Call it before the training code imports any of these names. The installed DeepSpeed stays what it is under
-    its other names.
+    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, and `safe_get_local_*` and `safe_set_local_*` of
+    `deepspeed.utils`; `deepspeed.utils.zero_to_fp32` reads checkpoints of this engine, too; and `torch.distributed` is
+    initialized for this one process. Call it before the training code imports any of these names. The installed
+    DeepSpeed stays what it is under its other names.
 
     Raises:
         UnsupportedError: a launcher has started several processes.
@@ -26,4 +29,5 @@ def install_as_deepspeed() -> None:
     deepspeed = import_module("deepspeed")
     vars(deepspeed).update(initialize=initialize, DeepSpeedEngine=HarmonyEngine, init_distributed=init_distributed)
     teach(vars(import_module("deepspeed.utils.zero_to_fp32")))
+    vars(deepspeed.utils).update({name: getattr(utils, name) for name in LOCAL_HELPERS})
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)

@@ -105,11 +105,6 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- setup
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        if launched_size() > 1:
-            raise UnsupportedError(
-                f"HarmonyTrainer in {launched_size()} processes is not there yet: train with several devices by a loop of "
-                "your own over harmony_ds.initialize (docs/parallel.md), or start the Trainer in one process."
-            )
         if self._ds_config is None:
             self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
         # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.
@@ -344,6 +339,19 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if launched_size() == 1 or self._engine is None or best is None:
+            super()._load_best_model()
+            return
+        # Weights are there once for all processes, which load them together.
+        path, _ = self._engine.load_checkpoint(best, load_module_only=True)
+        if path is None:
+            raise UsageError(
+                f"load_best_model_at_end in {launched_size()} processes needs a whole checkpoint, and {best} holds weights "
+                "alone: leave save_only_model off."
+            )
 
 
 class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]

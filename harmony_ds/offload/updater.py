@@ -198,8 +198,10 @@ class Updater:
         return self._updating[name] > 0
 
     def is_pending(self, pack: int) -> bool:
-        """Whether an update of `pack` is queued or running; a failure of the thread ends that."""
-        return self._failure is None and self._pending[pack] > 0
+        """Whether an update of `pack` is queued or running, in any process; a failure of the thread ends that."""
+        if self._failure is not None:
+            return False
+        return self._pending[pack] > 0 or not self._world.has_updated(self._last_names.get(pack, ()))
 
     @property
     def failure(self) -> BaseException | None:

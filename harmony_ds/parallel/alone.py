@@ -131,5 +131,9 @@ class Alone:
     def updated(self, names: Sequence[str]) -> None:
         """This process has updated its pieces of `names`."""
 
+    def has_updated(self, names: Sequence[str]) -> bool:
+        """Whether every process has updated what was issued of `names`."""
+        return True
+
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         """Waits until every process has updated what was issued of `names` (None: of all)."""

@@ -4,6 +4,7 @@ Every process has a place of its own, which it alone writes:
 
     rows        two in turn: what it says in agreement k. It writes k + 2 over k when all have read k
     passed      the last agreement that it is through with
+    beats       counted up while it lives (heart.py)
     norms       a ring: its part of the norm of step s
     given up    why it cannot go on, once it cannot
     versions    for every parameter: how many updates of its piece are done
@@ -24,6 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from harmony_ds.errors import PeerFailedError, ProcessesDifferError
+from harmony_ds.parallel import heart
+from harmony_ds.parallel.heart import Heart
 
 _ROW_BYTES = 16384
 _HEAD = struct.Struct("<qII")  # stamp, bytes of the body, checksum
@@ -33,7 +36,8 @@ _NORMS = 64
 _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
 _PASSED = 2 * _ROW_BYTES
-_GIVEN_UP = _PASSED + 64
+_BEATS = _PASSED + 64
+_GIVEN_UP = _BEATS + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
 _VERSIONS = _NORM_RING + _NORMS * 32
 _OK, _FAILED, _STRAYED = range(3)
@@ -67,9 +71,11 @@ class Board:
         self._others = [other for other in range(self.size) if other != rank]
         self._alive = {other: os.pidfd_open(pids[other]) for other in self._others}
         self._agreements = 0
+        self.heart = Heart(self, self._others)
 
     def close(self) -> None:
         """Nobody is asked or told any more."""
+        self.heart.stop()
         for file in self._alive.values():
             os.close(file)
         self._alive.clear()
@@ -146,6 +152,14 @@ class Board:
     def _pass(self, number: int) -> None:
         self._write_number(_PASSED, number)
 
+    # ---- beats: on the thread of the heart
+
+    def post_beat(self, count: int) -> None:
+        self._write_number(_BEATS, count)
+
+    def beats_of(self, other: int) -> int:
+        return self._number(other, _BEATS)
+
     # ---- norms and versions: on the thread of the updates
 
     def post_norm(self, number: int, part: float) -> None:
@@ -176,14 +190,19 @@ class Board:
 
     def wait_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> None:
         """Until everybody has updated its pieces of the parameters `indices` as often as `wanted`."""
-
-        def there(other: int) -> bool:
-            raw = os.pread(self._file, 8 * self._parameters, self._place(other, _VERSIONS))
-            done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
-            return bool((done[indices] >= wanted).all())
-
         if self._parameters:
-            self.wait(there, "updated its pieces of the weights")
+            self.wait(lambda other: self._has_versions(other, indices, wanted), "updated its pieces of the weights")
+
+    def have_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Whether `wait_versions` would return at once."""
+        return all(self._has_versions(other, indices, wanted) for other in self._others)
+
+    def _has_versions(self, other: int, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
+        if not len(indices):
+            return True
+        raw = os.pread(self._file, 8 * self._parameters, self._place(other, _VERSIONS))
+        done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
+        return bool((done[indices] >= wanted).all())
 
     # ---- waiting
 
@@ -220,6 +239,9 @@ class Board:
         for other in waiting:
             if other != self.rank and self._has_ended(other) and not there(other):
                 raise PeerFailedError(other, f"its process ended before it had {what}")
+            if other != self.rank and self.heart.silence_s(other) > heart.SILENCE_S:
+                silence = f"no sign of life for {self.heart.silence_s(other):.0f} s"
+                raise PeerFailedError(other, f"it has given {silence}: its process is stopped, or its engine destroyed")
             if waited > self._timeout_s:
                 raise PeerFailedError(other, f"it has not {what} within {self._timeout_s:.0f} s")
 

@@ -104,7 +104,8 @@ class World(Alone):
     def all(self, kind: str, value: T) -> list[T]:
         self.agree(kind)
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._objects)
+        with self._board.heart.in_collective():
+            dist.all_gather_object(found, value, group=self._objects)
         return found
 
     def first(self, kind: str, make: Callable[[], T]) -> T:
@@ -115,7 +116,8 @@ class World(Alone):
             except Exception as error:  # noqa: BLE001 - everybody's
                 made[1] = error if _travels(error) else RuntimeError(repr(error))
         self.agree(kind)
-        dist.broadcast_object_list(made, group=self._objects, group_src=0)
+        with self._board.heart.in_collective():
+            dist.broadcast_object_list(made, group=self._objects, group_src=0)
         if made[1] is not None:
             self._told = made[1]
             raise made[1]
@@ -124,7 +126,8 @@ class World(Alone):
 
     def mean(self, value: Tensor) -> Tensor:
         self.agree("mean")
-        return self._exchange.mean(value.detach())
+        with self._board.heart.in_collective():
+            return self._exchange.mean(value.detach())
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -158,7 +161,8 @@ class World(Alone):
         if not shapes:
             return {}
         dtype = next((g.dtype for g in gradients.values()), None)
-        return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+        with self._board.heart.in_collective():
+            return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
 
     @property
     def sent_bytes(self) -> int:
@@ -222,6 +226,10 @@ class World(Alone):
         indices = self._indices(names)
         self._done[indices] += 1
         self._board.post_versions([(int(index), int(self._done[index])) for index in indices])
+
+    def has_updated(self, names: Sequence[str]) -> bool:
+        indices = self._indices(names)
+        return self._left or self._board.have_versions(indices, self._issued[indices])
 
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         indices = torch.arange(len(self._issued)) if names is None else self._indices(names)

@@ -48,11 +48,8 @@ class WaitingSwapIns:
             yield self._waiting.popleft()
 
     def _may_wait(self, task: Task) -> bool:
-        """Only swap-ins, on streams of their own; and one waits behind the other, as they share a stream.
-
-        Other processes' updates are not known of before somebody waits for them.
-        """
-        if task.kind is not TaskKind.SWAP_IN or not self._parts.device.copies_overlap or self._parts.world.size > 1:
+        """Only swap-ins, on streams of their own; and one waits behind the other, as they share a stream."""
+        if task.kind is not TaskKind.SWAP_IN or not self._parts.device.copies_overlap:
             return False
         return bool(self._plan.packs[task.pack].positions) and (bool(self._waiting) or self._is_updating(task))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
-from harmony_ds.bench.child import Server, copied_bytes
+from harmony_ds.bench.child import Server, copied_bytes, merged
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
@@ -352,3 +353,57 @@ def test_the_ablation_compares_harmony_with_itself(task: Workload) -> None:
     assert [label for label, equal in equal_results(results_of(task, **rows)).items() if not equal] == [
         "without prefetch"
     ]
+
+
+# ---- several devices
+
+
+def test_devices_take_the_micro_batches_of_a_step_in_turn(task: Workload) -> None:
+    two = replace(task, devices=2, accumulation=2)
+    assert two.samples == task.samples and two.items == task.items
+    every = task.batches(3)
+    for rank in (0, 1):
+        own = two.batches(3, rank)
+        assert [batch["input_ids"].tolist() for batch in own] == [b["input_ids"].tolist() for b in every[rank::2]]
+    assert two.cut(4).accumulation == 1
+    with pytest.raises(BatchError, match="4 samples cannot be cut"):
+        two.cut(8)
+
+
+def test_what_runs_on_one_device_is_left_out(task: Workload) -> None:
+    two = replace(task, devices=2)
+    assert "2 are asked for" in str(engines.adapter("torch").refusal(two))
+    assert engines.adapter("torch").refusal(task) is None
+    for name in ("harmony", "deepspeed-zero3-offload", "deepspeed-zero2-offload"):
+        assert engines.adapter(name).refusal(two) is None
+
+
+def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "ds.json", tmp_path / "bench.json"
+    file.write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--devices", "2", "--output", str(output))
+    found = shell(*arguments, "--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1")
+
+    assert found.exit_code == 0, found.stdout + found.stderr
+    assert "4 micro-batches of 2 rows on each of 2 devices" in " ".join(found.stdout.split())
+    ours, theirs = Results.load(output).rows.values()
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    parameters = Results.load(output).parameters
+    assert ours.report["sent_bytes"] == pytest.approx(4 * parameters / 2, rel=0.2)  # half of the gradients, once
+    # Theirs cross for each of 4 micro-batches (weights of this size it does not gather).
+    assert theirs.report["sent_bytes"] > 4 * ours.report["sent_bytes"]
+
+
+def test_an_error_in_one_of_two_processes_is_the_row_s(task: Workload, tmp_path: Path) -> None:
+    broken = replace(task, devices=2, ds_config={**DS_CONFIG, "optimizer": {"type": "Nonsense", "params": {}}})
+    results = run([Contestant("harmony", "harmony", broken)], Rounds(1, 1, 1), tmp_path / "b.json", False, silent)
+    assert "Nonsense" in str(results.rows["harmony"].error)
+
+
+def test_answers_of_several_processes_are_one() -> None:
+    first = {"losses": [1.0, 2.0], "ms": 3.0, "cpu_ms": 1.0, "host_peak_bytes": 5, "settings": {"a": 1}}
+    other = {"losses": [2.0, 4.0], "ms": 4.0, "cpu_ms": 2.0, "host_peak_bytes": 6, "settings": {"a": 1}}
+    assert merged([first]) == first
+    assert merged([first, other]) == {
+        "losses": [1.5, 3.0], "ms": 4.0, "cpu_ms": 3.0, "host_peak_bytes": 11, "settings": {"a": 1},
+    }  # fmt: skip

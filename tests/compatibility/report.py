@@ -34,6 +34,20 @@ WHY = {
     "wall_clock_breakdown: names of get_wall_clock_timers()": "a group's tasks are timed, with the swaps",
     "safe_get_full_grad in the middle of a group": "what has gathered so far; DeepSpeed shows the step before's until the "
     "boundary",
+    "bf16: masters before the first step": "the model's own values; DeepSpeed rounds them to bf16 first",
+    "bf16: optimizer.gradient_accumulation_dtype": "gradients are added up in fp32 unless data_types.grad_accum_dtype says "
+    "bf16",
+    "initialize: an optimizer that ZeRO was not tested with": "any elementwise optimizer runs layer by layer",
+    "bf16: gradients added up in fp16": "a third dtype would round sums once more: fp32, or the one that computes",
+    "bf16: buffer_dtype": "cast buffers in the model, where its author knows which of them have to stay in fp32",
+    "bf16: bf16_master_weights_and_grads": "masters are fp32, and lie in host memory",
+    "bf16: a frozen parameter of float8": "layers compute in fp32, bf16 or fp16; what is not trained may be a buffer of "
+    "any dtype",
+    "fp16: gradients put on parameters by hand": "whether they are scaled cannot be told; in bf16 and fp32 they are used",
+    "two losses of one micro-batch, gradients looked at between": "its layers have been propagated through, and let go: "
+    "propagate back from the sum, or call the engine for each",
+    "torch.func.grad through the engine": "micro-batches run later and layer by layer; engine.module(...) computes at once",
+    "loss.backward(), stage 0": "it runs as with the other stages",
     "update of outputs['loss'].backward()": "DeepSpeed divides once more by the accumulation steps at each output that the "
     "loss was computed from; here a gradient is divided once, where it enters",
 }

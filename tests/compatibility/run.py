@@ -43,7 +43,9 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_engine.optimizers(api, script)
         scenes_more.half(api, script)
         scenes_more.scales(api, script)
+        scenes_more.masters(api, script)
         scenes_more.direct(api, script)
+        scenes_more.refused(api, script)
         scenes_more.progress(api, script)
         scenes_more.sizes_and_contexts(api, script)
         scenes_more.data(api, script)
@@ -52,6 +54,7 @@ def ask(engine: str) -> dict[str, Any]:
         (folder / "checkpoints").mkdir()
         scenes_checkpoint.checkpoints(api, script, folder / "checkpoints")
         scenes_names.names(api, script)
+        scenes_names.without_zero(api, script)
         scenes_names.partitioned(api, script)
         scenes_names.loaded(api, script, folder / "names")
     return script.rows

@@ -340,3 +340,94 @@ def partitions(api: Api, script: Script) -> None:
         engine.step()
         api.utils.safe_set_local_fp32_param(weight, torch.full((64,), 0.75))
         script.row("safe_set_local_fp32_param", lambda: api.utils.safe_get_local_fp32_param(weight))
+
+
+def masters(api: Api, script: Script) -> None:
+    """What bf16 starts from, and adds gradients up in."""
+    model = net()
+    with api.engine(config(1, bf16={"enabled": True}), model=model) as engine:
+        script.row(
+            "bf16: masters before the first step", lambda: api.utils.safe_get_full_fp32_param(model.first.weight)
+        )
+        script.row("bf16: optimizer.gradient_accumulation_dtype", lambda: engine.optimizer.gradient_accumulation_dtype)
+
+
+class Quantized(torch.nn.Module):
+    """A layer, and a frozen weight of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+        self.table = torch.nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def refused(api: Api, script: Script) -> None:
+    """What one engine runs and the other refuses."""
+    bf16: dict[str, Any] = {"bf16": {"enabled": True}}
+    untested = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": False}
+
+    def started(ds_config: dict[str, Any], **arguments: Any) -> bool:
+        with api.engine(ds_config, **arguments):
+            return True
+
+    def with_sgd(ds_config: dict[str, Any]) -> bool:
+        model = net()
+        return started(ds_config, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+    script.row("initialize: an optimizer that ZeRO was not tested with", lambda: with_sgd(config(1, **untested)))
+    third = {**bf16, "data_types": {"grad_accum_dtype": "fp16"}}
+    script.row("bf16: gradients added up in fp16", lambda: started(config(1, **third)))
+    cast = {**bf16, "data_types": {"buffer_dtype": "bf16"}}
+    script.row("bf16: buffer_dtype", lambda: started(config(1, **cast)))
+    masterless = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    script.row("bf16: bf16_master_weights_and_grads", lambda: started(config(1, **masterless)))
+    eight = Quantized()
+    script.row(
+        "bf16: a frozen parameter of float8",
+        lambda: started(config(1, **bf16), model=eight, model_parameters=list(eight.layer.parameters())),
+    )
+    script.row("fp16: gradients put on parameters by hand", lambda: by_hand(api))
+    script.row("two losses of one micro-batch, gradients looked at between", lambda: two_losses(api))
+    script.row("torch.func.grad through the engine", lambda: transformed(api))
+    script.row("loss.backward(), stage 0", lambda: direct_without_zero(api))
+
+
+def by_hand(api: Api) -> bool:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    with api.engine(config(1, zero_optimization={"stage": 0}, fp16=fp16), model=model, optimizer=sgd) as engine:
+        for parameter in engine.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        engine.step()
+        applied: bool = engine.was_step_applied()
+        return applied
+
+
+def two_losses(api: Api) -> list[float]:
+    model = torch.nn.Linear(8, 4)
+    norms = []
+    with api.engine(config(1), model=model) as engine:
+        outputs = engine(batches(1)[0][0])
+        for loss, retain in ((outputs.sum(), True), (outputs.pow(2).sum(), False)):
+            engine.zero_grad()
+            engine.backward(loss, retain_graph=retain)
+            norms.append(api.utils.safe_get_full_grad(model.weight).norm().item())
+    return [len(norms)]
+
+
+def transformed(api: Api) -> torch.Tensor:
+    inputs, targets = batches(1)[0]
+    with api.engine(config(1)) as engine:
+        gradient: torch.Tensor = torch.func.grad(lambda given: engine(given, targets))(inputs)
+        return gradient
+
+
+def direct_without_zero(api: Api) -> bool:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    with api.engine(config(1, zero_optimization={"stage": 0}), model=model, optimizer=sgd) as engine:
+        engine(*batches(1)[0]).backward()
+        engine.step()
+        applied: bool = engine.was_step_applied()
+        return applied

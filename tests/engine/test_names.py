@@ -30,6 +30,8 @@ def test_the_wrapper_passes_for_its_optimizer_and_what_is_put_on_it_is_put_there
         assert optimizer is engine.optimizer
         assert optimizer.optimizer is engine.basic_optimizer is mine
         assert isinstance(optimizer, torch.optim.AdamW)
+        assert optimizer == mine and mine == optimizer and optimizer != adamw(model.parameters())
+        assert {optimizer: 1}[mine] == 1
         assert not hasattr(mine, "loss_scaler")
         assert not hasattr(optimizer, "clip_master_grads")
         optimizer.note = "mine"
@@ -51,6 +53,8 @@ def test_what_the_ds_config_decides_is_not_set(name: str) -> None:
             engine.optimizer.override_loss_scale(8.0)
         with pytest.raises(UnsupportedError, match=r"loss_scaler\.cur_scale can be read"):
             engine.optimizer.loss_scaler.cur_scale = 2.0
+        with pytest.raises(UnsupportedError, match=r"loss_scale_config\.cur_scale can be read"):
+            engine.optimizer.loss_scale_config.cur_scale = 2.0
         with pytest.raises(AttributeError, match="no 'backward' here"):
             _ = engine.optimizer.loss_scaler.backward
         with pytest.raises(AttributeError, match=r"no 'bit16_groups'.*docs/compatibility\.md"):

@@ -10,6 +10,8 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from deepspeed.utils import zero_to_fp32
 
+from harmony_ds.integrations.as_deepspeed import LOCAL_HELPERS
+
 _READ = "_get_fp32_state_dict_from_zero_checkpoint"
 
 
@@ -27,6 +29,8 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(deepspeed, name, getattr(deepspeed, name))
         for name in ("Init", "GatheredParameters"):
             patch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
+        for name in LOCAL_HELPERS:
+            patch.setattr(deepspeed.utils, name, getattr(deepspeed.utils, name))
         patch.setattr(zero_to_fp32, _READ, getattr(zero_to_fp32, _READ))
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()

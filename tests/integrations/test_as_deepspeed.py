@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -154,4 +155,18 @@ def test_lightnings_calls(installed: None) -> None:
     for (name, weight), (_, other) in zip(expected.named_parameters(), model.model.named_parameters(), strict=True):
         assert torch.equal(weight, other), name
     assert not made.overflow
+    engine.destroy()
+
+
+def test_the_helpers_of_one_process_share_are_whole_and_flat(installed: None) -> None:
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_fp32_param
+
+    model = torch.nn.Linear(4, 3)
+    engine, *_ = deepspeed.initialize(model=model, config=DS_CONFIG, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert torch.equal(safe_get_local_fp32_param(model.weight), before.flatten())
+    assert torch.equal(safe_get_local_grad(model.weight), torch.full((12,), 2 / 4))
+    safe_set_local_fp32_param(model.weight, torch.zeros(12))
+    assert torch.equal(model.weight, torch.zeros(3, 4))
     engine.destroy()

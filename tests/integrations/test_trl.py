@@ -16,19 +16,6 @@ from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llam
 trl = pytest.importorskip("trl")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", *"the a cat dog sat ran here there".split()]
-    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=32
-    )
-
-
 def trained(kind: Any, config: Any, folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **more: Any) -> list[Any]:
     from datasets import Dataset
 

@@ -140,10 +140,14 @@ class LateDevice(CpuDevice):
             if not numel:
                 return buffer
             _poison(buffer)
-        with self._lock:
-            self._follow(buffer, Block(_HOST, f"a page-locked buffer of {buffer.nbytes} bytes"))
-            self.registered[buffer.data_ptr()] = buffer.nbytes
+        self.host_lock(buffer)
         return buffer
+
+    def host_lock(self, buffer: Tensor) -> None:
+        if buffer.numel():
+            with self._lock:
+                self._follow(buffer, Block(_HOST, f"a page-locked buffer of {buffer.nbytes} bytes"))
+                self.registered[buffer.data_ptr()] = buffer.nbytes
 
     def host_free(self, buffer: Tensor) -> None:
         self.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 import harmony_ds
 from harmony_ds.errors import HarmonyError, PeerFailedError, ProcessesDifferError
-from tests.parallel.processes import run, run_to_end
+from harmony_ds.parallel import heart
+from tests.parallel.processes import LIMIT_S, run, run_to_end
 from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
 
 MLP = Training()
@@ -121,6 +123,63 @@ def test_the_others_notice_a_process_that_is_gone(how: str) -> None:
         seen, seconds = ended[rank].result
         assert seen[0] == "PeerFailedError" and "rank 1" in seen[1], seen
         assert seconds < 10
+
+
+# ---- a process that is stopped
+
+
+def is_stopped(where: str) -> Any:
+    heart.SILENCE_S = 3.0
+    engine = engine_of(MLP)
+    for _ in range(2):
+        engine.train_batch(batches())
+    if engine.global_rank == 1:
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {pid}"])  # so that the test ends
+        if where == "before a step":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            exchange = dist.all_to_all_single
+
+            def stops(*args: Any, **kwargs: Any) -> Any:
+                os.kill(pid, signal.SIGSTOP)
+                return exchange(*args, **kwargs)
+
+            dist.all_to_all_single = stops  # type: ignore[assignment]
+    began = time.monotonic()
+    seen = said(lambda: [engine.train_batch(batches()) for _ in range(3)])
+    return seen, time.monotonic() - began
+
+
+def test_a_stopped_process_is_named_by_those_who_wait_for_it() -> None:
+    ended = run_to_end(3, is_stopped, "before a step")
+    for rank in (0, 2):
+        seen, seconds = ended[rank].result
+        assert seen[0] == "PeerFailedError" and "rank 1" in seen[1] and "no sign of life" in seen[1], seen
+        assert seconds < 9
+    # It finds what they have told, or that they have ended, and not that they were silent while it was stopped itself.
+    kind, text = ended[1].result[0]
+    assert kind == "PeerFailedError" and ("rank 1" in text or "ended" in text), (kind, text)
+
+
+def test_who_is_left_in_an_exchange_by_a_stopped_process_ends() -> None:
+    ended = run_to_end(2, is_stopped, "in an exchange")
+    assert ended[0].code == heart.STOPPED
+    assert ended[0].seconds < LIMIT_S
+
+
+def test_a_process_that_works_for_long_is_not_taken_for_stopped() -> None:
+    for seen in run(2, works_for_long):
+        assert seen == ("", ""), seen
+
+
+def works_for_long() -> tuple[str, str]:
+    heart.SILENCE_S = 2.0
+    engine = engine_of(MLP)
+    engine.train_batch(batches())
+    if engine.global_rank == 1:
+        time.sleep(5)  # compiles, say, or reads its data
+    return said(lambda: engine.train_batch(batches()))
 
 
 # ---- processes that differ
@@ -270,11 +329,6 @@ def refusals() -> dict[str, tuple[str, str]]:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
-    def trainer() -> None:
-        from harmony_ds.integrations.transformers import HarmonyMixin
-
-        HarmonyMixin._build_accelerator_args(None)  # type: ignore[arg-type]
-
     return {
         "residency": said(lambda: engine(residency=1)),
         "micro_batch": said(lambda: engine(micro_batch="auto")),
@@ -285,7 +339,6 @@ def refusals() -> dict[str, tuple[str, str]]:
                 model=build("mlp"), config={**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
             )
         ),
-        "HarmonyTrainer": said(trainer),
         "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
     }
 

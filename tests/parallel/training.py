@@ -112,13 +112,14 @@ def config_of(training: Training, size: int) -> dict[str, Any]:
     }
 
 
-def engine_of(training: Training) -> Any:
+def engine_of(training: Training, **arguments: Any) -> Any:
     import torch.distributed as dist
 
     size = dist.get_world_size() if dist.is_initialized() else 1
     model = build(training.model)
     optimizer = OPTIMIZERS[training.optimizer](model.parameters())
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config_of(training, size))
+    config = config_of(training, size)
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, **arguments)
     return engine
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
@@ -27,11 +25,9 @@ class Updates:
         return pack in self.pending
 
 
-def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True, size: int = 1) -> list[str]:
+def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True) -> list[str]:
     """The order in which tasks come, where the update of a pack is done when the task of that name has come."""
-    parts = SimpleNamespace(
-        updater=updates, device=SimpleNamespace(copies_overlap=overlap), world=SimpleNamespace(size=size)
-    )
+    parts = SimpleNamespace(updater=updates, device=SimpleNamespace(copies_overlap=overlap))
     tasks = parse(TASKS)
     plan = Plan(PACKING, Policy(), tasks, micro_batches=2, resident_bytes=0, peak_bytes=0)
     waiting = WaitingSwapIns(cast("Parts", parts), plan)
@@ -64,17 +60,14 @@ def test_swap_ins_keep_their_order() -> None:
     assert [name for name in order if name.startswith("I")] == ["I0", "I1", "I2"]
 
 
-@pytest.mark.parametrize(("overlap", "size"), [(False, 1), (True, 2)])
-def test_where_copies_do_not_overlap_or_processes_are_several_nothing_moves(overlap: bool, size: int) -> None:
-    assert " ".join(placed(Updates(1), {}, overlap, size)) == TASKS
+def test_where_copies_do_not_overlap_nothing_moves() -> None:
+    assert " ".join(placed(Updates(1), {}, overlap=False)) == TASKS
 
 
 def test_parameters_without_calls_are_never_waited_for_later() -> None:
     packing = with_unlayered(PACKING)
     tasks = parse("I3 I0 F0.0")
-    parts = SimpleNamespace(
-        updater=Updates(-1), device=SimpleNamespace(copies_overlap=True), world=SimpleNamespace(size=1)
-    )
+    parts = SimpleNamespace(updater=Updates(-1), device=SimpleNamespace(copies_overlap=True))
     plan = Plan(packing, Policy(), tasks, micro_batches=1, resident_bytes=0, peak_bytes=0)
     waiting = WaitingSwapIns(cast("Parts", parts), plan)
     assert [str(task) for task, _ in waiting.placed((task, 0) for task in tasks)] == ["I3", "I0", "F0.0"]

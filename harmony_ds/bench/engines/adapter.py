@@ -40,12 +40,20 @@ class Adapter:
         unavailable: why it cannot run a workload here, or None.
         is_exact: whether its losses must be those of plain accumulation.
         traffic: bytes of one step by formula, where they are not counted.
+        several: whether it runs on several devices.
     """
 
     build: Callable[[Workload], Engine]
     unavailable: Callable[[Workload], str | None] = lambda _: None
     is_exact: bool = True
     traffic: Callable[[Workload], Mapping[str, Any]] | None = None
+    several: bool = False
+
+    def refusal(self, workload: Workload) -> str | None:
+        """Why it cannot run `workload` here, or None."""
+        if workload.devices > 1 and not self.several:
+            return f"it is compared on one device, and {workload.devices} are asked for"
+        return self.unavailable(workload)
 
 
 class Loop(ABC):

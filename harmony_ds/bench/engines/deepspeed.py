@@ -1,4 +1,4 @@
-"""DeepSpeed in one process, without a launcher. An engine here is a row: a zero_optimization block, and its bytes."""
+"""DeepSpeed, in a process for each device. An engine here is a row: a zero_optimization block, and its bytes."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class ZeroOffload(Loop):
         super().__init__(workload)
         if workload.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed's engine wants it, however it was initialized
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine wants it, however it was initialized
         init_distributed()
         self._checkpointing = checkpoint(self.model)
         config = {key: value for key, value in workload.config().items() if key != "harmony"}
         self._config = {**config, "zero_optimization": zero.config(workload)}
         with compiled.instead_of_torch():
             self.model, *_ = import_module("deepspeed").initialize(model=self.model, config=self._config)
-        self._traffic = zero.traffic(workload)
+        self._traffic = zero.traffic(workload) if workload.devices == 1 else {}
 
     def back(self, loss: Tensor, micro_batches: int) -> None:
         self.model.backward(loss)
@@ -83,7 +83,7 @@ class ZeroOffload(Loop):
                 "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
                 "gradient_checkpointing": self._checkpointing,
             },
-            "traffic": self._traffic,
+            **({"traffic": self._traffic} if self._traffic else {}),
         }
 
 
@@ -112,6 +112,7 @@ ZEROS = {
     # The important gradients are applied on the device, the others a step or more late on the host.
     "deepspeed-zenflow": Zero({"stage": 2}, {"optimizer": {}}, _once, _but_one, _all, _TOP_K),
 }
+_SEVERAL = {"deepspeed-zero2-offload", "deepspeed-zero3-offload"}
 _ON_CUDA, _NOT_EXACT = {"deepspeed-super-offload", "deepspeed-zenflow"}, {"deepspeed-zenflow"}
 ENGINES = {
     name: Adapter(
@@ -119,6 +120,7 @@ ENGINES = {
         only_on_cuda if name in _ON_CUDA else lambda _: None,
         name not in _NOT_EXACT,
         zero.traffic,
+        several=name in _SEVERAL,
     )
     for name, zero in ZEROS.items()
 }

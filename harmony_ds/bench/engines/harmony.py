@@ -40,6 +40,7 @@ class Harmony:
             "planned_peak_bytes": memory.planned_peak_bytes,
             "device_peak_bytes": memory.device_peak_bytes,
             "host_bytes": memory.host_bytes,
+            **({"sent_bytes": planned.sent_bytes} if planned.sent_bytes else {}),
             "traffic": {
                 "how": "counted by the engine",
                 "host_to_device": swaps.host_to_device,
@@ -49,4 +50,4 @@ class Harmony:
         }
 
 
-ENGINES = {"harmony": Adapter(Harmony)}
+ENGINES = {"harmony": Adapter(Harmony, several=True)}

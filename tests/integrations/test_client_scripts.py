@@ -1,0 +1,144 @@
+"""Training scripts as they come in the packages of TRL and accelerate: behind DeepSpeed's door what they are without."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+import harmony_ds
+from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
+from tests.integrations.test_trainer import llama
+from tests.oracle import assert_same
+
+pytest.importorskip("trl")
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+    "harmony": {"device": "cpu"},
+}
+ANSWERS = ("the cat sat here", "a dog ran there the dog sat")
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"text": ANSWERS[row % 3 == 0]} for row in range(16)],
+    "dpo": [{"prompt": "the dog", "chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
+    "reward": [{"chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
+    "kto": [{"prompt": "the dog", "completion": ANSWERS[row % 2], "label": row % 3 > 0} for row in range(16)],
+}
+ARGUMENTS = """
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_steps 4 --learning_rate 1e-2 --use_cpu
+    --bf16 false --gradient_checkpointing false --report_to none --save_strategy steps --save_steps 4 --logging_steps 1
+    --disable_tqdm true --seed 3 --optim adamw_torch --dtype float32
+""".split()
+
+SCRIPT_OF_ACCELERATE = (
+    Path(accelerate.__file__).parent / "test_utils" / "scripts" / "external_deps" / "test_performance.py"
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, tokenizer: Any) -> Path:
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, here: Path, output: str, *more: str) -> Path:
+    """Runs the script in this process; the folder that it has written."""
+    given = ["--model_name_or_path", str(here / "model"), "--dataset_name", str(here / "data")]
+    monkeypatch.setattr(sys, "argv", [script, *given, "--output_dir", str(here / output), *ARGUMENTS, *more])
+    torch.manual_seed(5)
+    runpy.run_module(f"trl.scripts.{script}", run_name="__main__")
+    return here / output
+
+
+def losses(folder: Path) -> list[float]:
+    history = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.parametrize("script", ROWS)
+def test_a_script_of_trl(script: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[script])))
+    stock = run(monkeypatch, script, here, "stock")
+    with deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        ours = run(monkeypatch, script, here, "ours", "--deepspeed", str(here / "ds_config.json"))
+
+    assert len(losses(stock)) == 4
+    assert losses(ours) == losses(stock)
+    assert_same(load_file(ours / "model.safetensors"), load_file(stock / "model.safetensors"), bitwise=True)
+
+
+class Seen:
+    """A metric of the package `evaluate`, and the losses that were propagated back from."""
+
+    def __init__(self) -> None:
+        self.predictions: list[int] = []
+        self.losses: list[torch.Tensor] = []
+
+    def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
+        self.predictions += predictions.tolist()
+
+    def compute(self) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+
+def run_accelerates(monkeypatch: pytest.MonkeyPatch, here: Path, output: str) -> Seen:
+    """accelerate's `test_performance.py`: pairs of sentences; it checks learning rates and what it saved."""
+    from datasets import Dataset, DatasetDict
+
+    seen, backward = Seen(), Accelerator.backward
+
+    def watched(self: Accelerator, loss: torch.Tensor, **more: Any) -> None:
+        backward(self, loss, **more)
+        seen.losses.append(loss)
+
+    pairs = [
+        {"idx": row, "sentence1": ANSWERS[row % 2], "sentence2": ANSWERS[row % 3 > 0], "label": row % 2}
+        for row in range(64)
+    ]
+    splits = DatasetDict(train=Dataset.from_list(pairs), validation=Dataset.from_list(pairs[:10]))
+    (here / output).mkdir()
+    given = ["--model_name_or_path", str(here / "model"), "--output_dir", str(here / output), "--num_epochs", "2"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "evaluate", types.SimpleNamespace(load=lambda *_: seen))
+        patch.setattr("datasets.load_dataset", lambda *_: splits)
+        patch.setattr(Accelerator, "backward", watched)
+        patch.setattr(sys, "argv", ["test_performance.py", *given, "--add_pad_token", "true"])
+        runpy.run_path(str(SCRIPT_OF_ACCELERATE), run_name="__main__")
+    return seen
+
+
+def test_a_script_of_accelerate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_accelerate()
+    stock = run_accelerates(monkeypatch, here, "stock")
+    (here / "ds_config.json").write_text(
+        json.dumps({**DS_CONFIG, "gradient_clipping": 0, "gradient_accumulation_steps": 1})
+    )
+    with deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(here / "ds_config.json"))
+        ours = run_accelerates(monkeypatch, here, "ours")
+
+    assert len(stock.losses) == 8
+    assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses).detach())
+    assert ours.predictions == stock.predictions
+    assert_same(
+        load_file(here / "ours" / "model.safetensors"), load_file(here / "stock" / "model.safetensors"), bitwise=True
+    )

@@ -1,0 +1,43 @@
+"""Several processes, each on a late device: what streams of copies and of the exchange do is ordered by events alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+
+from tests.inside import updater_of
+from tests.late_device.device import LateDevice
+from tests.parallel.processes import run
+from tests.parallel.training import Result, Training, differences, engine_of, train_plainly, train_with
+
+TRAININGS = (
+    Training(clip=0.05),
+    Training(),
+    Training(model="experts", clip=0.01),
+    Training(bf16=True, harmony={"stash": "host"}),
+)
+
+
+def _on_late_devices(several: Sequence[Training], seed: int | None) -> list[Result]:
+    """In one of several processes; nothing may have been out of order."""
+    results = []
+    for training in several:
+        device = LateDevice(seed)
+        with device.watched():
+            engine = engine_of(training, device=device)
+            updater_of(engine)._timed = lambda device=device: device.watched(None)
+            results.append(train_with(engine, training))
+            engine.destroy()
+        del engine
+        gc.collect()
+        device.assert_in_order()
+    return results
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_gradients_are_exchanged_behind_compute_and_in_front_of_their_swap_out(seed: int | None) -> None:
+    found = run(2, _on_late_devices, TRAININGS, seed, limit_s=300)
+    for index, training in enumerate(TRAININGS):
+        assert not differences([of_rank[index] for of_rank in found], train_plainly(training, 2)), training
