@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.resident import resident_packs
-from harmony_ds.scheduler.time_bounds import TimeBounds
+from harmony_ds.scheduler.policies import Policies
+from harmony_ds.scheduler.resident import closed, holders, resident_packs
 
-_SHARES = (0.25, 0.5, 0.75, 1.0)
+_SWAPPED, _KEPT, _RESIDENT = range(3)
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SINGLE = 32
+_MOST = 6_000
+"""So many policies of the same packs are all looked at."""
 _FORWARD_MULTIPLES = (2, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Packs and a policy, not yet composed.
-
-    Attributes:
-        bound_ms: no step with it is shorter.
-        swap_bytes: weights and gradients that it moves.
-        reason: how it was cut, and what its spare memory is used for.
-    """
-
-    packing: Packing
-    policy: Policy
-    bound_ms: float
-    swap_bytes: int
-    reason: str
-
-
-def candidates(
-    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest, bounds: TimeBounds
-) -> Iterator[Candidate]:
-    """Everything to be compared; the same whatever the budget."""
-    for packing, cut in packings(graph, costs, element, request):
-        for policy, use in policies(packing, bounds.copies_overlap, request):
-            bound_ms, swap_bytes = bounds.of(packing, policy)
-            yield Candidate(packing, policy, bound_ms, swap_bytes, f"{cut}; {use}")
 
 
 # ---- where to cut
 
 
 def packings(
-    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest
+    graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest
 ) -> Iterator[tuple[Packing, str]]:
-    """Every way to cut both passes, each once, and its name."""
-    packer = Packer(graph, costs, element, request.policy.devices)
+    """Ways to cut both passes, each once, and its name; the same whatever the budget."""
     seen: set[tuple[Bounds, Bounds | None]] = set()
     cuts = _cuts(graph, costs, packer, request)
     # Where every micro-batch swaps every pack, ends and first packs are nothing special, and plans are long to simulate.
@@ -131,61 +111,117 @@ def _ladder(count: int) -> list[int]:
 # ---- what to do with spare memory
 
 
-def policies(packing: Packing, copies_overlap: bool, request: PlanRequest) -> Iterator[tuple[Policy, str]]:
-    """Every policy for these packs, each once, and its name."""
-    seen: set[Policy] = set()
-    base = request.policy
-    ahead: tuple[bool, ...] = (base.prefetch,)
-    if base.prefetch and not request.is_manual:
-        # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
-        ahead = (True, False) if copies_overlap else (False,)
-    for stash_on_host, stash_name in _stashes(packing, request):
-        for kept, resident, name in _stays(packing, request):
-            for prefetch in ahead:
-                policy = replace(base, prefetch=prefetch, stash_on_host=stash_on_host, kept=kept, resident=resident)
-                if policy not in seen:
-                    seen.add(policy)
-                    yield policy, f"{stash_name}{name}{', prefetch' if prefetch else ''}"
+def policies(packing: Packing, copies_overlap: bool, request: PlanRequest) -> Policies:
+    """The policies for these packs: all there are where they are few, else what is likely to be near the best."""
+    stashes, ahead = _stashes(packing, request), _ahead(copies_overlap, request)
+    states = _states(packing, request, _MOST // (len(stashes) * len(ahead)))
+    which, away, early = (grid.ravel() for grid in np.meshgrid(np.arange(len(states)), stashes, ahead, indexing="ij"))
+    chosen = states[which].T
+    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
 
 
-def _stashes(packing: Packing, request: PlanRequest) -> list[tuple[int, str]]:
+def around(packing: Packing, policy: Policy, copies_overlap: bool, request: PlanRequest) -> Policies:
+    """The policies that differ from one in a pack or two, in the stash of one pack, or in whether swaps are ahead."""
+    row = np.zeros(len(packing.backward), int)
+    row[list(policy.resident)], row[list(policy.kept)] = _RESIDENT, _KEPT
+    changed = [(row, policy.stash_on_host, policy.prefetch)]
+    choices = _choices(packing) if may_stay(request) else []
+    single = [(place, state) for place, of_pack in enumerate(choices) for state in of_pack if state != row[place]]
+    several = [[one] for one in single] + (list(combinations(single, 2)) if len(single) <= _SINGLE else [])
+    for changes in several:
+        states = row.copy()
+        for place, state in changes:
+            states[place] = state
+        changed.append((states, policy.stash_on_host, policy.prefetch))
+    if request.settings.stash == "auto":
+        least, most = max(0, policy.stash_on_host - 1), min(len(packing.forward), policy.stash_on_host + 1)
+        changed += [(row, away, policy.prefetch) for away in {least, most} - {policy.stash_on_host}]
+    changed += [(row, policy.stash_on_host, early) for early in _ahead(copies_overlap, request)]
+    states = np.array([one for one, _, _ in changed])
+    chosen = _with_their_own(packing, states).T
+    away, early = np.array([n for _, n, _ in changed]), np.array([early for _, _, early in changed])
+    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
+
+
+def use_of(packing: Packing, policy: Policy) -> str:
+    """What a policy uses memory for, for people."""
+    count, away = len(packing.forward), policy.stash_on_host
+    text = "stash on the device"
+    if away:
+        text = f"stash of {away} of {count} packs on the host" if away < count else "stash on the host"
+    for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
+        text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
+    return text + (", prefetch" if policy.prefetch else "")
+
+
+def may_stay(request: PlanRequest) -> bool:
+    """Whether the search decides which packs are kept, and which are resident."""
+    return request.settings.residency == "auto" and request.budget_bytes is not None
+
+
+def _ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+    if not request.policy.prefetch or request.is_manual:
+        return [request.policy.prefetch]
+    # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
+    return [True, False] if copies_overlap else [False]
+
+
+def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
+    """How many forward packs may have their stash on the host."""
     count = len(packing.forward)
-    if request.settings.stash == "device" or not count:
-        return [(0, "stash on the device")]
-    if request.settings.stash == "host":
-        return [(count, "stash on the host")]
-    counts = sorted({round(share * count) for share in (0.0, *_SHARES)})
-    return [(n, f"stash of {n} of {count} packs on the host" if n else "stash on the device") for n in counts]
+    if request.settings.stash != "auto":
+        return [count if request.settings.stash == "host" else 0]
+    return sorted({round(share * count) for share in _SHARES}) if count > len(_SHARES) else list(range(count + 1))
 
 
-def _stays(packing: Packing, request: PlanRequest) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
-    """Kept packs, resident packs and a name: none, kept ones, resident ones, both."""
+def _states(packing: Packing, request: PlanRequest, most: int) -> NDArray[np.int_]:
+    """What becomes of each pack of the backward pass, a row for each way: swapped, kept, or resident."""
+    count = len(packing.backward)
     if isinstance(request.settings.residency, int):
         chosen = resident_packs(packing, request.settings.residency)
-        yield (), chosen, f", {len(chosen)} packs resident" if chosen else ""
-        return
-    yield (), (), ""
-    if request.settings.residency == "off" or request.budget_bytes is None:
-        return
-    both = [i for i in reversed(packing.forward) if i in packing.backward and packing.packs[i].needs_backward]
-    for kept_share in (0.0, *_SHARES):
-        kept = both[: round(kept_share * len(both))]
-        if kept:
-            yield tuple(sorted(kept)), (), f", {len(kept)} packs kept"
-        if kept_share not in (0.0, 1.0):
-            continue
-        for resident, where in _residents(packing, ("last", "first") if request.policy.grouping else ("last",)):
-            rest = tuple(sorted(i for i in kept if i not in resident))
-            yield rest, resident, f", the {where} resident" + (f", {len(rest)} kept" if rest else "")
+        return np.array([[_RESIDENT if index in chosen else _SWAPPED for index in packing.backward]])
+    if not may_stay(request):
+        return np.zeros((1, count), int)
+    choices = _choices(packing)
+    if request.policy.grouping and math.prod(map(len, choices)) <= most:
+        rows = np.array(list(product(*choices)))
+        possible: NDArray[np.int_] = rows[(rows == _with_their_own(packing, rows)).all(axis=1)]
+        return possible
+    return np.unique(_with_their_own(packing, np.array(list(_likely(choices, request.policy.grouping)))), axis=0)
 
 
-def _residents(packing: Packing, ends: tuple[str, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Resident packs and where they are: the last ones, which all micro-batches pass twice in a row, or the first ones,
-    for whose update the next step waits.
-    """
-    for share in _SHARES:
-        count = round(share * len(packing.backward))
-        for where in ends if count < len(packing.backward) else ends[:1]:
-            resident = resident_packs(packing, count, first=where == "first")
-            if resident:
-                yield resident, f"{where} pack" if len(resident) == 1 else f"{where} {len(resident)} packs"
+def _choices(packing: Packing) -> list[list[int]]:
+    """What can become of each pack of the backward pass."""
+    both = {i for i in packing.forward if i in packing.backward and packing.packs[i].needs_backward}
+    able = closed(packing, packing.backward)
+    return [[_SWAPPED] + [_KEPT] * (i in both) + [_RESIDENT] * (i in able) for i in packing.backward]
+
+
+def _with_their_own(packing: Packing, rows: NDArray[np.int_]) -> NDArray[np.int_]:
+    """The same, but that a pack is swapped if one that it shares a parameter with is not resident as it is."""
+    having = holders(packing)
+    tied = [
+        (index, other)
+        for index in packing.backward
+        for other in having[index]
+        if index != other < len(packing.backward)
+    ]
+    rows = rows.copy()
+    for index, other in tied * len(packing.backward) if tied else ():
+        alone = (rows[:, index] == _RESIDENT) & (rows[:, other] != _RESIDENT)
+        rows[alone, index] = _SWAPPED
+    return rows
+
+
+def _likely(choices: list[list[int]], grouping: bool) -> Iterator[list[int]]:
+    """The first packs resident, for whose update the next step waits, or the last ones; of the others, the last kept."""
+    count = len(choices)
+    some = [0, *(2**power for power in range(count.bit_length())), count]
+    for number in some:
+        for first in (True, False) if grouping else (False,):
+            there = range(number) if first else range(count - number, count)
+            states = [_RESIDENT if i in there and _RESIDENT in choices[i] else _SWAPPED for i in range(count)]
+            rest = [i for i in range(count) if states[i] == _SWAPPED and _KEPT in choices[i]]
+            for kept_share in (0.0, 0.5, 1.0):
+                kept = {*rest[len(rest) - round(kept_share * len(rest)) :]}
+                yield [_KEPT if i in kept else state for i, state in enumerate(states)]

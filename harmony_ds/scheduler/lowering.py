@@ -14,6 +14,8 @@ Where copies do not overlap with compute (the CPU device), all but updates are o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, groupby, zip_longest
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
@@ -23,6 +25,9 @@ from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, U
 from harmony_ds.scheduler.swaps import stash_bytes
 
 _RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
+_THROUGH = (*_RUNS, TaskKind.STASH_OUT, TaskKind.STASH_IN)
+_PIECES = 16
+"""In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION = 3.0
 """Adding gradients up reads two and writes one, where their norm reads one."""
 _Tasks = tuple[Task, ...]
@@ -41,7 +46,7 @@ class Lowering:
         self._costs = costs
         self._machine = machine
         self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
-        self._runs = _merged(plan.tasks)
+        self._runs = _merged(plan.tasks, -(-plan.micro_batches // _PIECES))
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []
@@ -85,22 +90,23 @@ class Lowering:
             case TaskKind.FREE_GRADIENTS:
                 self._compute_after.append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                self._move_stash(task, pack)
+                self._move_stash(tasks, pack)
             case TaskKind.NORM:
                 self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
             case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
                 self._update_pack(task, pack)
 
-    def _move_stash(self, task: Task, pack: Pack) -> None:
+    def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
         if self._leaving is not None:
             # Compute goes on over the memory of the last stash that left only when its copy is done.
             self._compute_after.append(self._leaving)
             self._leaving = None
         nbytes = stash_bytes(pack, self._costs)
-        if task.kind is TaskKind.STASH_OUT:
-            self._leaving = self._copy_out((task,), nbytes)
+        if tasks[0].kind is TaskKind.STASH_OUT:
+            self._leaving = self._copy_out(tasks, nbytes)
         else:
-            self._stashed[task.pack, task.micro_batch] = self._copy_in((task,), nbytes, self._latest(SWAP_OUT))
+            done = self._copy_in(tasks, nbytes, self._latest(SWAP_OUT))
+            self._stashed.update(((task.pack, task.micro_batch), done) for task in tasks)
 
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
@@ -116,8 +122,8 @@ class Lowering:
     def _run(self, tasks: _Tasks, pack: Pack) -> None:
         task = tasks[0]
         arrived = [self._arrived[task.pack]] if task.pack in self._arrived else []
-        stash = self._stashed.pop((task.pack, task.micro_batch), None)
-        after = (*arrived, *self._compute_after, *(() if stash is None else (stash,)))
+        stash = {self._stashed.pop((one.pack, one.micro_batch), -1) for one in tasks} - {-1}
+        after = (*arrived, *self._compute_after, *sorted(stash))
         self._compute_after = []
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration = self._times.of(task.kind, pack, first and task.kind is not TaskKind.BACKWARD)
@@ -165,17 +171,17 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
-        after = (*self._host(tasks, machine.task_ms, updates), *updates, *self._swap_in_after)
+        after = (*self._host(tasks, len(tasks) * machine.task_ms, updates), *updates, *self._swap_in_after)
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
-        return self._add(SWAP_IN, tasks, machine.swap_in_ms(nbytes), after, demands)
+        return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
 
     def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), behind: int | None = None) -> int:
-        """Behind job `behind`; None: behind the compute so far."""
+        """Of each task; behind job `behind`; None: behind the compute so far."""
         machine = self._machine
         ready = self._latest(COMPUTE) if behind is None else (behind,)
-        after = (*self._host(tasks, machine.task_ms, freed), *freed, *ready)
+        after = (*self._host(tasks, len(tasks) * machine.task_ms, freed), *freed, *ready)
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
-        return self._add(SWAP_OUT, tasks, machine.swap_out_ms(nbytes), after, demands)
+        return self._add(SWAP_OUT, tasks, len(tasks) * machine.swap_out_ms(nbytes), after, demands)
 
     def _update(self, tasks: _Tasks, elements: int, after: tuple[int, ...]) -> int:
         return self._add(UPDATE, tasks, self._machine.host_update_ms(elements), after, self._host_demand())
@@ -243,13 +249,33 @@ class _PackTimes:
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 
 
-def _merged(tasks: _Tasks) -> list[_Tasks]:
-    """Runs of further micro-batches through the same pack go with the first one."""
-    merged: list[list[Task]] = []
-    for task in tasks:
-        before = merged[-1][0] if merged else None
-        if before and task.kind in _RUNS and (before.kind, before.pack) == (task.kind, task.pack):
-            merged[-1].append(task)
-        else:
-            merged.append([task])
-    return [tuple(run) for run in merged]
+def _merged(tasks: _Tasks, at_once: int) -> list[_Tasks]:
+    """Runs of further micro-batches through the same pack go with the first one; where their stash moves between them,
+    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs.
+    """
+    merged: list[_Tasks] = []
+    for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
+        several = tuple(visit)
+        moves = tuple(task for task in several if task.kind not in _RUNS)
+        if through and at_once > 1 and 2 * len(moves) == len(several):
+            runs = tuple(task for task in several if task.kind in _RUNS)
+            merged += _alternating(_cut(runs, at_once), _cut(moves, at_once))
+            continue
+        for kind, same in groupby(several, key=lambda task: task.kind):
+            alike = tuple(same)
+            merged += [alike] if kind in _RUNS else [(task,) for task in alike]
+    return merged
+
+
+def _alternating(runs: list[_Tasks], moves: list[_Tasks]) -> Iterator[_Tasks]:
+    """A stash leaves behind its run; it comes back while the run before it is under way."""
+    if moves[0][0].kind is TaskKind.STASH_OUT:
+        yield from chain.from_iterable(zip(runs, moves, strict=True))
+        return
+    yield moves[0]
+    for run, move in zip_longest(runs, moves[1:], fillvalue=()):
+        yield from filter(None, (move, run))
+
+
+def _cut(tasks: _Tasks, at_once: int) -> list[_Tasks]:
+    return [tasks[begin : begin + at_once] for begin in range(0, len(tasks), at_once)]

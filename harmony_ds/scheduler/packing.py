@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, slab_bytes
@@ -31,6 +31,7 @@ class Packer:
         self._specs = {spec.name: spec for spec in graph.parameters}
         self._pieces = {spec.name: _pieces(spec.numel, devices) for spec in graph.parameters}
         self._unlayered = frozenset(graph.unlayered)
+        self._known: dict[tuple[tuple[int, ...], tuple[str, ...]], Pack] = {}
 
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
         """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.
@@ -73,8 +74,11 @@ class Packer:
         needs_backward = any(self._costs[p].needs_backward for p in positions)
         # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
         owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
+        known = self._known.get((positions, owned))
+        if known is not None:
+            return replace(known, index=index)
         trained = [self._specs[n] for n in parameters if self._specs[n].trainable and needs_backward]
-        return Pack(
+        pack = self._known[positions, owned] = Pack(
             index=index,
             positions=positions,
             layers=layers,
@@ -89,6 +93,7 @@ class Packer:
             gradient_pieces=self._gradient_pieces(trained),
             sent_bytes=self._sent_bytes(trained),
         )
+        return pack
 
     def _without_calls(self, index: int, names: tuple[str, ...], on_device: bool) -> Pack:
         """Parameters that no call covers; of those that are never on the device, nothing moves."""

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.plan import Packing, Policy, TaskKind
+from harmony_ds.scheduler.policies import Policies
 
 _SHORT = 4
 _Place = tuple[tuple[TaskKind, int, int], int]
@@ -42,27 +46,27 @@ class Peaks:
         further = wanted - _SHORT
         return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
 
-    def at_least(self, packing: Packing, policy: Policy) -> int:
-        """Bytes below which the peak cannot be: weights, gradients and stash while each pack runs back."""
-        packs = packing.packs
-        wanted = self._request.micro_batches if policy.grouping else 1
-        away = packing.forward[: policy.stash_on_host]
-        first = packs[away[-1]].positions[-1] + 1 if away else 0  # calls before it have their stash on the host
-        most, ahead = 0, 0  # ahead: the weights of the pack that runs back next, on their way while this one runs
-        for index in packing.backward:
-            pack = packs[index]
-            stays = index in policy.resident
-            weights = (0 if stays else pack.weight_bytes) + (ahead if policy.prefetch else 0)
-            ahead = 0 if stays or index in policy.kept or not pack.needs_backward else pack.weight_bytes
-            most = max(most, weights + pack.gradient_bytes + self._working(pack.positions))
-        kept = sum(packs[i].weight_bytes for i in policy.kept)
+    def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """Bytes below which the peaks cannot be: weights, gradients and stash while each pack runs back."""
+        packs = [packing.packs[index] for index in packing.backward]
+        swapped = ~policies.resident
+        wanted = self._request.micro_batches if policies.base.grouping else 1
+        ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
+        weights = np.array([pack.weight_bytes for pack in packs])[:, None] * swapped
+        # The weights of the pack that runs back next are on their way while one runs.
+        ahead = weights * ~policies.kept * np.array([pack.needs_backward for pack in packs])[:, None]
+        busy = np.array([pack.gradient_bytes + self._working(pack.positions) for pack in packs])[:, None] + weights
+        busy[1:] += ahead[:-1] * policies.prefetch
         fused = packing.fused
-        end = fused.positions[0]
-        weights = 0 if fused.index in policy.resident else fused.weight_bytes
-        stash = wanted * max(0, self._stash[end] - self._stash[min(first, end)])
-        most = max(most, kept + weights + fused.gradient_bytes + stash + self._working(fused.positions))
-        most += sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
-        return most + resident_bytes(packing, policy, self._request)
+        begin = fused.positions[0]
+        stash = wanted * np.maximum(0, np.array(self._stash)[begin] - np.array(self._stash)[np.minimum(ends, begin)])
+        kept = np.array([pack.weight_bytes for pack in packs]) @ policies.kept
+        full = kept + weights[-1] + fused.gradient_bytes + stash + self._working(fused.positions)
+        most = np.maximum(busy.max(axis=0), full)
+        always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
+        resident = np.array([pack.resident_bytes for pack in packs]) @ policies.resident
+        peaks: NDArray[np.float64] = most + always + self._request.resident_bytes + resident
+        return peaks
 
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))

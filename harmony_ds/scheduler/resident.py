@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from harmony_ds.scheduler.plan import Packing
@@ -12,19 +13,23 @@ def resident_packs(packing: Packing, count: int | None, first: bool = False) -> 
 
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
-    wanted = list(packing.backward[:count] if first else packing.backward[-count:]) if count else []
+    return closed(packing, (packing.backward[:count] if first else packing.backward[-count:]) if count else ())
+
+
+def closed(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Those of `wanted` that share no parameter with a pack that is not resident."""
     if not wanted:
         return ()
-    holders = _holders(packing)
+    having, wanted = holders(packing), list(wanted)
     while True:
-        kept = [index for index in wanted if holders[index].issubset(wanted)]
+        kept = [index for index in wanted if having[index].issubset(wanted)]
         if kept == wanted:
             return tuple(wanted)
         wanted = kept
 
 
 @lru_cache(maxsize=1)  # a search asks several times about one packing after the other
-def _holders(packing: Packing) -> dict[int, set[int]]:
+def holders(packing: Packing) -> dict[int, set[int]]:
     """By pack: the packs that have one of its parameters."""
     packs_of: dict[str, set[int]] = {}
     for pack in packing.packs:

@@ -3,32 +3,45 @@
 What is varied: where the passes are cut into packs, each in its own way; how much of the stash waits on the host; which
 packs stay on the device from forward to backward, and which from step to step; whether swaps are issued ahead.
 
-The set of candidates does not depend on the budget, so a larger budget never gives a slower plan. Candidates are taken
-in the order of a lower bound of their time, and only those whose bound is below the best time found are simulated.
-Times are compared in steps of one hundredth, below which no prediction means anything; of equally fast plans the one
-that moves fewer bytes is taken, then the one with fewer packs. Nothing depends on chance.
+First many ways to cut are looked at, and of few packs all that can be done with them; then, again and again, the
+neighbours of the best few: a cut moved by one call, removed, or added. Candidates are taken in the order of a lower
+bound of their time, and only those whose bound is below the best time found are simulated. Times are compared in steps
+of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one with fewer packs. Nothing
+depends on chance.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import Candidate, candidates
+from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, draft_plan, explain, make_plan
-from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.neighbours import Point, neighbours
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.peaks import Peaks
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 
-_QUANTUM = math.log1p(1e-2)
+_QUANTUM = math.log1p(2e-3)
+_BEAM = 6
+"""So many of the best ways to cut have their neighbours looked at."""
+_WORK = 20_000
+"""After so many packs no more neighbours are."""
+_PATIENT_LOOKS = 300
+"""After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
 _SMALLEST = 50
 _PATIENCE = 24
 _PATIENT_TASKS = 15_000
@@ -55,26 +68,15 @@ def search(
     Raises:
         DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
     """
-    found = _Found(top)
-    peaks = Peaks(costs, request)
-    bounds = TimeBounds(costs, machine, request)
-    every = list(candidates(graph, costs, element, request, bounds))
-
-    def may_fit(candidate: Candidate) -> bool:
-        least = peaks.at_least(candidate.packing, candidate.policy)
-        return request.budget_bytes is None or least <= request.budget_bytes
-
-    for candidate in _by_bound(every, bounds, may_fit):
-        if not found.wants(candidate) or found.has_tried_enough:
-            break
-        peak = peaks.of(candidate.packing, candidate.policy)
-        if request.budget_bytes is not None and peak > request.budget_bytes:
-            continue
-        plan = draft_plan(candidate.packing, costs, request, candidate.policy, peak)
-        found.add(Choice(plan, simulate(plan, costs, machine), candidate.reason))
-    if not found.choices:
-        raise DoesNotFitError(explain(_smallest(every, costs, peaks, request), request))
-    return tuple(_checked(choice, costs, request) for choice in found.choices)
+    packer = Packer(graph, costs, element, request.policy.devices)
+    search = _Search(costs, machine, packer, request, top)
+    cuts = list(packings(graph, costs, packer, request))
+    search.look(search.candidates(packing, cut) for packing, cut in cuts)
+    if not search.found.choices:
+        raise DoesNotFitError(explain(search.smallest(packing for packing, _ in cuts), request))
+    if request.policy.grouping and not request.is_manual:
+        search.improve()
+    return tuple(_checked(choice, costs, request) for choice in search.found.choices[:top])
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
@@ -84,72 +86,168 @@ def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
     return replace(choice, plan=plan)
 
 
-def _smallest(every: Iterable[Candidate], costs: CostTable, peaks: Peaks, request: PlanRequest) -> Plan:
-    """The plan that needs least, among those that need least at least."""
-    few = heapq.nsmallest(_SMALLEST, every, key=lambda c: peaks.at_least(c.packing, c.policy))
-    smallest = min(few, key=lambda c: peaks.of(c.packing, c.policy))
-    return make_plan(smallest.packing, costs, request, smallest.policy)
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """Packs and a policy, not yet composed; no step with it is shorter than the bound."""
+
+    bound_ms: float
+    number: int
+    packing: Packing = field(compare=False)
+    policy: Policy = field(compare=False)
+    cut: str = field(compare=False)
 
 
-def _by_bound(
-    every: Iterable[Candidate], bounds: TimeBounds, may_fit: Callable[[Candidate], bool]
-) -> Iterator[Candidate]:
-    """Candidates that may fit, in the order of their bounds; the tighter bound is computed when the looser one has
-    come up.
-    """
-    heap = [(steps(c.bound_ms), c.swap_bytes, place, False, c) for place, c in enumerate(every)]
-    heapq.heapify(heap)
-    while heap:
-        bound, nbytes, place, tight, candidate = heapq.heappop(heap)
-        if not tight:
-            if not may_fit(candidate):
-                continue
-            bound_ms = max(candidate.bound_ms, bounds.tighter(candidate.packing, candidate.policy))
-            candidate = replace(candidate, bound_ms=bound_ms)
-            if steps(bound_ms) > bound:
-                heapq.heappush(heap, (steps(bound_ms), nbytes, place, True, candidate))
-                continue
-        yield candidate
+class _Search:
+    """What is known of one request while it is searched."""
+
+    def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
+        self._costs = costs
+        self._machine = machine
+        self._request = request
+        self._bounds = TimeBounds(costs, machine, request)
+        self._peaks = Peaks(costs, request)
+        self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
+        self.packer = packer
+        self.found = _Found(top)
+        self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
+        self._tried: set[tuple[Bounds, Bounds, Policy]] = set()
+        self._numbers = count()
+        self._work = 0  # packs whose ways through the streams have been followed
+
+    def look(self, ranked: Iterable[Iterable[_Candidate]]) -> None:
+        """Simulates what may be better than what is known, of lists of candidates in the order of their bounds."""
+        in_vain = _Patience()
+        for candidate in heapq.merge(*ranked):
+            if not self.found.wants(candidate.bound_ms) or (self.found.choices and in_vain.is_over):
+                break
+            in_vain.saw(*self._try(candidate))
+
+    def candidates(self, packing: Packing, cut: str) -> Iterator[_Candidate]:
+        """The policies for these packs, the least bound first."""
+        return self._ranked(packing, cut, policies(packing, self._machine.copies_overlap, self._request))
+
+    def _ranked(self, packing: Packing, cut: str, every: Policies) -> Iterator[_Candidate]:
+        """Those that may fit."""
+        every = every.only(self._peaks.at_least(packing, every) <= self._budget)
+        if not len(every):
+            return
+        self._work += len(packing.forward) + len(packing.backward)
+        bounds = self._bounds.tighter(packing, every)
+        if not self._request.policy.grouping:
+            bounds = np.array([self._bounds.of(packing, every[n]) for n in range(len(every))])
+        for n in np.argsort(bounds, kind="stable").tolist():
+            yield _Candidate(float(bounds[n]), next(self._numbers), packing, every[n], cut)
+
+    def _try(self, candidate: _Candidate) -> tuple[bool, int]:
+        """Simulates it if it fits. Returns whether it is the best so far, and the number of its tasks (see _Patience)."""
+        packing, policy = candidate.packing, candidate.policy
+        cuts = _cuts_of(packing)
+        if (*cuts, policy) in self._tried:
+            return False, 0
+        self._tried.add((*cuts, policy))
+        peak = self._peaks.of(packing, policy)
+        if peak > self._budget:
+            return False, 1
+        plan = draft_plan(packing, self._costs, self._request, policy, peak)
+        prediction = simulate(plan, self._costs, self._machine)
+        best = self.found.add(Choice(plan, prediction, f"{candidate.cut}; {use_of(packing, policy)}"))
+        return best, len(plan.tasks)
+
+    def improve(self) -> None:
+        """Looks at the neighbours of the best plans, as long as they bring better ones."""
+        expanded: set[Point] = set()
+        while self._work < _WORK:
+            points = (Point.of(choice.plan.packing, choice.plan.policy) for choice in self.found.choices)
+            point = next((one for one in points if one not in expanded), None)
+            if point is None:
+                return
+            expanded.add(point)
+            self.look(self._around(point))
+
+    def _around(self, point: Point) -> Iterator[Iterator[_Candidate]]:
+        for near in (point, *neighbours(point)):
+            if self._work >= _WORK:
+                return
+            cuts = near.backward, near.forward
+            new = cuts not in self._packings
+            packing = self._packings[cuts] = self._packings.get(cuts) or self.packer.packing(*cuts)
+            name = f"{len(packing.backward)} packs, cut by trial"
+            if new:
+                yield self.candidates(packing, name)
+            if may_stay(self._request):
+                policy = near.policy_for(packing, self._request.policy)
+                yield self._ranked(packing, name, around(packing, policy, self._machine.copies_overlap, self._request))
+
+    def smallest(self, packings: Iterable[Packing]) -> Plan:
+        """The plan that needs least, among those that need least at least."""
+        least: list[tuple[float, int, Packing, Policy]] = []
+        for packing in packings:
+            few = policies(packing, self._machine.copies_overlap, self._request)
+            peaks = self._peaks.at_least(packing, few)
+            smallest = np.argsort(peaks, kind="stable")[:2].tolist()
+            least += ((float(peaks[n]), next(self._numbers), packing, few[n]) for n in smallest)
+        tried = heapq.nsmallest(_SMALLEST, least, key=lambda one: one[:2])
+        _, _, packing, policy = min(tried, key=lambda one: self._peaks.of(one[2], one[3]))
+        return make_plan(packing, self._costs, self._request, policy)
+
+
+def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:
+    """Where packs end, in both passes."""
+    return tuple(
+        tuple(packing.packs[index].positions[-1] for index in order) for order in (packing.backward, packing.forward)
+    )  # type: ignore[return-value]
 
 
 def steps(ms: float) -> int:
-    """A time in steps of one hundredth."""
+    """A time in steps of two thousandths."""
     return math.ceil(math.log(max(ms, 1e-9)) / _QUANTUM)
 
 
-class _Found:
-    """The best choices so far, best first."""
+class _Patience:
+    """How long a search goes on in vain."""
 
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self.choices: list[Choice] = []
-        self._in_vain = 0
-        self._tasks_in_vain = 0
+    def __init__(self) -> None:
+        self._plans = self._tasks = self._looks = 0
+
+    def saw(self, better: bool, tasks: int) -> None:
+        """A plan of so many tasks; 1: it did not fit, 0: it is known already."""
+        self._looks = 0 if better else self._looks + bool(tasks)
+        self._plans = 0 if better else self._plans + (tasks > 1)
+        self._tasks = 0 if better else self._tasks + tasks
 
     @property
-    def has_tried_enough(self) -> bool:
-        """Whether many plans have been added since the best one."""
-        return self._in_vain >= _PATIENCE or self._tasks_in_vain >= _PATIENT_TASKS
+    def is_over(self) -> bool:
+        return self._plans >= _PATIENCE or self._tasks >= _PATIENT_TASKS or self._looks >= _PATIENT_LOOKS
 
-    def wants(self, candidate: Candidate) -> bool:
-        """Whether `candidate` could be the best, or fill the list with a plan that is not much slower."""
+
+class _Found:
+    """The best choices so far, best first, one for each way to cut."""
+
+    def __init__(self, top: int) -> None:
+        self._most = max(top, _BEAM)
+        self.choices: list[Choice] = []
+
+    def wants(self, bound_ms: float) -> bool:
+        """Whether a plan of that bound could be the best, or fill the list with one that is not much slower."""
         if not self.choices:
             return True
-        best = self.choices[0].prediction
-        bound, known = steps(candidate.bound_ms), steps(best.step_ms)
-        if bound < known or (bound == known and candidate.swap_bytes < best.swaps.total):
-            return True
-        return len(self.choices) < self._top and candidate.bound_ms <= best.step_ms * _MARGIN
+        best_ms = self.choices[0].prediction.step_ms
+        if len(self.choices) < self._most:
+            return bound_ms <= best_ms * _MARGIN
+        return steps(bound_ms) < steps(best_ms)
 
-    def add(self, choice: Choice) -> None:
-        if any(choice.plan.tasks == c.plan.tasks and choice.plan.packing == c.plan.packing for c in self.choices):
-            return
-        better = not self.choices or _rank(choice) < _rank(self.choices[0])
-        self._in_vain = 0 if better else self._in_vain + 1
-        self._tasks_in_vain = 0 if better else self._tasks_in_vain + len(choice.plan.tasks)
+    def add(self, choice: Choice) -> bool:
+        """Returns whether it is the best of all."""
+        cuts = _cuts_of(choice.plan.packing)
+        same = next((c for c in self.choices if _cuts_of(c.plan.packing) == cuts), None)
+        if same and _rank(same) <= _rank(choice):
+            return False
+        if same:
+            self.choices.remove(same)
         self.choices.append(choice)
         self.choices.sort(key=_rank)
-        del self.choices[self._top :]
+        del self.choices[self._most :]
+        return self.choices[0] is choice
 
 
 def _rank(choice: Choice) -> tuple[int, int, int, int]:

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.compose import stash_moves
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
+from harmony_ds.scheduler.policies import Policies
+
+_Times = NDArray[np.float64]
 
 
 class TimeBounds:
@@ -31,8 +36,8 @@ class TimeBounds:
         self._fused = _running(cost.fused_ms for cost in costs.costs)
         self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
-    def of(self, packing: Packing, policy: Policy) -> tuple[float, int]:
-        """The bound in ms, and the bytes of weights and gradients that are swapped."""
+    def of(self, packing: Packing, policy: Policy) -> float:
+        """The loose bound, in ms."""
         machine, packs = self._machine, packing.packs
         rounds = 1 if policy.grouping else self._micro_batches
         stay = set(policy.resident)
@@ -53,7 +58,6 @@ class TimeBounds:
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) for p in out)
         update += sum(p.update_elements for p in always) / machine.update_elements_per_ms
-        swap_bytes = in_bytes + out_bytes
         # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
         # next step's first swap-in waits for the update as well.
         first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
@@ -61,20 +65,22 @@ class TimeBounds:
         end = machine.swap_out_ms(last.swap_out_bytes()) if last in out else 0.0
         turn = self._update_ms(last) if last in out and last is first else 0.0
         if not machine.copies_overlap:
-            return max(compute + swap_in + reduce + swap_out + max(turn, on_device), update), swap_bytes
-        return max(begin + compute + end + turn, compute + on_device, swap_in, reduce, swap_out, update), swap_bytes
+            return max(compute + swap_in + reduce + swap_out + max(turn, on_device), update)
+        return max(begin + compute + end + turn, compute + on_device, swap_in, reduce, swap_out, update)
 
-    def tighter(self, packing: Packing, policy: Policy) -> float:
-        """The bound that follows each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
-        if not policy.grouping:
-            return 0.0  # the looser bound counts every swap of every micro-batch, and that is nearly all there is
-        walk = _Walk(self._machine, policy, packing, self._micro_batches)
+    def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """The bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
+        if not policies.base.grouping:
+            return np.zeros(
+                len(policies)
+            )  # the looser bound counts every swap of every micro-batch: nearly all there is
+        walk = _Walk(self._machine, policies, packing, self._micro_batches)
         ends = []
         for _ in range(2):
             for index, backward in walk.order:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
-                run_ms = self._run_ms(packing, pack, backward, policy.fuse_last_pack)
+                run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
                 walk.run(index, backward, run_ms, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
@@ -120,97 +126,108 @@ class TimeBounds:
 
 
 class _Walk:
-    """When each stream is done with what was queued on it so far, in ms."""
+    """When each stream is done with what was queued on it so far, in ms, of each policy."""
 
-    def __init__(self, machine: Machine, policy: Policy, packing: Packing, micro_batches: int) -> None:
-        packs = packing.packs
+    def __init__(self, machine: Machine, policies: Policies, packing: Packing, micro_batches: int) -> None:
+        packs, base, count = packing.packs, policies.base, len(policies)
         self._machine = machine
-        self._policy = policy
+        self._policy = base
         self._packing = packing
-        self._stay = set(policy.resident)
+        self._prefetch = policies.prefetch
         self._micro_batches = micro_batches
-        self._leaving, self._returning = stash_moves(packing, policy)
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
-        last = [] if policy.fuse_last_pack else [(there[-1], False)]  # forward alone, and it stays
+        last = [] if base.fuse_last_pack else [(there[-1], False)]  # forward alone, and it stays
         self.order = [(i, False) for i in there[:-1]] + last + [(there[-1], True)] + [(i, True) for i in back]
-        self._kept = {*(i for i in back if i in policy.kept), *(i for i, _ in last)}
+        none, every = np.zeros(count, bool), np.ones(count, bool)
+        self._stay = {i: policies.resident[i] if i < len(policies.resident) else none for i, _ in self.order}
+        both = {*packing.forward}.intersection(back)
+        self._kept = {i: policies.kept[i] if i in both else none for i, _ in self.order}
+        self._kept.update((i, every) for i, _ in last)
+        ends = np.array([0, *(packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
+        self._away = {i: packs[i].positions[0] < ends for i, _ in self.order}
+        self._any_away = bool(policies.away.any())
         owner = {name: i for i in packing.backward for name in packs[i].owned}
         self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
-        self._updated: dict[int, float] = {}
-        self._computed = self._came = self._reduced = self._gone = self._host = 0.0
-        self._freed = self._freed_earlier = 0.0  # when the last pack's gradients were gone, and those of the one before
-        self._evicted = self._evicted_earlier = 0.0  # when the last eviction was safe, and that before the last run
+        self._updated: dict[int, _Times] = {}
+        self._computed = self._came = self._reduced = self._gone = self._host = np.zeros(count)
+        # When the last pack's gradients were gone, and those of the one before it; when the last eviction was safe, and
+        # that before the last run.
+        self._freed = self._freed_earlier = self._evicted = self._evicted_earlier = np.zeros(count)
 
     def swap_in(self, index: int, backward: bool) -> None:
-        if index in self._stay or (backward and index in self._kept):
-            return
         machine = self._machine
+        moved = ~(self._stay[index] | self._kept[index]) if backward else ~self._stay[index]
         ms = machine.swap_in_ms(self._packing.packs[index].weight_bytes)
-        updated = max((self._updated.get(i, 0.0) for i in self._owners[index]), default=0.0)
+        since = self._came
+        for owner in self._owners[index]:
+            if owner in self._updated:
+                since = np.maximum(since, self._updated[owner])
         if not machine.copies_overlap:
-            self._computed = max(self._computed, updated) + ms
+            self._computed = np.where(moved, np.maximum(self._computed, since) + ms, self._computed)
             return
-        safe = self._evicted_earlier if self._policy.prefetch else self._evicted
-        self._came = max(self._came, safe, updated) + ms
-        self._computed = max(self._computed, self._came)
+        safe = np.where(self._prefetch, self._evicted_earlier, self._evicted)
+        self._came = np.where(moved, np.maximum(since, safe) + ms, self._came)
+        self._computed = np.where(moved, np.maximum(self._computed, self._came), self._computed)
 
     def run(self, index: int, backward: bool, run_ms: float, stash_bytes: float) -> None:
         """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
-        begin = max(self._computed, self._freed_earlier)
+        begin = np.maximum(self._computed, self._freed_earlier)
         self._computed = begin + run_ms
-        if (index in self._returning and backward) or (index in self._leaving and not backward):
-            self._move_stash(begin, run_ms / self._micro_batches, backward, stash_bytes)
+        if self._any_away and (backward or index in self._packing.forward):
+            self._move_stash(index, begin, run_ms / self._micro_batches, backward, stash_bytes)
         self._evicted_earlier, self._freed_earlier = self._evicted, self._freed
-        if index not in self._stay and (backward or index not in self._kept):
-            self._evicted = self._computed
+        stays = self._stay[index] if backward else self._stay[index] | self._kept[index]
+        self._evicted = np.where(stays, self._evicted, self._computed)
         pack = self._packing.packs[index]
         if backward and pack.needs_backward:
             self._swap_out(pack)
 
-    def _move_stash(self, begin: float, one_ms: float, backward: bool, stash_bytes: float) -> None:
-        machine = self._machine
+    def _move_stash(self, index: int, begin: _Times, one_ms: float, backward: bool, stash_bytes: float) -> None:
+        machine, away, count = self._machine, self._away[index], self._micro_batches
         one_copy = machine.swap_in_ms(stash_bytes) if backward else machine.swap_out_ms(stash_bytes)
         if not machine.copies_overlap:
-            self._computed += self._micro_batches * one_copy
+            self._computed = self._computed + away * (count * one_copy)
         elif backward:
             # The last micro-batch computes when its stash is back.
-            self._came = self._came + self._micro_batches * one_copy
-            self._computed = max(self._computed, self._came + one_ms)
+            self._came = self._came + away * (count * one_copy)
+            self._computed = np.where(away, np.maximum(self._computed, self._came + one_ms), self._computed)
         else:
             # The first stash leaves when its micro-batch has computed.
-            self._gone = max(self._gone, begin + one_ms) + self._micro_batches * one_copy
+            self._gone = np.where(away, np.maximum(self._gone, begin + one_ms) + count * one_copy, self._gone)
 
     def _swap_out(self, pack: Pack) -> None:
-        machine, deferred = self._machine, self._policy.deferred_update
-        if pack.index not in self._stay:
-            reduce_ms = machine.reduce_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
-            self._reduced = max(self._reduced, self._computed) + reduce_ms
-            self._gone = self._freed = max(self._gone, self._reduced) + machine.swap_out_ms(pack.swap_out_bytes())
-            if not machine.copies_overlap:
-                self._computed = self._gone
-            norm_ms = pack.update_elements / machine.norm_elements_per_ms if deferred else 0.0
-            self._host = max(self._host, self._gone) + norm_ms
+        machine, stay = self._machine, self._stay[pack.index]
+        reduce_ms = machine.reduce_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
+        reduced = np.maximum(self._reduced, self._computed) + reduce_ms
+        gone = np.maximum(self._gone, reduced) + machine.swap_out_ms(pack.swap_out_bytes())
+        norm_ms = pack.update_elements / machine.norm_elements_per_ms if self._policy.deferred_update else 0.0
+        self._reduced = np.where(stay, self._reduced, reduced)
+        self._gone = np.where(stay, self._gone, gone)
+        self._freed = np.where(stay, self._freed, gone)
+        if not machine.copies_overlap:
+            self._computed = np.where(stay, self._computed, gone)
+        self._host = np.where(stay, self._host, np.maximum(self._host, gone) + norm_ms)
         if not self._policy.updates_last:
             self._update(pack)
 
     def _update(self, pack: Pack) -> None:
-        machine = self._machine
-        if pack.index in self._stay:
-            self._computed += pack.update_elements / machine.device_update_elements_per_ms
-            return
-        self._host += machine.host_update_ms(pack.update_elements)
-        self._updated[pack.index] = self._host
+        machine, stay = self._machine, self._stay[pack.index]
+        device_ms = pack.update_elements / machine.device_update_elements_per_ms
+        self._host = self._host + ~stay * machine.host_update_ms(pack.update_elements)
+        self._computed = self._computed + stay * device_ms
+        self._updated[pack.index] = np.where(stay, 0.0, self._host)
 
-    def finish(self) -> float:
+    def finish(self) -> _Times:
         """The end of a step; updates that come last begin."""
         if self._policy.updates_last:
-            if self._stay and self._policy.deferred_update:
-                self._computed = max(self._computed, self._host)  # of all norms
+            if self._policy.deferred_update:  # what stays is updated behind all norms
+                stay = np.logical_or.reduce(list(self._stay.values()))
+                self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)
             for index in self._packing.backward:
                 if self._packing.packs[index].needs_backward:
                     self._update(self._packing.packs[index])
-        return max(self._computed, self._gone)
+        return np.maximum(self._computed, self._gone)
 
 
 def _running(values: Iterable[float]) -> list[float]:

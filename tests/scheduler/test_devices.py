@@ -13,6 +13,7 @@ from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
@@ -133,8 +134,8 @@ def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferre
         for choice in search(graph, costs, slow, FP32, request, top=10):
             plan, step_ms = choice.plan, choice.prediction.step_ms
             assert plan.policy.devices == devices and choice.prediction.busy_ms[PEER] > 0
-            assert bounds.of(plan.packing, plan.policy)[0] <= step_ms * (1 + 1e-9)
-            assert bounds.tighter(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
+            assert bounds.of(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
+            assert bounds.tighter(plan.packing, Policies.of(plan.packing, [plan.policy]))[0] <= step_ms * (1 + 1e-9)
 
 
 def test_a_saved_plan_comes_back_with_its_pieces() -> None:

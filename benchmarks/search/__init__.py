@@ -1,0 +1,1 @@
+"""The search's plan beside the best one of all."""

@@ -1,0 +1,117 @@
+"""How far is the plan that the search finds from the best one there is?
+
+    python -m benchmarks.search.run                       # 300 random models, some ten minutes
+    python -m benchmarks.search.run --models 20 --print   # writes nothing
+
+Every random model is planned by the search, and by trying all plans (`exhaustive`), with the simulator as judge of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from time import perf_counter
+from typing import Any
+
+from benchmarks.search.exhaustive import Exhaustive
+from benchmarks.search.models import HALF, random_model
+from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.search import search
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "search.json"
+_LAYERS = (3, 4, 5, 5, 6, 6)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One model, planned both ways."""
+
+    seed: int
+    layers: int
+    micro_batches: int
+    deferred: bool
+    found_ms: float
+    best_ms: float
+    search_s: float
+    exhaustive_s: float
+    plans: int
+    simulated: int
+    found: str
+    best: str
+
+    @property
+    def gap(self) -> float:
+        """How much slower the plan found is, as a share of the best one's time."""
+        return self.found_ms / self.best_ms - 1.0
+
+
+def compare(seed: int) -> Comparison:
+    """The model of that number."""
+    model = random_model(seed, _LAYERS[seed % len(_LAYERS)])
+    begin = perf_counter()
+    choice = search(model.graph, model.costs, model.machine, HALF, model.request)[0]
+    found_s = perf_counter() - begin
+    every = Exhaustive(model)
+    best_ms, best = every.best(choice.prediction.step_ms)
+    packing, policy = best or (choice.plan.packing, choice.plan.policy)
+    return Comparison(
+        seed=seed,
+        layers=len(model.graph.calls),
+        micro_batches=model.request.micro_batches,
+        deferred=policy.deferred_update,
+        found_ms=choice.prediction.step_ms,
+        best_ms=best_ms,
+        search_s=found_s,
+        exhaustive_s=perf_counter() - begin - found_s,
+        plans=every.plans,
+        simulated=every.simulated,
+        found=_told(choice.plan.packing, choice.plan.policy),
+        best=_told(packing, policy),
+    )
+
+
+def _told(packing: Packing, policy: Policy) -> str:
+    """What a plan decides."""
+    cuts = " ".join(f"{pack.positions[0]}-{pack.positions[-1]}" for pack in packing.packs)
+    stays = f"kept {policy.kept}, resident {policy.resident}, {policy.stash_on_host} stashed on the host"
+    return f"packs {cuts}; {stays}{', prefetch' if policy.prefetch else ''}"
+
+
+def summary(found: list[Comparison]) -> dict[str, Any]:
+    """Gaps in per cent, times in seconds."""
+    gaps = sorted(100 * one.gap for one in found)
+    return {
+        "models": len(found),
+        "plans": sum(one.plans for one in found),
+        "gap_median": median(gaps),
+        "gap_mean": fmean(gaps),
+        "gap_90th": quantiles(gaps, n=10)[-1],
+        "gap_worst": gaps[-1],
+        "search_s_median": median(one.search_s for one in found),
+        "search_s": sum(one.search_s for one in found),
+        "exhaustive_s": sum(one.exhaustive_s for one in found),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=300)
+    parser.add_argument("--print", action="store_true", help="write no results")
+    given = parser.parse_args()
+    found = [compare(seed) for seed in range(given.models)]
+    for one in sorted(found, key=lambda one: -one.gap)[:8]:
+        print(
+            f"{100 * one.gap:6.2f} %  {one.layers} layers, model {one.seed}\n   found {one.found}\n   best  {one.best}"
+        )
+    total = summary(found)
+    print(json.dumps(total, indent=1))
+    if not given.print:
+        RESULTS.write_text(json.dumps({"summary": total, "models": [asdict(one) for one in found]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
