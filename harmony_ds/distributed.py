@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from harmony_ds.errors import UnsupportedError
 
@@ -36,9 +38,11 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     asked = max(world_size, launched_size())
     if not dist.is_initialized() and asked > 1:
-        ranks = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
         try:
-            dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)  # type: ignore[arg-type]
+            if init_method is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+                ranks = _of_this_attempt()
+            dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)
         except ValueError as error:
             raise UnsupportedError(
                 f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with "
@@ -53,6 +57,13 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
         )
     _init_deepspeeds(dist_backend)
+
+
+def _of_this_attempt() -> dict[str, Any]:
+    """Where torchrun has started all again, its store still has the addresses of the processes that are gone."""
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return {"store": PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def _init_deepspeeds(backend: str | None) -> None:

@@ -163,6 +163,9 @@ class PeerFailedError(HarmonyError):
     def __str__(self) -> str:
         return f"rank {self.rank} of this training failed: {self.message}"
 
+    def __repr__(self) -> str:
+        return f"PeerFailedError({self})"  # others quote it, and name the rank that was the first
+
 
 class ProcessesDifferError(HarmonyError):
     """The processes of one training do different things, or were given different models, settings or data."""

@@ -1,274 +1,328 @@
-"""Does anybody wait for ever? Breaks one of several processes at pseudo-random tasks, and looks at the others.
+"""What becomes of several processes when one fails? Breaks one of them at every kind of task, and lets all go on.
 
-    python benchmarks/kill/several.py --faults 200 --seed 7
+    OMP_NUM_THREADS=1 python benchmarks/kill/several.py --out benchmarks/results/kill-several.json
 
-Two or three processes train a small network, saving after every step. At a task drawn at random (of any kind, in any
-step after the first) one of them
+Three processes train one small network, and save after every step. In the second step of their life one of them is
+killed (SIGKILL), stopped (SIGSTOP), loses its connections, or raises an exception: behind the first and the last task of
+every kind, in the exchange of gradients, and where a save begins; each rank in its turn, with clipping and without. Then:
 
-    kill     is killed (SIGKILL)
-    stop     is stopped (SIGSTOP); a process counts as stopped here after 2 s without a sign of life, not 60
-    error    raises an exception
-    socket   closes all its sockets: its connections to the others are gone
+    all others have ended within the limit, with an error that names the rank
+    no process of the training is left, and nothing in /dev/shm
+    the next three, which go on from what was saved, take one step with the losses, weights, optimizer state and
+    generators of a run that nobody broke, before one of them is broken in its turn
 
-The others have to end: with `PeerFailedError`, the exception that torch's collective raises, or the exit code of who was
-left in an exchange; within the limit; naming the rank where it can be known. No process and no shared memory may be left.
-Then the training goes on from its last checkpoint, in as many new processes, and has to end with the weights of one that
-nobody broke.
+A process that is stopped is killed when the others have ended, as a launcher does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import pickle
 import random
-import re
 import signal
 import socket
+import stat
+import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401 - imported once for all processes
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from run import Net, _warm_up, batch, digest
 
-RESULTS = Path(__file__).parent.parent / "results" / "faults-several-processes.json"
-STEPS, MICRO_BATCHES = 4, 2
-LIMIT_S = 30.0
-KINDS = ("kill", "stop", "error", "socket")
-_context = multiprocessing.get_context("forkserver")
+import harmony_ds
+from harmony_ds.checkpoint import folders, read_any
+from harmony_ds.parallel import heart
+from harmony_ds.scheduler.plan import Task
+
+SIZE = 3
+STEPS = 8
+MICRO_BATCHES = 2
+SILENCE_S = 3.0
+LIMIT_S = 20.0
+FAULTS = ("kill", "stop", "sockets", "exception")
+CLIPS = (0.0, 0.5)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to rank `rank` of `size` behind task number `task` of step `step` (a share of its tasks)."""
+    """`what` happens to `rank` in its second step, `where`: behind a task ("R last"), in an "exchange", or in a "save"."""
 
-    kind: str
-    size: int
+    what: str
+    where: str
     rank: int
-    step: int
-    task: float
-    clipping: bool
+    clip: float
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What became of it: `at`, the task it happened at; by rank, how the others ended; until the last of them had."""
+@dataclass
+class Ended:
+    """What a process told, what it printed, how it ended and when (by the clock that all share)."""
 
-    fault: Fault
-    at: str
-    others: dict[int, str]
-    seconds: float
-    named: bool
-    left: int
-    same_bits: bool
+    told: list[dict[str, Any]]
+    printed: str
+    code: int
+    at: float
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(24, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
+    def find(self, key: str) -> Any:
+        return next((line[key] for line in self.told if key in line), None)
 
 
-def train(folder: str, clipping: bool, fault: Fault | None) -> dict[str, Tensor]:
-    """In one of several processes: from the last checkpoint in `folder`, if there is one, to the end. Its weights."""
-    import torch.distributed as dist
+# ---- a process
 
-    import harmony_ds
-    from harmony_ds.parallel import heart
 
-    heart.SILENCE_S = 2.0
+def train(  # noqa: C901 - a life, and where it may end
+    folder: Path, rank: int, fault: Fault | None, clip: float, told: Callable[[dict[str, Any]], None]
+) -> None:
+    """Goes on from what is saved in `folder`, and ends after `STEPS` steps, or by `fault`."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
+    heart.SILENCE_S = SILENCE_S
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
     torch.manual_seed(1)
     model = Net()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.1 if clipping else 0.0,
-        "harmony": {"device": "cpu", "seed": 3, "pack_layers": 1},
-    }
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    engine.load_checkpoint(folder)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(engine.global_steps, STEPS):
-        generator = torch.Generator().manual_seed(step)
-        data = torch.randn(MICRO_BATCHES * size, 2, 24, generator=generator)
-        if fault is not None and fault.step == step and fault.rank == rank:
-            _break(engine, fault, folder)
-        engine.train_batch([(data[index * size + rank],) for index in range(MICRO_BATCHES)])
-        engine.save_checkpoint(folder)
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    engine.destroy()
-    return weights
+    engine, *_ = harmony_ds.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": clip,
+            "harmony": {"device": "cpu", "pack_layers": 1, "profile": str(folder.parent / f"profile{clip}")},
+        },
+    )
+    if (folder / folders.LATEST).exists():
+        engine.load_checkpoint(folder)
+    begin = engine.global_steps
+    tasks: list[tuple[int, str]] = []
 
+    def here(where: str) -> None:
+        if fault is not None and (fault.rank, fault.where, begin + 1) == (rank, where, engine.global_steps):
+            told({"fault": time.monotonic()})
+            happens(fault.what)
 
-def _break(engine: Any, fault: Fault, folder: str) -> None:
-    def told(done: int, total: int, task: object) -> None:
-        if done - 1 != int(fault.task * total):
+    def noted(done: int, _: int, task: Task) -> None:
+        if engine.global_steps == begin:
+            tasks.append((done, task.kind.value))
             return
-        (Path(folder) / "at").write_text(str(task), encoding="utf-8")
-        if fault.kind == "error":
-            raise RuntimeError("a fault that was asked for")
-        if fault.kind == "socket":
-            _close_sockets()
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        for which, kinds in (("first", places(tasks)[0]), ("last", places(tasks)[1])):
+            if kinds.get(task.kind.value) == done:
+                here(f"{task.kind.value} {which}")
 
-    engine.on_progress(told)
+    exchange = dist.all_to_all_single
 
+    def exchanging(*args: Any, **kwargs: Any) -> Any:
+        here("exchange")
+        return exchange(*args, **kwargs)
 
-def _close_sockets() -> None:
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if "socket:" in str(link.readlink()):
-                open_socket = socket.socket(fileno=os.dup(int(link.name)))
-                with suppress(OSError):  # not one that is connected
-                    if open_socket.family in (socket.AF_INET, socket.AF_INET6):
-                        open_socket.shutdown(socket.SHUT_RDWR)
-                open_socket.close()
-
-
-def _process(pipe: Connection, rank: int, size: int, meeting: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    try:
-        pipe.send_bytes(pickle.dumps(("", train(*arguments))))
-    except BaseException as error:  # noqa: BLE001 - how it ended
-        pipe.send_bytes(pickle.dumps((f"{type(error).__name__}: {error}", None)))
-    pipe.close()
-    os._exit(0)
+    dist.all_to_all_single = exchanging  # type: ignore[assignment]
+    engine.on_progress(noted)
+    while engine.global_steps < STEPS:
+        step = engine.global_steps
+        numbers = [(step * MICRO_BATCHES + i) * SIZE + rank for i in range(MICRO_BATCHES)]
+        loss = engine.train_batch(iter([(batch(number),) for number in numbers])).item()
+        if step == begin:
+            told({"tasks": sorted({kind for _, kind in tasks})})
+        engine.finish_updates()
+        told({"step": step + 1, "loss": loss, "state": digest(engine)})
+        here("save")
+        engine.save_checkpoint(folder)
+    told({"finished": 1})
+    engine.destroy()
 
 
-def run(size: int, folder: str, clipping: bool, fault: Fault | None) -> tuple[dict[int, str], list[Any], float, int]:
-    """How each rank ended that was not stopped or killed; their results; seconds until the last had ended; what is left."""
-    pipes: dict[Connection, int] = {}
-    children = []
-    meeting = tempfile.mktemp(dir=folder)
-    for rank in range(size):
-        here, there = _context.Pipe(duplex=False)
-        child = _context.Process(target=_process, args=(there, rank, size, meeting, (folder, clipping, fault)))
-        child.start()
-        there.close()
-        children.append(child)
-        pipes[here] = rank
-    ends, results, broken_at = {}, [None] * size, None
-    mark = Path(folder) / "at"
-    waiting = dict(pipes)
-    while waiting and not (fault and fault.kind == "stop" and set(waiting.values()) == {fault.rank}):
-        if broken_at is None and fault is not None and mark.exists():
-            broken_at = time.monotonic()
-        if broken_at is not None and time.monotonic() - broken_at > LIMIT_S:
-            break
-        for pipe in wait(list(waiting), timeout=0.02):
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
+def places(tasks: list[tuple[int, str]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of every kind of task: the number of its first in a step, and of its last."""
+    return {kind: done for done, kind in reversed(tasks)}, {kind: done for done, kind in tasks}
+
+
+def happens(what: str) -> None:
+    """To this process."""
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "exception":
+        raise RuntimeError("it has burst")
+    else:
+        for name in [link.name for link in Path("/proc/self/fd").iterdir()]:
             try:
-                ends[rank], results[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                children[rank].join(10)
-                ends[rank] = f"exit code {children[rank].exitcode}"
-    seconds = 0.0 if broken_at is None else time.monotonic() - broken_at
-    for rank in waiting.values():
-        if fault is None or rank != fault.rank:
-            ends[rank] = "still waits"
-    pids = [child.pid for child in children]
-    for child in children:
-        child.kill()
-        child.join()
-    left = sum(Path(f"/proc/{pid}").exists() for pid in pids) + _shared_files()
-    return ends, results, seconds, left
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as one:
+                        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the listing's own descriptor, or a socket that is not connected
 
 
-def _shared_files() -> int:
-    """Shared memory of an engine that any process still has open."""
+# ---- all of them
+
+
+def live(folder: Path, clip: float, fault: Fault | None = None) -> list[Ended]:
+    """Forks the processes of a training, and waits for them; who is left after the limit is an error."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"store{os.getpid()}").unlink(missing_ok=True)
+    children: dict[int, int] = {}
+    pipes: list[int] = []
+    for rank in range(SIZE):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _be(folder, rank, fault, clip, write_end)
+        os.close(write_end)
+        pipes.append(read_end)
+        children[child] = rank
+    codes: dict[int, int] = {}
+    at: dict[int, float] = {}
+    began = time.monotonic()
+    stopped = fault.rank if fault is not None and fault.what == "stop" else None
+    late = False
+    while len(codes) < SIZE:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[children[pid]], at[children[pid]] = os.waitstatus_to_exitcode(status), time.monotonic()
+            continue
+        late = time.monotonic() - began > 2 * LIMIT_S
+        if late or (stopped is not None and set(codes) == set(range(SIZE)) - {stopped}):
+            for child, rank in children.items():
+                if rank not in codes:
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    ended = []
+    for rank, pipe in enumerate(pipes):
+        with os.fdopen(pipe) as lines:
+            told = [json.loads(line) for line in lines.read().splitlines()]
+        ended.append(Ended(told, (folder / f"printed{rank}").read_text(), codes[rank], at[rank]))
+    assert not late, (fault, [(one.code, one.told[-1:], one.printed[-2000:]) for one in ended])
+    return ended
+
+
+def _be(folder: Path, rank: int, fault: Fault | None, clip: float, write_end: int) -> None:
+    def told(what: dict[str, Any]) -> None:
+        os.write(write_end, (json.dumps(what) + "\n").encode())
+
+    code = 1
+    try:
+        printed = os.open(folder / f"printed{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        train(folder, rank, fault, clip, told)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        traceback.print_exc()
+        told({"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(code)
+
+
+def check_ended(fault: Fault, ended: list[Ended]) -> tuple[float, list[str]]:
+    """Everybody has, in time, and says who has failed; the seconds of the last, and how each other ended."""
+    began = ended[fault.rank].find("fault")
+    assert began is not None, (fault, "did not happen", [one.told[-1] for one in ended])
+    how = []
+    for rank, one in enumerate(ended):
+        assert one.code != 0 and one.find("finished") is None, (fault, rank, one)
+        if rank == fault.rank:
+            continue
+        said = one.find("error") or one.printed
+        assert one.at - began < LIMIT_S, (fault, rank, one.at - began)
+        # A connection has two ends: what broke is named, and by some the rank that noticed it first.
+        named = f"rank {fault.rank}" in said or (fault.what == "sockets" and "Connection" in said)
+        assert named, (fault, rank, one.code, said[-2000:])
+        how.append(said.split(":")[0] if one.find("error") else f"exit code {one.code}")
+    return round(max(one.at - began for rank, one in enumerate(ended) if rank != fault.rank), 2), how
+
+
+def shared_memory() -> set[str]:
+    """Files in /dev/shm, but for those of multiprocessing and of DeepSpeed, which no training here uses."""
+    return {file.name for file in Path("/dev/shm").iterdir() if not file.name.startswith(("sem.mp-", "deepspeed_"))}
+
+
+def saved_steps(folder: Path) -> int:
+    """How many steps of the run there are behind its last checkpoint."""
+    latest = folder / folders.LATEST
+    return read_any(folder / latest.read_text()).progress.global_steps if latest.exists() else 0
+
+
+def check_same(ended: list[Ended], expected: list[dict[int, Any]]) -> int:
+    """Every step told is that of the run that nobody broke; how many there were."""
     count = 0
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            count += "memfd:harmony_ds" in str(link.readlink())
+    for rank, one in enumerate(ended):
+        for line in one.told:
+            if "step" in line:
+                assert line == expected[rank][line["step"]], (rank, line, expected[rank][line["step"]])
+                count += 1
     return count
 
 
-def try_fault(fault: Fault, wanted: dict[str, Tensor]) -> Seen:
-    with tempfile.TemporaryDirectory() as folder:
-        ends, _, seconds, left = run(fault.size, folder, fault.clipping, fault)
-        mark = Path(folder) / "at"
-        at = mark.read_text(encoding="utf-8") if mark.exists() else "never"
-        mark.unlink(missing_ok=True)
-        others = {rank: end for rank, end in ends.items() if rank != fault.rank}
-        named = all(re.search(rf"rank {fault.rank}\b|exit code 75", end) for end in others.values())
-        again, results, _, _ = run(fault.size, folder, fault.clipping, None)
-        same = not any(again.values()) and all(
-            torch.equal(value, wanted[name]) for result in results for name, value in result.items()
-        )
-    return Seen(fault, at, others, seconds, named, left, same)
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=7)
-    arguments = parser.parse_args()
-    _context.set_forkserver_preload(["torch", "deepspeed", "harmony_ds"])
-    draw = random.Random(arguments.seed)
-    wanted = {}
-    for size in (2, 3):
-        for clipping in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                wanted[size, clipping] = run(size, folder, clipping, None)[1][0]
-    began, seen = time.monotonic(), []
-    for number in range(arguments.faults):
-        size = draw.choice((2, 3))
-        kind, step = KINDS[number % len(KINDS)], draw.randrange(1, STEPS)
-        fault = Fault(kind, size, draw.randrange(size), step, draw.random(), draw.random() < 0.5)
-        one = try_fault(fault, wanted[fault.size, fault.clipping])
-        seen.append(one)
-        bad = one.at == "never" or one.left or not one.same_bits or "still waits" in one.others.values()
-        if bad or not one.named:
-            print(f"{'WRONG' if bad else 'not named'}: {one}", flush=True)
-        if number % 20 == 19:
-            print(f"{number + 1} faults, {time.monotonic() - began:.0f} s", flush=True)
-    summary = summarized(seen)
-    print(json.dumps(summary, indent=1))
-    content = {"command": f"several.py --faults {arguments.faults} --seed {arguments.seed}", "torch": torch.__version__}
-    content |= {"summary": summary, "faults": [asdict(one) for one in seen]}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(bool(summary["wrong"]))
-
-
-def summarized(seen: list[Seen]) -> dict[str, Any]:
-    ended = [one for one in seen if "still waits" not in one.others.values()]
-    return {
-        "faults": len(seen),
-        "by kind": dict(Counter(one.fault.kind for one in seen)),
-        "kinds of tasks": dict(Counter(one.at[0] for one in seen)),
-        "all others ended": len(ended),
-        "seconds until they had": {
-            kind: {"most": max(times), "median": sorted(times)[len(times) // 2]}
-            for kind in KINDS
-            if (times := [one.seconds for one in ended if one.fault.kind == kind])
-        },
-        "rank named": sum(one.named for one in seen),
-        "something left": sum(one.left > 0 for one in seen),
-        "same bits after going on": sum(one.same_bits for one in seen),
-        "wrong": sum(
-            one.at == "never" or one.left > 0 or not one.same_bits or "still waits" in one.others.values()
-            for one in seen
-        ),
-    }
+    parser.add_argument("--faults", type=int, help="so many of them, chosen by chance (default: all)")
+    parser.add_argument("--skip", type=int, default=0, help="leaves the first so many to another run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file (JSON) for what was seen")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _warm_up()
+    shared = shared_memory()
+    with tempfile.TemporaryDirectory() as scratch:
+        expected: dict[float, list[dict[int, Any]]] = {}
+        faults: list[Fault] = []
+        for clip in CLIPS:
+            whole = live(Path(scratch) / f"whole{clip}", clip)
+            assert all(one.find("finished") for one in whole), [one.told[-1] for one in whole]
+            expected[clip] = [{line["step"]: line for line in one.told if "step" in line} for one in whole]
+            where = [f"{kind} {which}" for kind in whole[0].find("tasks") for which in ("first", "last")]
+            faults += [
+                Fault(what, place, rank, clip)
+                for place in (*where, "exchange", "save")
+                for rank in range(SIZE)
+                for what in FAULTS
+            ]
+        random.Random(options.seed).shuffle(faults)
+        rows, steps = [], 0
+        folders_of = {clip: Path(scratch) / f"run{clip}" for clip in CLIPS}
+        for number, fault in enumerate(faults[options.skip :][: options.faults]):
+            folder = folders_of[fault.clip]
+            if saved_steps(folder) > STEPS - 2:
+                folder = folders_of[fault.clip] = Path(scratch) / f"run{number}"
+            row: dict[str, Any] = {**asdict(fault), "seconds": None, "others": [], "wrong": None}
+            try:
+                ended = live(folder, fault.clip, fault)
+                row["seconds"], row["others"] = check_ended(fault, ended)
+                left = shared_memory() - shared
+                assert not left, left
+                steps += check_same(ended, expected[fault.clip])
+            except AssertionError as error:
+                row["wrong"] = str(error)
+                print(f"{fault}: {error}", file=sys.stderr, flush=True)
+            rows.append(row)
+            if options.out:
+                options.out.write_text(json.dumps({"processes": SIZE, "silence_s": SILENCE_S, "faults": rows}) + "\n")
+    for what in FAULTS:
+        times = [row["seconds"] for row in rows if row["what"] == what and row["wrong"] is None]
+        ends = Counter(end for row in rows if row["what"] == what for end in row["others"])
+        if times:
+            print(
+                f"{what:>9}: {len(times)}, others end after {statistics.median(times):.1f} s, at most {max(times):.1f} s"
+            )
+            print(" " * 11 + ", ".join(f"{end} {count}" for end, count in ends.most_common()))
+    wrong = sum(row["wrong"] is not None for row in rows)
+    if wrong:
+        raise SystemExit(f"{wrong} of {len(rows)} faults ended otherwise than they should")
+    print(
+        f"{len(rows)} faults: all ended, the rank was named, nothing was left, and all {steps} steps were bit for bit "
+        "those of the run that nobody broke."
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -43,6 +43,7 @@ _VERSIONS = _NORM_RING + _NORMS * 32
 _OK, _FAILED, _STRAYED = range(3)
 _LOOK_SECONDS = 0.02
 """How often a process that waits looks whether the others are alive."""
+_ENDS_SECONDS = 2.0
 
 
 class PeerStrayed(Exception):  # noqa: N818 - no error of anybody's: the step is run again
@@ -211,6 +212,19 @@ class Board:
         text = why.encode()[: _TEXT_BYTES - 8]
         os.pwrite(self._file, text, self._place(self.rank, _GIVEN_UP + 8))
         self._write_number(_GIVEN_UP, len(text))
+
+    def who_ended(self) -> int | None:
+        """The process that has; one that had not given up before, if there is such a one.
+
+        Looks for a moment, since a process's connections are closed before it ends.
+        """
+        end = time.monotonic() + _ENDS_SECONDS
+        while True:
+            ended = [other for other in self._others if self._has_ended(other)]
+            silent = [other for other in ended if not self._number(other, _GIVEN_UP)]
+            if silent or time.monotonic() > end:
+                return next(iter(silent or ended), None)
+            time.sleep(_LOOK_SECONDS)
 
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
         """Until `there` of every other process (or of those `among`).

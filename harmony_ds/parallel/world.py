@@ -104,7 +104,7 @@ class World(Alone):
     def all(self, kind: str, value: T) -> list[T]:
         self.agree(kind)
         found: list[Any] = [None] * self.size
-        with self._board.heart.in_collective():
+        with self._collective():
             dist.all_gather_object(found, value, group=self._objects)
         return found
 
@@ -116,7 +116,7 @@ class World(Alone):
             except Exception as error:  # noqa: BLE001 - everybody's
                 made[1] = error if _travels(error) else RuntimeError(repr(error))
         self.agree(kind)
-        with self._board.heart.in_collective():
+        with self._collective():
             dist.broadcast_object_list(made, group=self._objects, group_src=0)
         if made[1] is not None:
             self._told = made[1]
@@ -126,7 +126,7 @@ class World(Alone):
 
     def mean(self, value: Tensor) -> Tensor:
         self.agree("mean")
-        with self._board.heart.in_collective():
+        with self._collective():
             return self._exchange.mean(value.detach())
 
     @contextmanager
@@ -148,6 +148,20 @@ class World(Alone):
     def give_up(self, why: str) -> None:
         self._board.give_up(why)
 
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """A call that only the others can end. Where it breaks, it cannot be called again: nobody goes on."""
+        with self._board.heart.in_collective():
+            try:
+                yield
+            except RuntimeError as error:
+                peer = self._board.who_ended()
+                cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
+                self._board.give_up(f"its connections to the others are broken: {cause}")
+                if cause is error:
+                    raise
+                raise cause from error
+
     # ---- gradients and updates
 
     def reduce(
@@ -161,7 +175,7 @@ class World(Alone):
         if not shapes:
             return {}
         dtype = next((g.dtype for g in gradients.values()), None)
-        with self._board.heart.in_collective():
+        with self._collective():
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
 
     @property

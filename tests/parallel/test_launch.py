@@ -84,6 +84,56 @@ def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> 
     assert "rank 1" in told.lower() or "rank      : 1" in told
 
 
+RESTARTS = """
+import os, signal, sys, torch, harmony_ds
+from pathlib import Path
+folder, killed = Path(sys.argv[1]), sys.argv[2] == "killed"
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "harmony": {"device": "cpu"}}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
+engine.load_checkpoint(folder)
+where = engine.global_steps
+losses = []
+
+def killed_in_a_step(done, total, task):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if killed and first and engine.global_rank == 1 and engine.global_steps == 3 and done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+engine.on_progress(killed_in_a_step)
+while engine.global_steps < 6:
+    seeds = [(engine.global_steps * 2 + i) * engine.world_size + engine.global_rank for i in range(2)]
+    batches = [(torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)),) for seed in seeds]
+    losses.append(engine.train_batch(batches, lambda out: out.square().mean()).item())
+    if engine.global_steps % 2 == 0:
+        engine.save_checkpoint(folder)
+torch.save((where, losses, model.state_dict(), optimizer.state_dict()), folder / f"end{engine.global_rank}.pt")
+"""
+
+
+def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    script = tmp_path / "restarts.py"
+    script.write_text(RESTARTS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ends = {}
+    for how in ("killed", "whole"):
+        folder = tmp_path / how
+        folder.mkdir()
+        command = torchrun(2, script, str(folder), how)
+        command[3:3] = ["--max-restarts", "1"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        ends[how] = [torch.load(folder / f"end{rank}.pt", weights_only=False) for rank in range(2)]
+    for killed, whole in zip(ends["killed"], ends["whole"], strict=True):
+        assert (killed[0], whole[0]) == (2, 0), "it was killed behind the checkpoint of step 2"
+        assert killed[1] == whole[1][2:]
+        assert all(torch.equal(killed[2][name], value) for name, value in whole[2].items())
+        for index, state in whole[3]["state"].items():
+            assert all(torch.equal(killed[3]["state"][index][key], value) for key, value in state.items())
+
+
 def shared_files(pids: Iterable[int] | None = None) -> int:
     """Files of shared memory that processes (all) have open."""
     wanted = None if pids is None else {str(pid) for pid in pids}
