@@ -162,7 +162,9 @@ def _beside(update: _Update) -> float:
     end = time.perf_counter() + _BESIDE_SECONDS
 
     def repeat(work: Callable[[], None], which: int) -> None:
-        while time.perf_counter() < end:
+        while (
+            counts[which] == 0 or time.perf_counter() < end
+        ):  # once at least, however late a busy machine lets it begin
             work()
             counts[which] += 1
 

@@ -159,6 +159,12 @@ def test_compute_and_updates_that_take_turns_have_half_of_their_speeds(clock: Re
     assert machine.beside_update == pytest.approx(0.5, rel=0.1)
 
 
+def test_a_machine_that_is_late_for_its_own_measurement_has_some_speed_all_the_same(clock: Reading) -> None:
+    clock.tick_s = 0.2  # more than the time both are given together
+    machine = measure_rates(Machinery(False), SlowUpdates(Machinery(False)), torch.float32, SWAPS)
+    assert 0.0 < machine.beside_update <= 1.0
+
+
 def test_without_an_optimizer_nothing_runs_beside_compute(clock: Reading) -> None:
     assert measured(Machinery(copies_overlap=False), clock).beside_update == 1.0
 
