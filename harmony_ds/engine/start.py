@@ -56,9 +56,10 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         model_parameters: parameters or parameter groups to train (all that require gradients).
         training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
         config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
-        dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized for this one process.
+        dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
+            alone where no launcher speaks of others.
         device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for one process.
+        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other kind of parallelism.
 
     Returns:
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
