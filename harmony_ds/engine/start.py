@@ -59,7 +59,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
             alone where no launcher speaks of others.
         device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other kind of parallelism.
+        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other parallelism.
 
     Returns:
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
