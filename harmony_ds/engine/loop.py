@@ -129,7 +129,7 @@ class Loop:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Allowed with every ZeRO stage: gradients are exchanged once a step in any case. `step()` is not allowed inside."""
+        """Allowed with every ZeRO stage: gradients are exchanged once a step anyway. `step()` is not allowed inside."""
         if self.inside_no_sync:
             raise UsageError("no_sync context manager reentry is unsupported")
         self.inside_no_sync = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ def test_a_plan_in_json_is_the_same_plan() -> None:
 def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(tmp_path: Path) -> None:
     engine, reference = train(device_memory_gib=1.0, residency="auto")
     engine.destroy()
-    plan = next(choice.plan for choice in engine.plan_report().choices if not choice.plan.policy.resident)
+    found = engine.plan_report().choices[0].plan
+    plan = replace(found, policy=replace(found.policy, resident=()))
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     engine, model = train(device_memory_gib=1.0, plan=str(path))
