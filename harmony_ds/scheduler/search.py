@@ -38,7 +38,7 @@ from harmony_ds.scheduler.time_bounds import TimeBounds
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
-_WORK = 20_000
+_WORK = 10_000
 """After so many packs no more neighbours are."""
 _PATIENT_LOOKS = 300
 """After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
