@@ -64,20 +64,7 @@ class Net(nn.Module):
 
 def train(folder: Path, told: Callable[[dict[str, Any]], None], moment: Callable[[], None]) -> None:
     """One process's life: goes on from what is saved in `folder`, and ends after `STEPS` steps."""
-    torch.manual_seed(1)
-    model = Net()
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": 0.5,
-            "harmony": {"device": "cpu", "pack_layers": 1},
-        },
-    )
-    if (folder / folders.LATEST).exists():
-        engine.load_checkpoint(folder)
+    engine = engine_from(folder, clip=0.5)
     engine.on_progress(lambda *_: moment())
     while engine.global_steps < STEPS:
         step = engine.global_steps
@@ -89,6 +76,25 @@ def train(folder: Path, told: Callable[[dict[str, Any]], None], moment: Callable
         engine.save_checkpoint(folder, tag=AGAIN, save_latest=False)
         told({"again": step + 1})
     told({"finished": 1})
+
+
+def engine_from(folder: Path, clip: float, **harmony: Any) -> harmony_ds.HarmonyEngine:
+    """The engine over the network, which goes on from what is saved in `folder`."""
+    torch.manual_seed(1)
+    model = Net()
+    engine, *_ = harmony_ds.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": clip,
+            "harmony": {"device": "cpu", "pack_layers": 1, **harmony},
+        },
+    )
+    if (folder / folders.LATEST).exists():
+        engine.load_checkpoint(folder)
+    return engine
 
 
 def batch(index: int) -> Tensor:

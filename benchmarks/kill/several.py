@@ -37,9 +37,8 @@ from typing import Any
 import deepspeed  # noqa: F401 - imported once for all processes
 import torch
 import torch.distributed as dist
-from run import Net, _warm_up, batch, digest
+from run import _warm_up, batch, digest, engine_from
 
-import harmony_ds
 from harmony_ds.checkpoint import folders, read_any
 from harmony_ds.parallel import heart
 from harmony_ds.scheduler.plan import Task
@@ -79,28 +78,13 @@ class Ended:
 # ---- a process
 
 
-def train(  # noqa: C901 - a life, and where it may end
-    folder: Path, rank: int, fault: Fault | None, clip: float, told: Callable[[dict[str, Any]], None]
-) -> None:
+def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Callable[[dict[str, Any]], None]) -> None:
     """Goes on from what is saved in `folder`, and ends after `STEPS` steps, or by `fault`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
     heart.SILENCE_S = SILENCE_S
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
-    torch.manual_seed(1)
-    model = Net()
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": clip,
-            "harmony": {"device": "cpu", "pack_layers": 1, "profile": str(folder.parent / f"profile{clip}")},
-        },
-    )
-    if (folder / folders.LATEST).exists():
-        engine.load_checkpoint(folder)
+    engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"))
     begin = engine.global_steps
     tasks: list[tuple[int, str]] = []
 

@@ -113,7 +113,7 @@ class StepRecord:
             self._peak_bytes,
             swapped,
             self._sent_bytes,
-            self._planner.swaps(self._assembly.parts.world.rank),
+            self._planner.swaps,
         )
 
     def memory_report(self) -> MemoryReport:

@@ -19,11 +19,11 @@ def install_as_deepspeed() -> None:
     So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
     `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, and `safe_get_local_*` and `safe_set_local_*` of
     `deepspeed.utils`; `deepspeed.utils.zero_to_fp32` reads checkpoints of this engine, too; and `torch.distributed` is
-    initialized for this one process. Call it before the training code imports any of these names. The installed
+    initialized, as the launcher says. Call it before the training code imports any of these names. The installed
     DeepSpeed stays what it is under its other names.
 
     Raises:
-        UnsupportedError: a launcher has started several processes.
+        UnsupportedError: a launcher speaks of several processes, and they cannot be found.
     """
     init_distributed()
     deepspeed = import_module("deepspeed")

@@ -30,7 +30,6 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from harmony_ds.config.read import read_config
-from harmony_ds.distributed import launched_size
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
 
@@ -342,15 +341,15 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if launched_size() == 1 or self._engine is None or best is None:
+        if self._engine is None or self._engine.world_size == 1 or best is None:
             super()._load_best_model()
             return
         # Weights are there once for all processes, which load them together.
         path, _ = self._engine.load_checkpoint(best, load_module_only=True)
         if path is None:
             raise UsageError(
-                f"load_best_model_at_end in {launched_size()} processes needs a whole checkpoint, and {best} holds weights "
-                "alone: leave save_only_model off."
+                f"load_best_model_at_end in {self._engine.world_size} processes needs a whole checkpoint, and {best} holds "
+                "weights alone: leave save_only_model off."
             )
 
 

@@ -162,9 +162,8 @@ def _beside(update: _Update) -> float:
     end = time.perf_counter() + _BESIDE_SECONDS
 
     def repeat(work: Callable[[], None], which: int) -> None:
-        while (
-            counts[which] == 0 or time.perf_counter() < end
-        ):  # once at least, however late a busy machine lets it begin
+        # Once at least, however late a busy machine lets it begin.
+        while counts[which] == 0 or time.perf_counter() < end:
             work()
             counts[which] += 1
 

@@ -8,12 +8,12 @@ from functools import lru_cache
 from harmony_ds.scheduler.plan import Packing
 
 
-def resident_packs(packing: Packing, count: int | None, first: bool = False) -> tuple[int, ...]:
-    """The last (or `first`) `count` packs of the backward pass (None: none), without those that cannot be resident.
+def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
+    """The last `count` packs of the backward pass (None: none), without those that cannot be resident.
 
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
-    return closed(packing, (packing.backward[:count] if first else packing.backward[-count:]) if count else ())
+    return closed(packing, packing.backward[-count:] if count else ())
 
 
 def closed(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:

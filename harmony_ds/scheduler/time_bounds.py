@@ -71,9 +71,8 @@ class TimeBounds:
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """The bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
         if not policies.base.grouping:
-            return np.zeros(
-                len(policies)
-            )  # the looser bound counts every swap of every micro-batch: nearly all there is
+            # The looser bound counts every swap of every micro-batch: nearly all there is.
+            return np.zeros(len(policies))
         walk = _Walk(self._machine, policies, packing, self._micro_batches)
         ends = []
         for _ in range(2):

@@ -77,10 +77,11 @@ class Planner:
         """The plan for a full group; None before the first micro-batch has been seen."""
         return self.choices[0].plan if self.choices else None
 
-    def swaps(self, rank: int) -> Swaps:
-        """What a step of `plan` moves on the device of process `rank`."""
+    @property
+    def swaps(self) -> Swaps:
+        """What a step of `plan` moves on this process's device."""
         assert self.plan is not None and self._costs is not None
-        return swaps_of(self.plan, self._costs, rank)
+        return swaps_of(self.plan, self._costs, self._parts.world.rank)
 
     @property
     def graph(self) -> LayerGraph:

@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.resident import resident_packs
+from harmony_ds.scheduler.plan import Packing
+from harmony_ds.scheduler.resident import closed, resident_packs
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.stepping import planner
 from tests.cover import spread
@@ -72,6 +72,10 @@ def resident_in(engine: HarmonyEngine) -> int:
     return len(engine.plan.policy.resident)
 
 
+def _first_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
+    return closed(packing, packing.backward[:count] if count else ())
+
+
 def test_resident_packs_are_not_taken_for_somebody_elses_memory(caplog: pytest.LogCaptureFixture) -> None:
     """From the second step on they are there before it begins."""
     with engine_for(LLAMA.build(0.0), sgd, config_with(3)) as engine:
@@ -97,7 +101,7 @@ def test_the_first_packs_may_stay_as_well_as_the_last(
     residency: int, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search may choose them, whose update the next step would wait for."""
-    monkeypatch.setattr(candidates, "resident_packs", partial(resident_packs, first=True))
+    monkeypatch.setattr(candidates, "resident_packs", _first_packs)
     with engine_for(LLAMA.build(0.1), adamw, config_with(residency, clip)) as engine:
         train_groups(engine, GROUPS)
         assert engine.plan is not None
@@ -161,7 +165,7 @@ def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
 
 @pytest.mark.parametrize(("residency", "clip", "first"), [(2, 0.5, False), (2, None, True), (EVERY, None, False)])
 def test_bf16_with_masters(residency: int, clip: float | None, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "resident_packs", partial(resident_packs, first=first))
+    monkeypatch.setattr(candidates, "resident_packs", _first_packs if first else resident_packs)
     plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
     expected = train_plainly_bf16(plain, GROUPS, adamw, clip=clip, seed_of=seed_of)
     with engine_for(model, adamw, config_with(residency, clip, **BF16)) as engine:
