@@ -20,7 +20,7 @@ class SwapReport:
         zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would have moved for the same step:
             weights in twice, gradients in and out for every micro-batch, and the fp32 gradients out once.
         micro_batches: in the step.
-        sent_bytes: gradients that this process's device sent to others'.
+        sent_bytes: what this process's device sent to others'.
     """
 
     host_to_device: dict[str, int]
@@ -66,7 +66,7 @@ class SwapReport:
             saved = self.zero3_offload_bytes / self.swap_bytes
             lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
         if self.sent_bytes:
-            lines.append(f"  sent to other devices {self.sent_bytes:,} bytes of gradients")
+            lines.append(f"  sent to other devices {self.sent_bytes:,} bytes")
         return "\n".join(lines)
 
 
@@ -111,7 +111,7 @@ class PlanReport:
             between steps.
         device_peak_bytes: the most in use during the last step.
         swapped_bytes: weights, gradients and stash in the last step, both ways.
-        sent_bytes: gradients that this process's device sent to others' in the last step.
+        sent_bytes: what this process's device sent to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
     """
 

@@ -119,6 +119,7 @@ def test_the_harmony_block_is_read() -> None:
         "prefetch": False,
         "pin_memory": False,
         "seed": 0,
+        "weights": "share",
         "gradient_slabs": 1,
         "residency": 3,
         "micro_batch": {"forward": 8, "backward": 4},

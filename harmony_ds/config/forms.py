@@ -157,6 +157,7 @@ FORMS: dict[str, Form] = {
     "file or null": optional(Form("the path of a JSON file", StrictStr, _MUST)),
     "device": Form('a name such as "cpu" or "cuda:0"', StrictStr, _MUST),
     "patterns": Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST),
+    "weights": Form('"auto", "whole" or "share"', Literal["auto", "whole", "share"], _IS),
     "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),
     "packs": Form(
         '"auto", "off" or a number of packs', Literal["auto", "off"] | Annotated[StrictInt, Field(ge=0)], _IS

@@ -33,6 +33,7 @@ class HarmonySettings(PlanSwitches):
     pin_memory: bool = True
     seed: int | None = None
     reproducible: bool = True
+    weights: str = "auto"
     plan: str | None = None
     profile: str | None = None
     unknown_keys: str = "error"

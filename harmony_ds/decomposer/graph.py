@@ -106,6 +106,11 @@ def piece_of(numel: int, rank: int, size: int) -> slice:
     )
 
 
+def share_of(numel: int, size: int) -> int:
+    """How many elements of a pack's weights each of `size` devices swaps in for all; what is left over, each one does."""
+    return numel // (size * _PIECE_GRAIN) * _PIECE_GRAIN
+
+
 def slab_bytes(numel: int, itemsize: int) -> int:
     """Bytes that one parameter takes in a slab, and on the link: its own, rounded up to the alignment."""
     return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

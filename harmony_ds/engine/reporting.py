@@ -28,7 +28,7 @@ _TIMERS = {
     "fwd": (TaskKind.FORWARD,),
     "fwd_bwd": (TaskKind.FUSED,),
     "bwd": (TaskKind.BACKWARD,),
-    "swap_in": (TaskKind.SWAP_IN, TaskKind.STASH_IN),
+    "swap_in": (TaskKind.SWAP_IN, TaskKind.GATHER, TaskKind.STASH_IN),
     "swap_out": (TaskKind.REDUCE, TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
     "step": (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE, TaskKind.NORM),
 }

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.decomposer.graph import share_of
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
@@ -28,6 +29,7 @@ class DeviceCopy:
         leaves: by canonical name; autograd gathers each one's gradient of the running micro-batch in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaf's own.
         hooked: leaves whose gradients the user's hooks see.
+        arrived: behind what fills the buffer; None: the compute stream waits for it already.
     """
 
     def __init__(self, buffer: Tensor, leaves: dict[str, nn.Parameter], arrived: Event) -> None:
@@ -35,13 +37,13 @@ class DeviceCopy:
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
-        self._arrived: Event | None = arrived
+        self.arrived: Event | None = arrived
 
     def wait(self, device: Device) -> None:
-        """Lets the compute stream wait for the swap-in, once."""
-        if self._arrived is not None:
-            device.wait(Stream.COMPUTE, self._arrived)
-            self._arrived = None
+        """Lets the compute stream wait for the weights, once."""
+        if self.arrived is not None:
+            device.wait(Stream.COMPUTE, self.arrived)
+            self.arrived = None
 
 
 class Residency:
@@ -69,8 +71,12 @@ class Residency:
         """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
         return self._accumulation_dtype == self._store.dtype
 
-    def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS) -> DeviceCopy:
-        """Issues the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet."""
+    def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS, rank: int = 0, devices: int = 1) -> DeviceCopy:
+        """Issues the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
+
+        Args:
+            rank: of several `devices`, each of which fills its share of the buffer (see `share_of`), this one's number.
+        """
         pieces = self._store.pieces(names)
         total = sum(piece.memory.numel() for piece in pieces)
         with torch.no_grad(), self._device.on(Stream.SWAP_IN):
@@ -79,8 +85,11 @@ class Residency:
             offset = 0
             for piece in pieces:
                 target = buffer[offset : offset + piece.memory.numel()]
-                target.copy_(piece.memory, non_blocking=True)
-                self._ledger.book_in(kind, piece.memory.numel() * piece.memory.element_size())
+                for part in _own_parts(total, rank, devices):
+                    own = slice(max(0, part.start - offset), max(0, part.stop - offset))
+                    memory = piece.memory[own]
+                    target[own].copy_(memory, non_blocking=True)
+                    self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
         arrived = self._reading = self._device.record(Stream.SWAP_IN)
@@ -158,10 +167,19 @@ class Residency:
 
     def evict(self, copy: DeviceCopy) -> None:
         """Frees the weights once the compute stream is done with them."""
+        copy.wait(self._device)  # of several devices, others may still fill it
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
         self._device.wait(Stream.SWAP_IN, done)
         self._device.free(copy.buffer)
+
+
+def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:
+    """What one of several devices swaps in of a buffer: its share, and what is left over."""
+    share = share_of(total, devices)
+    if devices == 1 or not share:
+        return (slice(0, total),)
+    return slice(rank * share, (rank + 1) * share), slice(devices * share, total)
 
 
 def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

@@ -97,13 +97,16 @@ class Alone:
         """
         return gradients
 
+    def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
+        """Fills `buffer`, of which each process has its share (see `share_of`), on the device's PEER stream."""
+
     def reduce_bytes(self, device: Device) -> int:
         """Device memory that `reduce` takes at most, beside the gradients."""
         return 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of gradients that this process has sent to others so far."""
+        """Bytes of gradients and weights that this process has sent to others so far."""
         return 0
 
     def reduce_rates(self, device: Device) -> tuple[float, float]:

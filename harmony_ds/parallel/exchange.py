@@ -1,4 +1,6 @@
-"""Gradients of all processes to their means, of which each process gets its own pieces.
+"""What processes send each other: gradients, and where they share swap-ins, weights.
+
+Gradients of all processes become their means, of which each process gets its own pieces.
 
     rank 0   a0 a1 a2          rank 0   a0 + b0 + c0
     rank 1   b0 b1 b2   ->     rank 1   a1 + b1 + c1        piece r of every tensor, added in the order of the ranks
@@ -23,6 +25,7 @@ from torch import distributed as dist
 from harmony_ds.decomposer.graph import piece_of
 from harmony_ds.device.base import Device, Stream
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 _BUCKET_BYTES = 64 * 2**20
 _BUFFERS = 3
 """What is sent, what is received, and their sums, at most."""
@@ -132,6 +135,13 @@ class Exchange:
         total = sent.new_empty(to_each[self._rank])
         dist.reduce_scatter(total, list(sent.split(to_each)), group=self._group)
         return total
+
+    def gather(self, device: Device, whole: Tensor) -> None:
+        """Fills `whole`, of which each process has one of equally long parts, by rank."""
+        own = whole.view(self._size, -1)[self._rank]
+        with torch.no_grad(), device.on(Stream.PEER):
+            _all_gather(whole, own, group=self._group)
+        self.sent_bytes += (self._size - 1) * own.nbytes
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over the processes, added in the order of the ranks."""

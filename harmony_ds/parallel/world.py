@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from harmony_ds.decomposer.graph import piece_of
+from harmony_ds.decomposer.graph import piece_of, share_of
 from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
@@ -177,6 +177,13 @@ class World(Alone):
         dtype = next((g.dtype for g in gradients.values()), None)
         with self._collective():
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+
+    def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
+        self.agree(f"gather {kind}")
+        share = share_of(len(buffer), self.size)
+        if share:
+            with self._collective():
+                self._exchange.gather(device, buffer[: share * self.size])
 
     @property
     def sent_bytes(self) -> int:

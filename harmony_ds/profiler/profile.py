@@ -44,7 +44,7 @@ class Machine:
         device_update_elements_per_ms: parameters that the device's optimizer updates.
         device_bytes: device memory.
         peer_bytes_per_ms: what one of several devices sends to the others while it receives as much; 0: there is one.
-        peer_ms: fixed cost of reducing one pack's gradients among them.
+        peer_ms: fixed cost of reducing one pack's gradients, or gathering its weights, among them.
         peers_share_link: whether what they send each other takes the link to the host.
     """
 
@@ -76,8 +76,8 @@ class Machine:
     def host_update_ms(self, elements: int) -> float:
         return self.update_ms + elements / self.update_elements_per_ms
 
-    def reduce_ms(self, sent_bytes: float) -> float:
-        """Of gradients of which this device sends so many bytes to the others."""
+    def peer_exchange_ms(self, sent_bytes: float) -> float:
+        """Of gradients, or weights, of which this device sends so many bytes to the others."""
         return self.peer_ms + (sent_bytes / self.peer_bytes_per_ms if sent_bytes else 0.0)
 
     def among(self, devices: int) -> Machine:

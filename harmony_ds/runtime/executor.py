@@ -1,9 +1,10 @@
 """Executes a plan: a handler per kind of task, and no policy of its own.
 
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
-EVICT          residency.evict                FUSED      lane -> layer_calls.attached, loss, backward
-REDUCE         world.reduce                   BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
-SWAP_OUT       host_gradients.swap_out        STASH_*    stash.move_out, stash.bring_in
+GATHER         world.gather                   FUSED      lane -> layer_calls.attached, loss, backward
+EVICT          residency.evict                BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
+REDUCE         world.reduce                   STASH_*    stash.move_out, stash.bring_in
+SWAP_OUT       host_gradients.swap_out
 FREE_GRADIENTS dropping them                  NORM       updater.norm
 UPDATE         updater.update                 UPDATE_ON_DEVICE   device_store.update
 """
@@ -30,7 +31,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.waiting import WaitingSwapIns
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind, suspended
+from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy, Task, TaskKind, suspended
 
 _NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 
@@ -57,6 +58,7 @@ class Executor:
         self.outcome = Outcome()
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
+            TaskKind.GATHER: self._gather,
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
@@ -200,15 +202,28 @@ class Executor:
             self._parts.residency.follow(self._copies[index])
 
     def _swap_in(self, task: Task) -> None:
-        pack = self._plan.packs[task.pack]
+        pack, world, shared = self._plan.packs[task.pack], self._parts.world, self._plan.policy.shared
         if self._parts.updater is not None:
             for owner in self._plan.owners_of(pack):
                 self._parts.updater.wait(owner.needed_at)
         self._parts.timeline.waited()
-        copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters)
+        rank, devices = (world.rank, world.size) if shared else (0, 1)
+        copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
         self._parts.residency.follow(copy)
+        if not shared:
+            self._came(pack)
+
+    def _gather(self, task: Task) -> None:
+        device, copy = self._parts.device, self._copies[task.pack]
+        assert copy.arrived is not None
+        device.wait(Stream.PEER, copy.arrived)
+        self._parts.world.gather(f"pack {task.pack}", device, copy.buffer)
+        copy.arrived = device.record(Stream.PEER)
+        self._came(self._plan.packs[task.pack])
+
+    def _came(self, pack: Pack) -> None:
         if not pack.positions:  # used by code that asks for nothing first
-            copy.wait(self._parts.device)
+            self._copies[pack.index].wait(self._parts.device)
 
     def _evict(self, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))

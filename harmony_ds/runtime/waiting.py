@@ -48,8 +48,10 @@ class WaitingSwapIns:
             yield self._waiting.popleft()
 
     def _may_wait(self, task: Task) -> bool:
-        """Only swap-ins, on streams of their own; and one waits behind the other, as they share a stream."""
-        if task.kind is not TaskKind.SWAP_IN or not self._parts.device.copies_overlap:
+        """Only swap-ins, on streams of their own; and one waits behind the other, as they share a stream. None that other
+        devices take part in, at the place of the plan.
+        """
+        if task.kind is not TaskKind.SWAP_IN or self._plan.policy.shared or not self._parts.device.copies_overlap:
             return False
         return bool(self._plan.packs[task.pack].positions) and (bool(self._waiting) or self._is_updating(task))
 

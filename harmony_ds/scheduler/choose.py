@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
@@ -46,6 +47,16 @@ class PlanRequest:
     def is_manual(self) -> bool:
         """Whether packs are given and not searched for."""
         return self.settings.pack_layers is not None
+
+
+def with_weights(request: PlanRequest, machine: Machine) -> PlanRequest:
+    """Whether each of several devices swaps in all of a pack, or a share of it, as harmony.weights says; by itself, where
+    what the devices send each other takes another way than the link, and a faster one.
+    """
+    wanted, several = request.settings.weights, request.policy.devices > 1
+    faster = machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms and not machine.peers_share_link
+    shared = several and (wanted == "share" or (wanted == "auto" and faster))
+    return replace(request, policy=replace(request.policy, shared=shared))
 
 
 def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> int:

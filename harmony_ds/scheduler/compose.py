@@ -11,7 +11,7 @@ U u updates them, and U v those that the model does not use.
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
 last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
 
-Of several devices, R p in front of every O p.
+Of several devices, R p in front of every O p, and A p behind every I p where each swaps in a share.
 
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
@@ -60,16 +60,16 @@ def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Tas
     """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now, and may want gradients
     later on, so that the unlayered parameters stay on the device.
     """
-    return (*_begin(packing, group), *_Composer(packing, group, policy).forward_alone())
+    return (*_begin(packing, group, policy), *_Composer(packing, group, policy).forward_alone())
 
 
 def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """The forward passes of a group without gradients, each pack swapped in once for all of them."""
-    tasks = [*_begin(packing, group)]
+    tasks = [*_begin(packing, group, policy)]
     for index in packing.backward:
         runs = [Task(TaskKind.FORWARD, index, m) for m in group.fresh]
         if index not in policy.resident:
-            runs = [Task(TaskKind.SWAP_IN, index), *runs, Task(TaskKind.EVICT, index)]
+            runs = [*_weights_in(index, policy), *runs, Task(TaskKind.EVICT, index)]
         tasks += runs
     tasks += [Task(TaskKind.EVICT, pack.index) for pack in packing.always if not group.begun]
     return tuple(tasks)
@@ -78,7 +78,7 @@ def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[
 def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """Everything between the first micro-batch of a group and the last update."""
     rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
-    tasks = [*_begin(packing, group)]
+    tasks = [*_begin(packing, group, policy)]
     for part in rounds:
         tasks += part.passes(last=part is rounds[-1])
     return (*tasks, *compose_end(packing, policy))
@@ -110,8 +110,13 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
     return set(away), taking
 
 
-def _begin(packing: Packing, group: Group) -> tuple[Task, ...]:
-    return () if group.begun else tuple(Task(TaskKind.SWAP_IN, pack.index) for pack in packing.always)
+def _begin(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
+    return () if group.begun else tuple(task for pack in packing.always for task in _weights_in(pack.index, policy))
+
+
+def _weights_in(index: int, policy: Policy) -> list[Task]:
+    kinds = (TaskKind.SWAP_IN, TaskKind.GATHER) if policy.shared else (TaskKind.SWAP_IN,)
+    return [Task(kind, index) for kind in kinds]
 
 
 def _gradients_out(policy: Policy) -> tuple[TaskKind, ...]:
@@ -210,6 +215,6 @@ class _Composer:
 
     def _issue(self, order: list[tuple[int, bool]]) -> Iterator[list[Task]]:
         """For each pack in `order`, with whether it is swapped in: the swap-ins to issue before it runs."""
-        tasks = [[Task(TaskKind.SWAP_IN, index)] if swapped else [] for index, swapped in order]
+        tasks = [_weights_in(index, self._policy) if swapped else [] for index, swapped in order]
         ahead = self._policy.prefetch and len(tasks) > 1
         return iter([tasks[0] + tasks[1], *tasks[2:], []] if ahead else tasks)

@@ -2,8 +2,8 @@
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
-    compute   F, L, B, D     waits for the swap-in of its pack and stash, and behind a G for the gradients on their way
-    peer      R              waits for the compute so far
+    compute   F, L, B, D     waits for the weights of its pack and stash, and behind a G for the gradients on their way
+    peer      R, A           waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U       waits for the gradients to arrive; without grouping, adds up what each micro-batch sends
 
@@ -50,7 +50,7 @@ class Lowering:
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []
-        self._arrived: dict[int, int] = {}  # pack -> its swap-in
+        self._arrived: dict[int, int] = {}  # pack -> its swap-in, or what brings its shares together
         self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
@@ -80,9 +80,10 @@ class Lowering:
                 self._run(tasks, pack)
             case TaskKind.SWAP_IN:
                 after = self._owner_updates(pack.parameters)
-                self._arrived[task.pack] = self._copy_in((task,), pack.weight_bytes, after)
-                if not pack.positions:  # any call may need it
-                    self._compute_after.append(self._arrived[task.pack])
+                self._arrived[task.pack] = self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), after)
+            case TaskKind.GATHER:
+                shares = (self._arrived[task.pack],)
+                self._arrived[task.pack] = self._exchange(task, pack.gathered_bytes, shares)
             case TaskKind.EVICT:
                 self._swap_in_after = list(self._latest(COMPUTE))
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
@@ -121,7 +122,8 @@ class Lowering:
 
     def _run(self, tasks: _Tasks, pack: Pack) -> None:
         task = tasks[0]
-        arrived = [self._arrived[task.pack]] if task.pack in self._arrived else []
+        needed = (task.pack, *(pack.index for pack in self._plan.packing.always))
+        arrived = [self._arrived[index] for index in needed if index in self._arrived]
         stash = {self._stashed.pop((one.pack, one.micro_batch), -1) for one in tasks} - {-1}
         after = (*arrived, *self._compute_after, *sorted(stash))
         self._compute_after = []
@@ -131,7 +133,8 @@ class Lowering:
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
         if task.kind is TaskKind.REDUCE:
-            self._reduced[task.pack] = self._reduce(task, pack)
+            sent = max(pack.sent_bytes, default=0)
+            self._reduced[task.pack] = self._exchange(task, sent, self._latest(COMPUTE))
         else:
             self._swap_out(task, pack)
 
@@ -151,11 +154,11 @@ class Lowering:
             done = self._add(UPDATE, (task,), duration + norm_ms * measured, (out,), self._host_demand())
             self._norms += [done] if measured else []
 
-    def _reduce(self, task: Task, pack: Pack) -> int:
+    def _exchange(self, task: Task, sent_bytes: int, behind: tuple[int, ...]) -> int:
         machine = self._machine
-        after = (*self._host((task,), machine.task_ms), *self._latest(COMPUTE))
         demands = self._link_demand(machine.peer_bytes_per_ms) if machine.peers_share_link else ()
-        return self._add(PEER, (task,), machine.reduce_ms(max(pack.sent_bytes, default=0)), after, demands)
+        after = (*self._host((task,), machine.task_ms), *behind)
+        return self._add(PEER, (task,), machine.peer_exchange_ms(sent_bytes), after, demands)
 
     def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
         return tuple({self._updated[name] for name in parameters if name in self._updated})

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, slab_bytes
+from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, share_of, slab_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Packing
 
@@ -84,7 +84,7 @@ class Packer:
             layers=layers,
             parameters=parameters,
             owned=owned,
-            weight_bytes=sum(slab_bytes(self._specs[n].numel, element.weight) for n in parameters),
+            **self._weights(self._specs[n] for n in parameters),
             gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
             needs_backward=needs_backward,
             update_elements=self._update_elements(owned),
@@ -106,13 +106,18 @@ class Packer:
             layers=(),
             parameters=names if on_device else (),
             owned=names,
-            weight_bytes=sum(slab_bytes(spec.numel, element.weight) for spec in specs) if on_device else 0,
+            **self._weights(specs if on_device else ()),
             gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
             needs_backward=True,
             update_elements=self._update_elements(spec.name for spec in trained),
             gradient_pieces=self._gradient_pieces(trained),
             sent_bytes=self._sent_bytes(trained),
         )
+
+    def _weights(self, specs: Iterable[ParameterSpec]) -> dict[str, int]:
+        nbytes = sum(slab_bytes(spec.numel, self._element.weight) for spec in specs)
+        share = share_of(nbytes // self._element.weight, self._devices) * self._element.weight
+        return {"weight_bytes": nbytes, "gathered_bytes": (self._devices - 1) * share}
 
     def _update_elements(self, names: Iterable[str]) -> int:
         pieces = [self._pieces[name] for name in names if self._specs[name].trainable]

@@ -5,7 +5,8 @@ it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` reco
 pack's gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0`
 and `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
 the whole model is known; `D2` updates pack 2, which never leaves the device, there; `R2` adds up the gradients of pack 2
-that several devices have, so that each swaps out, and updates, its own piece.
+that several devices have, so that each swaps out, and updates, its own piece; `A2` brings together the weights of pack 2
+of which each has swapped in its share.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.
@@ -37,6 +38,7 @@ class TaskKind(Enum):
     NORM = "N"
     UPDATE_ON_DEVICE = "D"
     REDUCE = "R"
+    GATHER = "A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Pack:
         parameters: canonical names of their parameters, each once.
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
             whose gradient is the last of theirs to arrive.
-        weight_bytes: bytes that one swap-in moves.
+        weight_bytes: bytes of its weights, as one swap-in of one device moves them.
         gradient_bytes: bytes of all its gradients, as one swap-out of one device moves them.
         needs_backward: whether any gradient flows through it.
         update_elements: trainable elements of `owned`; of several devices, the most that one of them updates.
@@ -81,6 +83,8 @@ class Pack:
         update_bytes: the most that updating it on the device takes beside that and the gradients.
         gradient_pieces: of several devices, bytes that each one swaps out of its gradients; else empty.
         sent_bytes: of several devices, bytes that each one sends to the others to have its gradients reduced.
+        gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
+            each swaps in its share.
     """
 
     index: int
@@ -96,6 +100,11 @@ class Pack:
     update_bytes: int = 0
     gradient_pieces: tuple[int, ...] = ()
     sent_bytes: tuple[int, ...] = ()
+    gathered_bytes: int = 0
+
+    def swap_in_bytes(self, shared: bool) -> int:
+        """What one swap-in moves; `shared`: of a device's share."""
+        return self.weight_bytes - self.gathered_bytes * shared
 
     def swap_out_bytes(self, rank: int | None = None) -> int:
         """What one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
@@ -166,6 +175,7 @@ class Policy(PlanSwitches):
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
         devices: how many train the model, each with such a plan and micro-batches of its own.
+        shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
     """
 
     stash_on_host: int = 0
@@ -175,6 +185,7 @@ class Policy(PlanSwitches):
     forward_rows: int = 0
     backward_rows: int = 0
     devices: int = 1
+    shared: bool = False
 
     @staticmethod
     def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1) -> Policy:

@@ -10,7 +10,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, with_weights
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
@@ -26,11 +26,13 @@ def adopt(
         ConfigError: it was made for another model, other dtypes or another kind of update.
         DoesNotFitError: with what was measured now, it does not fit.
     """
+    request = with_weights(request, machine)
     packing = _rebuilt(
         plan.packing, plan.policy.resident, Packer(graph, costs, element, request.policy.devices), len(graph.calls)
     )
     _check_policy(plan.policy, request.policy)
-    adopted = make_plan(packing, costs, request, replace(plan.policy, devices=request.policy.devices))
+    wanted = request.policy
+    adopted = make_plan(packing, costs, request, replace(plan.policy, devices=wanted.devices, shared=wanted.shared))
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(
             f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "
@@ -78,7 +80,7 @@ def _compared(pack: Pack, resident: bool) -> Pack:
     """What must be as it was: not what depends on the number of devices, nor what a pack would take on a device where it
     does not stay.
     """
-    pack = replace(pack, update_elements=0, gradient_pieces=(), sent_bytes=())
+    pack = replace(pack, update_elements=0, gradient_pieces=(), sent_bytes=(), gathered_bytes=0)
     return pack if resident else replace(pack, resident_bytes=0, update_bytes=0)
 
 

@@ -35,7 +35,9 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
         pack = plan.packs[task.pack]
         match task.kind:
             case TaskKind.SWAP_IN:
-                weights += pack.weight_bytes
+                weights += pack.swap_in_bytes(plan.policy.shared)
+            case TaskKind.GATHER:
+                sent += pack.gathered_bytes
             case TaskKind.SWAP_OUT:
                 gradients += pack.swap_out_bytes(rank)
             case TaskKind.REDUCE if pack.sent_bytes:
@@ -61,12 +63,13 @@ def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     packing = plan.packing
     policy = plan.policy
     once = dict.fromkeys((*packing.forward, packing.backward[-1]))
-    forward = sum(plan.packs[index].weight_bytes for index in once if index not in policy.resident)
+    shared = policy.shared
+    forward = sum(plan.packs[index].swap_in_bytes(shared) for index in once if index not in policy.resident)
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
     kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
-    again = sum(pack.weight_bytes for pack in backward if pack.index not in kept)
+    again = sum(pack.swap_in_bytes(shared) for pack in backward if pack.index not in kept)
     gradients = sum(pack.swap_out_bytes(rank) for pack in backward)
-    always = sum(pack.weight_bytes + pack.swap_out_bytes(rank) for pack in packing.always)
+    always = sum(pack.swap_in_bytes(shared) + pack.swap_out_bytes(rank) for pack in packing.always)
     return forward + again + gradients + always
 
 

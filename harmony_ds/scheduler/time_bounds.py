@@ -46,14 +46,17 @@ class TimeBounds:
         back = [p for p in backward[:-1] if p.index not in stay and p.index not in policy.kept]
         out = [p for p in backward if p.needs_backward and p.index not in stay]
         always = packing.always
-        in_bytes = sum(p.weight_bytes for p in always) + rounds * sum(p.weight_bytes for p in (*there, *back))
+        shared = policy.shared
+        in_bytes = sum(p.swap_in_bytes(shared) for p in always)
+        in_bytes += rounds * sum(p.swap_in_bytes(shared) for p in (*there, *back))
         out_bytes = sum(p.swap_out_bytes() for p in always) + rounds * sum(p.swap_out_bytes() for p in out)
         stash = self._micro_batches * self._stash_bytes(packing, policy)
         swap_in = (
             rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
         )
         swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
-        reduce = rounds * sum(machine.reduce_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
+        peer = rounds * sum(machine.peer_exchange_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
+        peer += rounds * sum(self._gather_ms(p, shared) for p in (*there, *back))
         compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) for p in out)
@@ -61,12 +64,13 @@ class TimeBounds:
         # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
         # next step's first swap-in waits for the update as well.
         first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
-        begin = machine.swap_in_ms(first.weight_bytes) if first.index not in stay else 0.0
+        begin = machine.swap_in_ms(first.swap_in_bytes(shared)) + self._gather_ms(first, shared)
+        begin = begin if first.index not in stay else 0.0
         end = machine.swap_out_ms(last.swap_out_bytes()) if last in out else 0.0
         turn = self._update_ms(last) if last in out and last is first else 0.0
         if not machine.copies_overlap:
-            return max(compute + swap_in + reduce + swap_out + max(turn, on_device), update)
-        return max(begin + compute + end + turn, compute + on_device, swap_in, reduce, swap_out, update)
+            return max(compute + swap_in + peer + swap_out + max(turn, on_device), update)
+        return max(begin + compute + end + turn, compute + on_device, swap_in, peer, swap_out, update)
 
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """The bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
@@ -83,6 +87,9 @@ class TimeBounds:
                 walk.run(index, backward, run_ms, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
+
+    def _gather_ms(self, pack: Pack, shared: bool) -> float:
+        return self._machine.peer_exchange_ms(pack.gathered_bytes) if shared else 0.0
 
     def _stash_of(self, pack: Pack) -> float:
         """Of one micro-batch, in bytes."""
@@ -157,17 +164,19 @@ class _Walk:
     def swap_in(self, index: int, backward: bool) -> None:
         machine = self._machine
         moved = ~(self._stay[index] | self._kept[index]) if backward else ~self._stay[index]
-        ms = machine.swap_in_ms(self._packing.packs[index].weight_bytes)
+        pack, shared = self._packing.packs[index], self._policy.shared
+        ms = machine.swap_in_ms(pack.swap_in_bytes(shared))
+        gather_ms = machine.peer_exchange_ms(pack.gathered_bytes) if shared else 0.0
         since = self._came
         for owner in self._owners[index]:
             if owner in self._updated:
                 since = np.maximum(since, self._updated[owner])
         if not machine.copies_overlap:
-            self._computed = np.where(moved, np.maximum(self._computed, since) + ms, self._computed)
+            self._computed = np.where(moved, np.maximum(self._computed, since) + ms + gather_ms, self._computed)
             return
         safe = np.where(self._prefetch, self._evicted_earlier, self._evicted)
         self._came = np.where(moved, np.maximum(since, safe) + ms, self._came)
-        self._computed = np.where(moved, np.maximum(self._computed, self._came), self._computed)
+        self._computed = np.where(moved, np.maximum(self._computed, self._came + gather_ms), self._computed)
 
     def run(self, index: int, backward: bool, run_ms: float, stash_bytes: float) -> None:
         """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
@@ -197,7 +206,7 @@ class _Walk:
 
     def _swap_out(self, pack: Pack) -> None:
         machine, stay = self._machine, self._stay[pack.index]
-        reduce_ms = machine.reduce_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
+        reduce_ms = machine.peer_exchange_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
         reduced = np.maximum(self._reduced, self._computed) + reduce_ms
         gone = np.maximum(self._gone, reduced) + machine.swap_out_ms(pack.swap_out_bytes())
         norm_ms = pack.update_elements / machine.norm_elements_per_ms if self._policy.deferred_update else 0.0

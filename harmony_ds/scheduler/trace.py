@@ -32,6 +32,7 @@ _COLOURS = {
     TaskKind.NORM: "cq_build_passed",
     TaskKind.UPDATE_ON_DEVICE: "cq_build_running",
     TaskKind.REDUCE: "rail_idle",
+    TaskKind.GATHER: "rail_idle",
 }
 """Of those that chrome://tracing knows; Perfetto colours by name."""
 _US_PER_MS = 1e3
@@ -178,7 +179,9 @@ class _Process:
         """What the task moves between host and device, or between devices, at most."""
         match task.kind:
             case TaskKind.SWAP_IN:
-                return pack.weight_bytes
+                return pack.swap_in_bytes(self._plan.policy.shared)
+            case TaskKind.GATHER:
+                return pack.gathered_bytes
             case TaskKind.SWAP_OUT:
                 return pack.swap_out_bytes()
             case TaskKind.REDUCE:

@@ -19,11 +19,11 @@ _DEFAULT = Policy()
 
 def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Policy = _DEFAULT) -> None:
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
-    the pack's weights and its own stash on the device; every gradient is swapped out once (without grouping, once for
-    each micro-batch), behind the last backward, freed as often, and updated once behind that (and behind the norm, if
-    there is one, or the backward pass, as the policy says), and of several devices reduced before it is swapped out; and
-    nothing is left on the device but the resident packs, which are never swapped and share no parameter with others. The
-    unlayered parameters are there while anything runs.
+    the pack's weights (gathered, where several devices share them) and its own stash on the device; every gradient is
+    swapped out once (without grouping, once for each micro-batch), behind the last backward, freed as often, and updated
+    once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
+    devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
+    swapped and share no parameter with others. The unlayered parameters are there while anything runs.
     """
     resident = policy.resident
     _check_cover(packing)
@@ -71,6 +71,7 @@ class _Walk:
         self._packing = packing
         self._last = packing.backward[-1]
         self._resident = frozenset(policy.resident)
+        self._coming: set[int] = set()  # packs of which each device has its share
         self._always = frozenset(pack.index for pack in packing.always)
         through_packs = [index for index in packing.backward if packs[index].needs_backward]
         without_calls = [index for index in (packing.unlayered, packing.uncalled) if index is not None]
@@ -93,6 +94,7 @@ class _Walk:
         self._updated: Counter[int] = Counter()
         self._handlers: dict[TaskKind, Callable[[Task], str | None]] = {
             TaskKind.SWAP_IN: self._swap_in,
+            TaskKind.GATHER: self._gather,
             TaskKind.EVICT: self._evict,
             TaskKind.FORWARD: self._run_forward,
             TaskKind.FUSED: self._run_backward,
@@ -114,8 +116,9 @@ class _Walk:
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
         if unfinished:
             return f"micro-batches {unfinished} are not finished"
-        if self._inside != self._resident:
-            return f"packs {sorted(self._inside)} are left on the device, and {sorted(self._resident)} are resident"
+        left = self._inside | self._coming
+        if left != self._resident:
+            return f"packs {sorted(left)} are left on the device, and {sorted(self._resident)} are resident"
         for what, done, wanted in (
             ("swapped out", self._out, self._swapped),
             ("freed", self._freed, self._swapped),
@@ -126,8 +129,15 @@ class _Walk:
         return None
 
     def _swap_in(self, task: Task) -> str | None:
-        if task.pack in self._inside:
+        if task.pack in self._inside | self._coming:
             return "it is on the device already"
+        (self._coming if self._policy.shared else self._inside).add(task.pack)
+        return None
+
+    def _gather(self, task: Task) -> str | None:
+        if task.pack not in self._coming:
+            return "gathered twice, or without a share"
+        self._coming.discard(task.pack)
         self._inside.add(task.pack)
         return None
 

@@ -210,15 +210,15 @@ class Planner:
 
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """The step over `micro_batches`; `begun`: something of it has run."""
-        plan = self._plan_for(len(micro_batches))
-        return self._of_group(compose_step, micro_batches, begun, plan.policy)
+        policy = self._policy_for(micro_batches, begun, len(micro_batches))
+        return self._of_group(compose_step, micro_batches, begun, policy)
 
     def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
         """The step over some of its micro-batches, up to their last backward pass, and from there on.
 
         Behind the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
         """
-        policy = self._plan_for(len(micro_batches)).policy
+        policy = self._policy_for(micro_batches, begun, len(micro_batches))
         policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
         plan = self._of_group(compose_step, micro_batches, begun, policy)
         split = len(plan.tasks) - len(compose_end(plan.packing, policy))
@@ -226,11 +226,21 @@ class Planner:
 
     def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
         """The forward pass of one micro-batch for itself."""
-        return self._of_group(compose_forward, [micro_batch], begun, self._plan_for(1).policy)
+        policy = replace(self._plan_for(1).policy, shared=False)  # the others may do something else
+        return self._of_group(compose_forward, [micro_batch], begun, policy)
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """The forward passes of a group without gradients, each pack swapped in once for all of them."""
-        return self._of_group(compose_evaluation, micro_batches, begun, self._plan_for(1).policy)
+        policy = self._policy_for(micro_batches, begun, 1)
+        return self._of_group(compose_evaluation, micro_batches, begun, policy)
+
+    def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
+        """That of a group that all processes run: they share swap-ins unless some of it has run in one of them."""
+        policy = self._plan_for(count).policy
+        if not policy.shared:
+            return policy
+        alone = begun or any(m.forwarded for m in micro_batches)
+        return replace(policy, shared=not self._parts.world.any("share swap-ins", alone))
 
     def _plan_for(self, micro_batches: int) -> Plan:
         assert self.plan is not None and self._costs is not None

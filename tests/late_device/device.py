@@ -190,6 +190,8 @@ class LateDevice(CpuDevice):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
                     return self._copy_late(who, args[0], args[1])
                 self.record(who).synchronize()
+            if who is Stream.PEER and not func.is_view:  # what is done there is done at once: not before what it waits for
+                self.pass_to(who, len(self._queues[who]))
         result = func(*args, **kwargs)
         if not func.is_view:
             with self._lock:
@@ -321,10 +323,11 @@ class _Part:
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
     """The tensors that an operation takes, and whether it writes them."""
+    collective = func.namespace == "c10d"  # whose schemas do not say what they write
     for place, argument in enumerate(func._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for tensor in _tensors(value):
-            yield tensor, argument.alias_info is not None and argument.alias_info.is_write
+            yield tensor, collective or (argument.alias_info is not None and argument.alias_info.is_write)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

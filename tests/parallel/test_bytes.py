@@ -6,17 +6,19 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from harmony_ds.parallel import exchange as exchange_module
 from tests.parallel.processes import run
 from tests.parallel.training import Training, data_of, engine_of, number_of
 
 _ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02})
 
 
-def _moved(accumulations: tuple[int, ...], clip: float) -> list[dict[str, Any]]:
+def _moved(accumulations: tuple[int, ...], clip: float, weights: str = "whole") -> list[dict[str, Any]]:
     """In one of several processes: what the second step of a training moves."""
     told = []
     for accumulation in accumulations:
-        training = Training(model=_ONE.model, harmony=_ONE.harmony, accumulation=accumulation, clip=clip)
+        harmony = {**_ONE.harmony, "weights": weights}
+        training = Training(model=_ONE.model, harmony=harmony, accumulation=accumulation, clip=clip)
         engine = engine_of(training)
         rank, size = engine.global_rank, engine.world_size
         counted = _count_collectives(rank)
@@ -34,6 +36,7 @@ def _moved(accumulations: tuple[int, ...], clip: float) -> list[dict[str, Any]]:
                 "planned swaps": plan.planned.total,
                 "counted swaps": plan.swapped_bytes,
                 "ratio": swaps.ratio,
+                "weights in": plan.planned.weights_in,
                 "gradients": sum(p.numel() * 4 for p in engine.module.parameters()),
             }
         )
@@ -50,9 +53,17 @@ def _count_collectives(rank: int) -> dict[str, Any]:
         counted["sent"] += (sent.numel() - away[rank]) * sent.element_size()
         return exchange(received, sent, there, away, group=group)
 
+    gather = exchange_module._all_gather
+
+    def counting_shares(whole: Tensor, own: Tensor, group: Any) -> Any:
+        counted["sent"] += (whole.numel() - own.numel()) * own.element_size()
+        return gather(whole, own, group=group)
+
     def undo() -> None:
         dist.all_to_all_single = exchange
+        exchange_module._all_gather = gather
 
+    exchange_module._all_gather = counting_shares
     dist.all_to_all_single = counting  # type: ignore[assignment]
     counted["undo"] = undo
     return counted
@@ -76,3 +87,19 @@ def test_clipping_sends_no_more() -> None:
     (clipped,), _ = run(2, _moved, (2,), 0.01)
     (plain,), _ = run(2, _moved, (2,), 0.0)
     assert clipped["counted"] == plain["counted"] == clipped["planned"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_that_are_shared_cross_the_link_once_for_all(size: int) -> None:
+    shared = run(size, _moved, (1, 4), 0.0, "share")
+    whole = run(size, _moved, (1, 4), 0.0, "whole")
+    for rank in range(size):
+        for own, all_of_it in zip(shared[rank], whole[rank], strict=True):
+            assert own["in the collectives"] == own["counted"] == own["planned"]
+            assert own["counted swaps"] == own["planned swaps"]
+            assert own["ratio"] == 1.0
+            gathered = own["counted"] - all_of_it["counted"]
+            assert gathered == all_of_it["weights in"] - own["weights in"]
+            left_over = own["weights in"] - all_of_it["weights in"] / size
+            assert 0 <= left_over < 0.02 * all_of_it["weights in"]
+        assert shared[rank][0]["counted"] == shared[rank][1]["counted"]  # accumulation is no reason to send more

@@ -5,6 +5,7 @@ import pytest
 from tests.parallel.processes import run
 from tests.parallel.training import Training, differences, train_plainly, trainings
 
+SHARE = {"weights": "share"}
 BITWISE = (
     Training(),
     Training(loop="familiar", clip=0.05),
@@ -20,6 +21,11 @@ BITWISE = (
     Training(harmony={"pack_layers": None, "device_memory_gib": 0.001}, clip=0.05),
     Training(model="llama", steps=2),
     Training(model="llama", bf16=True, clip=0.05, steps=2),
+    Training(model="llama", bf16=True, steps=2, loop="familiar", harmony=SHARE),
+    Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "pack_layers": None, "device_memory_gib": 0.02}),
+    Training(loop="one looks", harmony=SHARE),
+    Training(harmony={**SHARE, "grouping": False, "fuse_last_pack": False}, accumulation=1),
+    Training(model="experts", clip=0.01, harmony={**SHARE, "stash": "host", "prefetch": False}),
 )
 CLOSE = (
     Training(harmony={"reproducible": False}, clip=0.05),
@@ -33,7 +39,7 @@ CLOSE = (
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_training_is_that_of_plain_pytorch(size: int) -> None:
-    several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *CLOSE[:2])
+    several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:2])
     found = run(size, trainings, several, limit_s=300)
     told: dict[str, list[str]] = {}
     for index, training in enumerate(several):

@@ -17,6 +17,8 @@ TRAININGS = (
     Training(),
     Training(model="experts", clip=0.01),
     Training(bf16=True, harmony={"stash": "host"}),
+    Training(clip=0.05, harmony={"weights": "share"}),
+    Training(model="llama", steps=2, harmony={"weights": "share"}),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, with_weights
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
@@ -127,15 +127,83 @@ def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferre
     graph = graph_of([NUMEL, 3000, 200, NUMEL, 64, 5000])
     costs = costs_of(graph.calls, COST)
     slow = replace(machine, peer_bytes_per_ms=100.0, peer_ms=1.0)
-    for devices in (2, 4):
+    for devices, weights in ((2, "whole"), (4, "whole"), (2, "share"), (4, "share")):
         policy = Policy(deferred_update=deferred, devices=devices)
-        request = PlanRequest(HarmonySettings(), 3, None, 0, policy)
+        request = PlanRequest(HarmonySettings(weights=weights), 3, None, 0, policy)
         bounds = TimeBounds(costs, slow, request)
         for choice in search(graph, costs, slow, FP32, request, top=10):
             plan, step_ms = choice.plan, choice.prediction.step_ms
-            assert plan.policy.devices == devices and choice.prediction.busy_ms[PEER] > 0
+            assert plan.policy.devices == devices and plan.policy.shared == (weights == "share")
+            assert choice.prediction.busy_ms[PEER] > 0
             assert bounds.of(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
             assert bounds.tighter(plan.packing, Policies.of(plan.packing, [plan.policy]))[0] <= step_ms * (1 + 1e-9)
+
+
+def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
+    packing = Packing.reused(packs_of(True, True))
+    shared = replace(DEFERRED, deferred_update=False, shared=True)
+    tasks = text(compose_step(packing, Group.of(1), shared))
+    assert tasks == "I0 A0 F0.0 E0 I1 A1 L1.0 R1 O1 U1 E1 I0 A0 B0.0 G1 R0 O0 U0 E0 G0"
+    ahead = text(compose_step(packing, Group.of(1), replace(shared, prefetch=True)))
+    assert ahead.startswith("I0 A0 I1 A1 F0.0 E0 I0 A0 L1.0")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("I0 L0.0 R0 O0 G0 E0 N U0", "not on the device"),
+        ("A0 I0 L0.0 R0 O0 G0 E0 N U0", "without a share"),
+        ("I0 A0 A0 L0.0 R0 O0 G0 E0 N U0", "gathered twice"),
+        ("I0 A0 L0.0 R0 O0 G0 E0 N U0 I0", "left on the device"),
+    ],
+)
+def test_a_pack_that_is_not_gathered_is_caught(tasks: str, message: str) -> None:
+    packing, policy = Packing.reused(packs_of(True)), replace(DEFERRED, shared=True)
+    validate(packing, _parsed("I0 A0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), policy)
+    with pytest.raises(PlanError, match=message):
+        validate(packing, _parsed(tasks), Group.of(1), policy)
+
+
+def test_a_share_is_whole_grains_and_what_is_left_comes_to_all() -> None:
+    whole, costs = planned(replace(DEFERRED, devices=3))
+    shared, _ = planned(replace(DEFERRED, devices=3, shared=True))
+    pack = shared.packs[0]
+    # 1008 elements are three times 256, and 240.
+    assert pack.gathered_bytes == 4 * 2 * 256
+    assert pack.swap_in_bytes(shared=True) == 4 * (256 + 240)
+    assert pack.swap_in_bytes(shared=False) == pack.weight_bytes == 4 * 1008
+    assert (
+        swaps_of(whole, costs).weights_in - swaps_of(shared, costs).weights_in
+        == swaps_of(shared, costs).sent - swaps_of(whole, costs).sent
+    )
+    assert swaps_of(shared, costs).total == lower_bound_bytes(shared)
+
+
+def test_compute_waits_for_the_shares_of_the_others() -> None:
+    plan, costs = planned(replace(DEFERRED, deferred_update=False, shared=True), layers=3)
+    spans = {span.name: span for span in simulate(plan, costs, replace(GPU, **PEERS)).spans}
+    assert spans["A2"].stream == PEER
+    assert spans["I2"].end_ms <= spans["A2"].begin_ms < spans["A2"].end_ms <= spans["L2.0+1"].begin_ms
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rates", "shared"),
+    [
+        ("auto", {"peer_bytes_per_ms": 5000.0}, True),
+        ("auto", {"peer_bytes_per_ms": 5000.0, "peers_share_link": True}, False),
+        ("auto", {"peer_bytes_per_ms": 500.0}, False),
+        ("share", {"peer_bytes_per_ms": 500.0}, True),
+        ("whole", {"peer_bytes_per_ms": 5000.0}, False),
+    ],
+)
+def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
+    wanted: str, rates: dict[str, float], shared: bool
+) -> None:
+    request = PlanRequest(HarmonySettings(weights=wanted), 3, None, 0, DEFERRED)
+    machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
+    assert with_weights(request, machine).policy.shared is shared
+    one = replace(request, policy=replace(DEFERRED, devices=1))
+    assert not with_weights(one, machine).policy.shared
 
 
 def test_a_saved_plan_comes_back_with_its_pieces() -> None:
