@@ -29,6 +29,8 @@ _ELEMENTWISE = frozenset(
     "DeepSpeedCPULion".split()
 )
 """Classes of torch and DeepSpeed that give the same for a part of a parameter as for all of it."""
+_KEPT_ONCE = frozenset("step mu_product eta mu".split())
+"""What any of them keeps for a parameter and not for each of its numbers, which of a scalar has the same shape."""
 _MOST_STATES = 5
 """What any of them keeps for every number, at most."""
 _STATE_BYTES = 4
@@ -113,7 +115,7 @@ class PieceOptimizer(HostOptimizer):
             return
         mine: dict[str, Any] = {}
         for key, value in whole.items():
-            if not self._is_kept_for_each(name, value):
+            if key in _KEPT_ONCE or not self._is_kept_for_each(name, value):
                 mine[key] = value
                 continue
             shared = self._share(name, key, value.dtype)
@@ -142,7 +144,7 @@ class PieceOptimizer(HostOptimizer):
         state[self._masters[name]] = whole
 
     def _is_kept_for_each(self, name: str, value: object) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._masters[name].shape
+        return isinstance(value, Tensor) and value.shape == self._masters[name].shape
 
     def _mine(self, name: str, shared: Tensor) -> Tensor:
         if name in self._scratch:
