@@ -40,10 +40,12 @@ import torch.distributed as dist
 from run import _warm_up, batch, digest, engine_from
 
 from harmony_ds.checkpoint import folders, read_any
+from harmony_ds.parallel import exchange as exchange_module
 from harmony_ds.parallel import heart
 from harmony_ds.scheduler.plan import Task
 
 SIZE = 3
+WEIGHTS = "whole"
 STEPS = 8
 MICRO_BATCHES = 2
 SILENCE_S = 3.0
@@ -84,7 +86,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
     heart.SILENCE_S = SILENCE_S
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
-    engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"))
+    engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"), weights=WEIGHTS)
     begin = engine.global_steps
     tasks: list[tuple[int, str]] = []
 
@@ -101,13 +103,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
             if kinds.get(task.kind.value) == done:
                 here(f"{task.kind.value} {which}")
 
-    exchange = dist.all_to_all_single
-
-    def exchanging(*args: Any, **kwargs: Any) -> Any:
-        here("exchange")
-        return exchange(*args, **kwargs)
-
-    dist.all_to_all_single = exchanging  # type: ignore[assignment]
+    _announce_exchanges(here)
     engine.on_progress(noted)
     while engine.global_steps < STEPS:
         step = engine.global_steps
@@ -121,6 +117,17 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
         engine.save_checkpoint(folder)
     told({"finished": 1})
     engine.destroy()
+
+
+def _announce_exchanges(here: Callable[[str], None]) -> None:
+    """From now on `here` is called in front of each."""
+    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather")):
+
+        def announced(*args: Any, function: Callable[..., Any] = getattr(module, name), **kwargs: Any) -> Any:
+            here("exchange")
+            return function(*args, **kwargs)
+
+        setattr(module, name, announced)
 
 
 def places(tasks: list[tuple[int, str]]) -> tuple[dict[str, int], dict[str, int]]:
@@ -252,8 +259,11 @@ def main() -> None:
     parser.add_argument("--faults", type=int, help="so many of them, chosen by chance (default: all)")
     parser.add_argument("--skip", type=int, default=0, help="leaves the first so many to another run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=SIZE)
+    parser.add_argument("--weights", choices=("whole", "share"), default="whole", help="what each process swaps in")
     parser.add_argument("--out", type=Path, help="a file (JSON) for what was seen")
     options = parser.parse_args()
+    globals().update(SIZE=options.processes, WEIGHTS=options.weights)
     torch.set_num_threads(1)
     _warm_up()
     shared = shared_memory()
@@ -290,7 +300,9 @@ def main() -> None:
                 print(f"{fault}: {error}", file=sys.stderr, flush=True)
             rows.append(row)
             if options.out:
-                options.out.write_text(json.dumps({"processes": SIZE, "silence_s": SILENCE_S, "faults": rows}) + "\n")
+                options.out.write_text(
+                    json.dumps({"processes": SIZE, "weights": WEIGHTS, "silence_s": SILENCE_S, "faults": rows}) + "\n"
+                )
     for what in FAULTS:
         times = [row["seconds"] for row in rows if row["what"] == what and row["wrong"] is None]
         ends = Counter(end for row in rows if row["what"] == what for end in row["others"])
