@@ -7,7 +7,7 @@ packs in turn. With updates deferred until the norm is known, every pack keeps o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,15 @@ class HostGradients(GradientSums):
     def host_bytes(self) -> int:
         """Of all buffers, in use or not."""
         return self._buffers.nbytes
+
+    def reserve(self, packs: Sequence[int], beyond: int) -> None:
+        """Page-locks what steps take that send such `packs` (bytes each); `beyond` as in `swap_out`.
+
+        Otherwise a step would do so that happens to keep more of them at one time than any before, its host being slow.
+        """
+        if self._limit is not None:
+            most = self._limit + beyond
+            self._buffers.reserve(list(packs) if len(packs) <= most else [max(packs)] * most)
 
     def swap_out(
         self, gradients: dict[str, Tensor], beyond: int | None, behind: Stream = Stream.COMPUTE

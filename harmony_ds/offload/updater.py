@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -63,7 +64,8 @@ class GradientNorm:
             coefficient = torch.clamp(clipping.max_norm / (total + 1e-6), max=1.0)
         if clipping.loss_scale != 1.0:
             coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
-        return GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total)))
+        value = total.item()
+        return GradientNorm(value, coefficient, not math.isfinite(value))
 
 
 class PromisedNorm(Future[GradientNorm]):

@@ -185,6 +185,9 @@ class Executor:
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         self._suspended = suspended(plan.packs, plan.tasks)
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
+        if self._sends and self._parts.gradients is not None:
+            sent = [plan.packs[index].swap_out_bytes(self._parts.world.rank) for index in self._sends]
+            self._parts.gradients.reserve(sent, self._held_transfers)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
