@@ -359,8 +359,10 @@ class Executor:
         reduced = self._reduced.pop(task.pack, None)
         gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
         held = self._held_transfers if self._clipping is None else None
-        transfer = parts.gradients.swap_out(gradients, held, behind)
-        self._leaving[task.pack] = [*own.values(), *gradients.values()], transfer.arrived
+        norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
+        transfer = parts.gradients.swap_out(gradients, held, behind, norms)
+        leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
+        self._leaving[task.pack] = leaving, transfer.arrived
         parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come

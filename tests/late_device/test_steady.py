@@ -66,6 +66,27 @@ SETTINGS = {
 }
 
 
+def norms_on_the_host(setting: Setting) -> int:
+    """How many gradients the thread of updates reads for their norm in two steps."""
+    count = []
+    device, generator = LateDevice(), torch.Generator().manual_seed(1)
+    data = iter(lambda: {"ids": torch.randint(0, 32, (2, 5), generator=generator)}, None)
+    config = config_of(2, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
+    with late_engine(Model(setting.tied), config, device=device) as engine:
+        world = updater_of(engine)._gradients.world
+        measured = world.measured
+        world.measured = lambda gradient: (count.append(gradient), measured(gradient))[1]
+        for _ in range(2):
+            engine.train_batch(data)
+        engine.finish_updates()
+    return len(count)
+
+
+def test_norms_are_taken_before_gradients_leave_but_of_those_that_packs_share() -> None:
+    assert norms_on_the_host(SETTINGS["deferred"]) == 0
+    assert norms_on_the_host(SETTINGS["deferred, residents"]) == 2  # the tied weight, in each step
+
+
 def steady_waste(setting: Setting) -> list[str]:
     """What was wasted from the third step on. Its updates are slow, where those before kept up: no step before has kept
     as many gradients on the host.
