@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from harmony_ds.offload.cores import set_threads
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
@@ -102,8 +103,12 @@ class Updater:
         optimizer: HostOptimizer,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        threads: int | None = None,
     ) -> None:
-        """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
+        """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart.
+
+        `threads`: that it computes with (None: as many as torch does).
+        """
         self._store = store
         self._optimizer = optimizer
         self._timed = timed
@@ -120,8 +125,13 @@ class Updater:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
+        self.threads = threads
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
         self._thread.start()
+        if threads is not None:
+            before = torch.get_num_threads()
+            self._queue(_FIRST, lambda: set_threads(threads)).result()
+            torch.set_num_threads(before)  # of threads to come
 
     # ---- called by the engine's thread
 
