@@ -63,6 +63,7 @@ class Lessons:
         self._recording: ExitStack | None = None
         self._steps: list[ExecutedStep] = []
         self._count = 0
+        self._due: tuple[float, list[Sequence[Span]]] | None = None
         self._left = _MOST
 
     @contextmanager
@@ -102,7 +103,15 @@ class Lessons:
             recording.close()
             self._times.clear()
             self._left -= 1
-            self._learn(typical, [step.spans for step in steps])
+            self._due = typical, [step.spans for step in steps]
+
+    def learn(self, plan: Plan | None) -> None:
+        """What the last steps have taught of `plan`, the one in force, is planned with: between steps, since a search is no
+        part of one.
+        """
+        due, self._due = self._due, None
+        if due is not None and plan is self._plan:
+            self._learn(*due)
 
     def forget(self) -> None:
         """Steps so far are no longer to be judged by, and what is being recorded is dropped: waits for nothing."""

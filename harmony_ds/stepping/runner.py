@@ -233,6 +233,7 @@ class Runner:
         """
         self.check_usable()
         self.check_hooks()
+        self._lessons.learn(self.planner.plan)
         begun = self.executor.begun
         plan = self.planner.step(micro_batches, begun)
         # The plan's peak is that of passes that nobody looks into.

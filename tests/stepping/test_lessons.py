@@ -51,6 +51,7 @@ class Course:
 
     def steps(self, count: int, predicted_ms: float, plan: Plan = PLAN) -> None:
         for _ in range(count):
+            self.lessons.learn(plan)
             with self.lessons.step(plan, predicted_ms):
                 self.now += 0.010
 
@@ -71,8 +72,16 @@ def test_after_nine_steps_that_are_off_three_are_recorded(course: Course) -> Non
     course.steps(2, predicted_ms=12.0)
     assert course.timeline.is_recording and not course.learned
     course.steps(1, predicted_ms=12.0)
-    assert not course.timeline.is_recording
+    assert not course.timeline.is_recording and not course.learned  # between steps
+    course.lessons.learn(PLAN)
     assert course.learned == [(pytest.approx(10.0), [])]
+
+
+def test_what_was_seen_of_a_plan_that_has_gone_is_forgotten(course: Course) -> None:
+    course.steps(12, predicted_ms=5.0)
+    course.lessons.learn(OTHER)
+    course.lessons.learn(PLAN)
+    assert course.timeline.finished == 1 and not course.learned
 
 
 def test_there_is_an_end_to_learning(course: Course) -> None:
@@ -84,7 +93,7 @@ def test_another_plan_begins_anew_and_what_was_being_recorded_is_dropped(course:
     course.steps(10, predicted_ms=5.0)
     course.steps(9, 5.0, OTHER)
     assert (course.timeline.begun, course.timeline.finished) == (1, 0)
-    course.steps(3, 5.0, OTHER)
+    course.steps(4, 5.0, OTHER)
     assert course.timeline.finished == len(course.learned) == 1
 
 
