@@ -134,7 +134,7 @@ def assemble(
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
     config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
-    stays = config.harmony.residency != "off" or (saved is not None and bool(saved.policy.resident))
+    stays = config.harmony.residency not in ("off", "kept") or (saved is not None and bool(saved.policy.resident))
     graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)
     # What follows starts a thread: whatever may be refused has been by now.
     memory = device, store, world
@@ -149,7 +149,7 @@ def _check_parallel(config: Config, world: Alone) -> None:
     """Raises UnsupportedError for what several processes cannot do."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
-    if config.harmony.residency not in ("auto", "off", 0):
+    if config.harmony.residency not in ("auto", "kept", "off", 0):
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.values["gradient_allreduce_op"] == "sum":
         world.refuse('gradient_allreduce_op "sum"')
@@ -224,16 +224,16 @@ def _parts(
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
-    """What the search may do in this run with spare device memory: "auto", "off", or so many packs."""
+    """What the search may do in this run with spare device memory: "auto", "kept", "off", or so many packs."""
     settings = config.harmony
-    if world.size > 1:
-        return "off"
     if settings.residency != "auto":
         return settings.residency
     # Packs that were given are run as they are; a device without a budget has no memory that could be spare.
-    given = settings.pack_layers is not None or settings.plan is not None
-    unable = device.budget_bytes is None or optimizer is None or optimizer.refusal is not None
-    return "off" if given or unable else "auto"
+    if settings.pack_layers is not None or settings.plan is not None or device.budget_bytes is None:
+        return "off"
+    # Each of several processes updates pieces of a pack: none could update it on its device.
+    able = world.size == 1 and optimizer is not None and optimizer.refusal is None
+    return "auto" if able else "kept"
 
 
 def saved_plan(path: str | None) -> Plan | None:

@@ -66,11 +66,11 @@ class Survey:
         """What each of so many such devices sees that train the model on one host, each with the same micro-batches."""
         if devices == 1:
             return self
-        request, budget = self.request, self.request.budget_bytes
+        request, budget, residency = self.request, self.request.budget_bytes, self.request.settings.residency
         buffers = buffer_bytes(budget)
         request = replace(
             request,
-            settings=replace(request.settings, residency="off"),
+            settings=replace(request.settings, residency="kept" if residency == "auto" else "off"),
             policy=replace(request.policy, devices=devices),
             budget_bytes=None if budget is None else max(0, budget - buffers),
             beside_bytes=request.beside_bytes + buffers,
@@ -184,7 +184,7 @@ def _bare(config: Config) -> Config:
     optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
     options = optimizer.params
     if options.get("bias_correction") is False and not options.get("torch_adam"):
-        residency = "off"  # the device would not step as the host does
+        residency = "kept" if residency == "auto" else "off"  # the device would not step as the host does
     settings = replace(config.harmony, plan=None, profile=None, residency=residency)
     return replace(config, optimizer=optimizer, harmony=settings)
 

@@ -199,7 +199,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": {"fuse_last_pack": 2}}, "harmony.fuse_last_pack must be true or false, not 2"),
     ({"harmony": {"fuse_last_packs": True}}, "fuse_last_pack"),
     ({"harmony": {"pin_memory": "yes"}}, "harmony.pin_memory must be true or false, not 'yes'"),
-    ({"harmony": {"residency": "some"}}, 'harmony.residency is \'some\': it must be "auto", "off" or a number'),
+    ({"harmony": {"residency": "some"}}, 'harmony.residency is \'some\': it must be "auto", "kept", "off" or a number'),
     ({"harmony": {"plan": 3}}, "harmony.plan must be the path of a JSON file, not 3"),
 ]
 

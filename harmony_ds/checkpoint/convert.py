@@ -78,12 +78,18 @@ def read_any(folder: Path) -> Snapshot:
 
 
 def convert(
-    source: Path, target: Path, to: Layout, tag: str | None = None, sub_group_size: int = 1_000_000_000
+    source: Path,
+    target: Path,
+    to: Layout,
+    tag: str | None = None,
+    sub_group_size: int = 1_000_000_000,
+    processes: int = 1,
 ) -> Path:
     """Writes the checkpoint at `source` into the folder `target`, under the same tag (weights alone: directly there).
 
     Args:
         sub_group_size: of the ds_config that DeepSpeed will go on with (ZeRO-3).
+        processes: with so many DeepSpeed will go on (ZeRO-2 and 3; the universal layout is for any number).
 
     Returns:
         The folder that was written.
@@ -99,7 +105,7 @@ def convert(
         raise CheckpointError(f"{target / folder.name} exists already: choose another folder.")
     if to is Layout.HARMONY:
         return layout.write(snapshot, target, folder.name)
-    return to_deepspeed(snapshot, target, folder.name, to, sub_group_size)
+    return to_deepspeed(snapshot, target, folder.name, to, sub_group_size, processes)
 
 
 def _opened(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:

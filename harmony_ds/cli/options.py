@@ -112,6 +112,7 @@ OPTIONS: dict[str, Option] = {
     "target": Option("The folder to write into; made if it is not there.", "DST", is_argument=True),
     "to": Option("harmony, deepspeed-zero2, deepspeed-zero3, universal or hf.", "LAYOUT"),
     "tag": Option("Which checkpoint in SRC."),
+    "processes": Option("deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on.", "N", 1),
     "sub_group_size": Option("deepspeed-zero3: that of the ds_config it will go on with.", "N", 1),
 }
 """By the parameter's name; before it, by the command's and its."""

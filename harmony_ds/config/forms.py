@@ -160,7 +160,9 @@ FORMS: dict[str, Form] = {
     "weights": Form('"auto", "whole" or "share"', Literal["auto", "whole", "share"], _IS),
     "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),
     "packs": Form(
-        '"auto", "off" or a number of packs', Literal["auto", "off"] | Annotated[StrictInt, Field(ge=0)], _IS
+        '"auto", "kept", "off" or a number of packs',
+        Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)],
+        _IS,
     ),
     "rows": Form(_ROWS, Annotated[_ROWS_TYPE, BeforeValidator(_both_passes)], _IS),
     "error or warn": Form('"error" or "warn"', Literal["error", "warn"], _IS),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.process_memory import return_freed
 from harmony_ds.offload.watched_state import plain
 from harmony_ds.parallel import World
 
@@ -29,6 +30,8 @@ _ELEMENTWISE = frozenset(
     "DeepSpeedCPULion".split()
 )
 """Classes of torch and DeepSpeed that give the same for a part of a parameter as for all of it."""
+_KEPT_ONCE = frozenset("step mu_product eta mu".split())
+"""What any of them keeps for a parameter and not for each of its numbers, which of a scalar has the same shape."""
 _MOST_STATES = 5
 """What any of them keeps for every number, at most."""
 _STATE_BYTES = 4
@@ -93,8 +96,9 @@ class PieceOptimizer(HostOptimizer):
                 mine[name] = torch.zeros_like(piece) if name in self._scratch else gradient.reshape(-1).contiguous()
         self.part.state = self._states
         self.step_part(self.part, self._pieces, mine, hyper)
-        for name in mine:
-            self._keep(name)
+        moved = [self._keep(name) for name in mine]
+        if any(moved):
+            return_freed()
 
     # ---- state
 
@@ -113,7 +117,7 @@ class PieceOptimizer(HostOptimizer):
             return
         mine: dict[str, Any] = {}
         for key, value in whole.items():
-            if not self._is_kept_for_each(name, value):
+            if key in _KEPT_ONCE or not self._is_kept_for_each(name, value):
                 mine[key] = value
                 continue
             shared = self._share(name, key, value.dtype)
@@ -124,9 +128,13 @@ class PieceOptimizer(HostOptimizer):
             mine[key] = self._mine(name, shared)
         self._states[piece] = mine
 
-    def _keep(self, name: str) -> None:
-        """The state of this process's piece becomes part of what the optimizer has of `name`."""
-        piece = self._pieces[name]
+    def _keep(self, name: str) -> bool:
+        """The state of this process's piece becomes part of what the optimizer has of `name`.
+
+        Returns:
+            Whether some of it was moved to its place, since the optimizer has just made it.
+        """
+        piece, moved = self._pieces[name], False
         state = plain(self.optimizer.state)
         whole = state.get(self._masters[name]) or {}
         for key, value in self._states[piece].items():
@@ -136,13 +144,15 @@ class PieceOptimizer(HostOptimizer):
                 if value.data_ptr() != mine.data_ptr():
                     mine.copy_(value)
                     self._states[piece][key] = mine
+                    moved = True
                 whole[key] = shared
             else:
                 whole[key] = value
         state[self._masters[name]] = whole
+        return moved
 
     def _is_kept_for_each(self, name: str, value: object) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._masters[name].shape
+        return isinstance(value, Tensor) and value.shape == self._masters[name].shape
 
     def _mine(self, name: str, shared: Tensor) -> Tensor:
         if name in self._scratch:

@@ -125,7 +125,7 @@ def around(packing: Packing, policy: Policy, copies_overlap: bool, request: Plan
     row = np.zeros(len(packing.backward), int)
     row[list(policy.resident)], row[list(policy.kept)] = _RESIDENT, _KEPT
     changed = [(row, policy.stash_on_host, policy.prefetch)]
-    choices = _choices(packing) if may_stay(request) else []
+    choices = _choices(packing, request) if may_stay(request) else []
     single = [(place, state) for place, of_pack in enumerate(choices) for state in of_pack if state != row[place]]
     several = [[one] for one in single] + (list(combinations(single, 2)) if len(single) <= _SINGLE else [])
     for changes in several:
@@ -155,8 +155,8 @@ def use_of(packing: Packing, policy: Policy) -> str:
 
 
 def may_stay(request: PlanRequest) -> bool:
-    """Whether the search decides which packs are kept, and which are resident."""
-    return request.settings.residency == "auto" and request.budget_bytes is not None
+    """Whether the search decides which packs are kept, and perhaps which are resident."""
+    return request.settings.residency in ("auto", "kept") and request.budget_bytes is not None
 
 
 def _ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
@@ -182,7 +182,7 @@ def _states(packing: Packing, request: PlanRequest, most: int) -> NDArray[np.int
         return np.array([[_RESIDENT if index in chosen else _SWAPPED for index in packing.backward]])
     if not may_stay(request):
         return np.zeros((1, count), int)
-    choices = _choices(packing)
+    choices = _choices(packing, request)
     if request.policy.grouping and math.prod(map(len, choices)) <= most:
         rows = np.array(list(product(*choices)))
         possible: NDArray[np.int_] = rows[(rows == _with_their_own(packing, rows)).all(axis=1)]
@@ -190,10 +190,10 @@ def _states(packing: Packing, request: PlanRequest, most: int) -> NDArray[np.int
     return np.unique(_with_their_own(packing, np.array(list(_likely(choices, request.policy.grouping)))), axis=0)
 
 
-def _choices(packing: Packing) -> list[list[int]]:
+def _choices(packing: Packing, request: PlanRequest) -> list[list[int]]:
     """What can become of each pack of the backward pass."""
     both = {i for i in packing.forward if i in packing.backward and packing.packs[i].needs_backward}
-    able = closed(packing, packing.backward)
+    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
     return [[_SWAPPED] + [_KEPT] * (i in both) + [_RESIDENT] * (i in able) for i in packing.backward]
 
 

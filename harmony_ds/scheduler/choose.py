@@ -51,11 +51,11 @@ class PlanRequest:
 
 def with_weights(request: PlanRequest, machine: Machine) -> PlanRequest:
     """Whether each of several devices swaps in all of a pack, or a share of it, as harmony.weights says; by itself, where
-    what the devices send each other takes another way than the link, and a faster one.
+    what the devices send each other takes another way than the link, and a faster one. (The CPU device has no link.)
     """
     wanted, several = request.settings.weights, request.policy.devices > 1
     faster = machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms and not machine.peers_share_link
-    shared = several and (wanted == "share" or (wanted == "auto" and faster))
+    shared = several and (wanted == "share" or (wanted == "auto" and faster and machine.copies_overlap))
     return replace(request, policy=replace(request.policy, shared=shared))
 
 

@@ -26,7 +26,7 @@ from harmony_ds.scheduler.swaps import stash_bytes
 
 _RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _THROUGH = (*_RUNS, TaskKind.STASH_OUT, TaskKind.STASH_IN)
-_PIECES = 16
+STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION = 3.0
 """Adding gradients up reads two and writes one, where their norm reads one."""
@@ -46,7 +46,7 @@ class Lowering:
         self._costs = costs
         self._machine = machine
         self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
-        self._runs = _merged(plan.tasks, -(-plan.micro_batches // _PIECES))
+        self._runs = _merged(plan.tasks, -(-plan.micro_batches // STASH_PIECES))
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []

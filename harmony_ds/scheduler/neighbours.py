@@ -82,10 +82,15 @@ def _other_cuts(point: Point) -> Iterator[Point]:
 
 
 def _other_forward_cuts(point: Point) -> Iterator[Point]:
-    """A cut of the forward pass that is gone, or new where the backward pass has one."""
+    """A cut of the forward pass alone: gone, or new where the backward pass has one; moved by one call."""
     for cut in point.backward[1:-2]:
         inner = {*point.forward} ^ {cut}
         yield replace(point, forward=tuple(sorted(inner)))
+    bounds = point.forward
+    for before, cut, behind in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        for moved in (cut - 1, cut + 1):
+            if before < moved < behind:
+                yield replace(point, forward=tuple(sorted({*bounds} - {cut} | {moved})))
 
 
 def _recut(point: Point, old: int | None, new: int | None) -> Point:

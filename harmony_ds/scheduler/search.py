@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -38,8 +38,8 @@ from harmony_ds.scheduler.time_bounds import TimeBounds
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
-_WORK = 10_000
-"""After so many packs no more neighbours are."""
+_WORK, _MORE_WORK = 10_000, 3_000
+"""After so many packs no more neighbours are; so many more around what was found in another way."""
 _PATIENT_LOOKS = 300
 """After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
 _SMALLEST = 50
@@ -70,14 +70,18 @@ def search(
     """
     request = with_weights(request, machine)
     packer = Packer(graph, costs, element, request.policy.devices)
-    search = _Search(costs, machine, packer, request, top)
     cuts = list(packings(graph, costs, packer, request))
-    search.look(search.candidates(packing, cut) for packing, cut in cuts)
-    if not search.found.choices:
+    search = _Search(costs, machine, packer, request, top)
+    found = search.run(cuts)
+    if not found.choices:
         raise DoesNotFitError(explain(search.smallest(packing for packing, _ in cuts), request))
-    if request.policy.grouping and not request.is_manual:
-        search.improve()
-    return tuple(_checked(choice, costs, request) for choice in search.found.choices[:top])
+    if may_stay(request) and search.has_improved:
+        # Where nothing stays there is less to look at, so that more cuts are: what is found there may be better.
+        swapped = replace(request, settings=replace(request.settings, residency="off"))
+        others = _Search(costs, machine, packer, swapped, top).run(cuts)
+        if others.choices and found.add(others.choices[0]):
+            search.improve(_MORE_WORK)
+    return tuple(_checked(choice, costs, request) for choice in found.choices[:top])
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
@@ -113,7 +117,19 @@ class _Search:
         self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
         self._tried: set[tuple[Bounds, Bounds, Policy]] = set()
         self._numbers = count()
-        self._work = 0  # packs whose ways through the streams have been followed
+        self._work = self._limit = 0  # packs whose ways through the streams have been followed, and may be
+
+    @property
+    def has_improved(self) -> bool:
+        """Whether cuts have been looked at beside those that it began with."""
+        return bool(self._packings)
+
+    def run(self, cuts: Sequence[tuple[Packing, str]]) -> _Found:
+        """All of it, from these ways to cut on."""
+        self.look(self.candidates(packing, cut) for packing, cut in cuts)
+        if self.found.choices and self._request.policy.grouping and not self._request.is_manual:
+            self.improve(_WORK - self._work)
+        return self.found
 
     def look(self, ranked: Iterable[Iterable[_Candidate]]) -> None:
         """Simulates what may be better than what is known, of lists of candidates in the order of their bounds."""
@@ -154,10 +170,11 @@ class _Search:
         best = self.found.add(Choice(plan, prediction, f"{candidate.cut}; {use_of(packing, policy)}"))
         return best, len(plan.tasks)
 
-    def improve(self) -> None:
+    def improve(self, work: int) -> None:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""
         expanded: set[Point] = set()
-        while self._work < _WORK:
+        self._limit = self._work + work
+        while self._work < self._limit:
             points = (Point.of(choice.plan.packing, choice.plan.policy) for choice in self.found.choices)
             point = next((one for one in points if one not in expanded), None)
             if point is None:
@@ -167,7 +184,7 @@ class _Search:
 
     def _around(self, point: Point) -> Iterator[Iterator[_Candidate]]:
         for near in (point, *neighbours(point)):
-            if self._work >= _WORK:
+            if self._work >= self._limit:
                 return
             cuts = near.backward, near.forward
             new = cuts not in self._packings

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.lowering import STASH_PIECES
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
 from harmony_ds.scheduler.policies import Policies
 
@@ -198,11 +199,15 @@ class _Walk:
         if not machine.copies_overlap:
             self._computed = self._computed + away * (count * one_copy)
         elif backward:
-            # The last micro-batch computes when its stash is back.
-            self._came = self._came + away * (count * one_copy)
+            # It comes behind what has left so far. The last micro-batch computes when its stash is back.
+            self._came = np.where(away, np.maximum(self._came, self._gone) + count * one_copy, self._came)
             self._computed = np.where(away, np.maximum(self._computed, self._came + one_ms), self._computed)
         else:
-            # The first stash leaves when its micro-batch has computed.
+            # The first stash leaves when its micro-batch has computed, and each computes when the last but one has left.
+            left = count - 2 * -(-count // STASH_PIECES)
+            if left > 0:
+                throttled = np.maximum(self._gone, begin + one_ms) + left * one_copy + one_ms
+                self._computed = np.where(away, np.maximum(self._computed, throttled), self._computed)
             self._gone = np.where(away, np.maximum(self._gone, begin + one_ms) + count * one_copy, self._gone)
 
     def _swap_out(self, pack: Pack) -> None:

@@ -77,10 +77,10 @@ def config(stage: int, precision: str = "fp32", universal: bool = False, optimiz
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
-    """Losses of every micro-batch of steps `first` to `last` - 1."""
+    """Losses of every micro-batch of steps `first` to `last` - 1; several processes take them in turn."""
     losses = []
     for index in range(first * MICRO_BATCHES, last * MICRO_BATCHES):
-        loss = engine(batch(index).to(engine.device))
+        loss = engine(batch(index * engine.world_size + engine.global_rank).to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss)

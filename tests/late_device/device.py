@@ -217,10 +217,8 @@ class LateDevice(CpuDevice):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
                     return self._copy_late(who, args[0], args[1])
                 self.record(who).synchronize()
-            if (
-                who is Stream.PEER and not func.is_view
-            ):  # what is done there is done at once: not before what it waits for
-                self.pass_to(who, len(self._queues[who]))
+            if who is Stream.PEER and not func.is_view:
+                self.pass_to(who, len(self._queues[who]))  # done at once, but not before what it waits for
         result = func(*args, **kwargs)
         if not func.is_view:
             with self._lock:

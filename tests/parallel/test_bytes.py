@@ -1,5 +1,8 @@
 """What several processes move, counted in the collectives themselves and on the links, is what the plan says."""
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,16 +11,16 @@ from torch import Tensor
 
 from harmony_ds.parallel import exchange as exchange_module
 from tests.parallel.processes import run
-from tests.parallel.training import Training, data_of, engine_of, number_of
+from tests.parallel.training import Training, data_of, differences, engine_of, number_of, train_plainly, train_with
 
 _ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02})
 
 
-def _moved(accumulations: tuple[int, ...], clip: float, weights: str = "whole") -> list[dict[str, Any]]:
+def _moved(accumulations: tuple[int, ...], clip: float, **settings: Any) -> list[dict[str, Any]]:
     """In one of several processes: what the second step of a training moves."""
     told = []
     for accumulation in accumulations:
-        harmony = {**_ONE.harmony, "weights": weights}
+        harmony = {**_ONE.harmony, **settings}
         training = Training(model=_ONE.model, harmony=harmony, accumulation=accumulation, clip=clip)
         engine = engine_of(training)
         rank, size = engine.global_rank, engine.world_size
@@ -91,8 +94,8 @@ def test_clipping_sends_no_more() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_that_are_shared_cross_the_link_once_for_all(size: int) -> None:
-    shared = run(size, _moved, (1, 4), 0.0, "share")
-    whole = run(size, _moved, (1, 4), 0.0, "whole")
+    shared = run(size, partial(_moved, weights="share"), (1, 4), 0.0)
+    whole = run(size, partial(_moved, weights="whole"), (1, 4), 0.0)
     for rank in range(size):
         for own, all_of_it in zip(shared[rank], whole[rank], strict=True):
             assert own["in the collectives"] == own["counted"] == own["planned"]
@@ -103,3 +106,35 @@ def test_weights_that_are_shared_cross_the_link_once_for_all(size: int) -> None:
             left_over = own["weights in"] - all_of_it["weights in"] / size
             assert 0 <= left_over < 0.02 * all_of_it["weights in"]
         assert shared[rank][0]["counted"] == shared[rank][1]["counted"]  # accumulation is no reason to send more
+
+
+def _kept(folder: str) -> dict[str, Any]:
+    """In one of several processes: a training by a plan in which the first pack is kept from forward to backward."""
+    training = Training(clip=0.05, harmony={"pack_layers": 2})
+    engine = engine_of(training)
+    engine.train_batch([data_of(training, number_of(training, 2, engine.global_rank, 0, i)) for i in range(2)])
+    plan, swapped = engine.plan, engine.plan_report().swapped_bytes
+    kept = replace(plan, policy=replace(plan.policy, kept=(0,)))
+    file = Path(folder) / "plan.json"
+    if engine.global_rank == 0:  # which the other one waits for in `initialize`
+        file.write_text(kept.to_json())
+    engine.destroy()
+    engine = engine_of(replace(training, harmony={"pack_layers": None, "plan": str(file)}))
+    result = train_with(engine, training)
+    report = engine.plan_report()
+    engine.destroy()
+    return {
+        "result": result,
+        "counted": report.swapped_bytes,
+        "planned": report.planned.total,
+        "saved": swapped - report.swapped_bytes,
+        "pack": plan.packs[0].weight_bytes,
+    }
+
+
+def test_a_pack_is_kept_from_forward_to_backward_by_several_devices(tmp_path: Path) -> None:
+    told = run(2, _kept, str(tmp_path))
+    assert not differences([one["result"] for one in told], train_plainly(Training(clip=0.05), 2))
+    for one in told:
+        assert one["counted"] == one["planned"]
+        assert one["saved"] == one["pack"] > 0

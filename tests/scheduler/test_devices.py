@@ -202,8 +202,22 @@ def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
     request = PlanRequest(HarmonySettings(weights=wanted), 3, None, 0, DEFERRED)
     machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
     assert with_weights(request, machine).policy.shared is shared
+    assert with_weights(request, replace(machine, copies_overlap=False)).policy.shared is (wanted == "share")
     one = replace(request, policy=replace(DEFERRED, devices=1))
     assert not with_weights(one, machine).policy.shared
+
+
+def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step() -> None:
+    graph = graph_of([NUMEL] * 6)
+    costs = costs_of(graph.calls, replace(COST, stash_bytes=2_000))
+    policy = Policy(deferred_update=False, devices=2)
+    plans = []
+    for residency in ("kept", "off"):
+        request = PlanRequest(HarmonySettings(residency=residency), 3, 40_000, 0, policy)
+        plans.append(search(graph, costs, replace(GPU, **PEERS), FP32, request)[0].plan)
+    kept, none = plans
+    assert kept.policy.kept and not none.policy.kept
+    assert not kept.policy.resident and not none.policy.resident
 
 
 def test_a_saved_plan_comes_back_with_its_pieces() -> None:

@@ -42,7 +42,6 @@ class ZeroForm:
         alignment: elements that states are padded to a multiple of.
         cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
             another; otherwise parameters (each maybe padded) lie one after another, and the whole is padded and cut.
-        prefix: of the names of model_states files.
     """
 
     stage: str
@@ -50,7 +49,6 @@ class ZeroForm:
     flat: str
     alignment: int
     cut_each: bool = False
-    prefix: str = ""
 
     def split(
         self, shapes: Shapes, paddings: Sequence[int] | None, vectors: Iterable[Tensor], what: str
@@ -63,12 +61,21 @@ class ZeroForm:
         parts = Shares(tuple(vectors))
         return split_each(shapes, parts, what) if self.cut_each else split_in_order(shapes, paddings, parts, what)
 
+    def part(self, numels: Sequence[int], vector: Tensor, rank: int, count: int) -> tuple[Tensor, int]:
+        """What one of `count` processes has of a vector of parameters one after another, and how many elements at its end
+        are padding.
+        """
+        if self.cut_each:
+            whole = vector.split(list(numels))
+            return torch.cat([_share(one, -(-one.numel() // count), rank) for one in whole]), 0
+        length = -(-vector.numel() // (self.alignment * count)) * self.alignment
+        own = _share(vector, length, rank)
+        return own, length - max(0, min(length, vector.numel() - rank * length))
+
 
 ZERO2 = ZeroForm("gradients", "base_optimizer_state", "single_partition_of_fp32_groups", alignment=2)
 """And ZeRO-1."""
-ZERO3 = ZeroForm(
-    "weights", "optimizer_state_dict", "fp32_flat_groups", alignment=1, cut_each=True, prefix="zero_pp_rank_0_"
-)
+ZERO3 = ZeroForm("weights", "optimizer_state_dict", "fp32_flat_groups", alignment=1, cut_each=True)
 
 
 def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Shares, where: str) -> dict[str, Source]:
@@ -97,6 +104,12 @@ def split_each(shapes: Shapes, vector: Shares, where: str) -> dict[str, Source]:
         found[name] = _joined(pieces, shape, f"{where} of {name}")
         offset += share
     return found
+
+
+def _share(vector: Tensor, length: int, rank: int) -> Tensor:
+    """The elements of one process, with zeros behind the last ones."""
+    own = vector[rank * length : (rank + 1) * length]
+    return torch.cat([own, own.new_zeros(length - own.numel())])
 
 
 def _joined(pieces: Sequence[Tensor], shape: Sequence[int], what: str) -> Source:

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed goes on from: ZeRO-2, ZeRO-3 (one process), and universal.
+"""Checkpoints that DeepSpeed goes on from: ZeRO-2 and ZeRO-3, of as many processes as will go on, and universal.
 
 Weights are not copied. The two ZeRO layouts keep all parameters of a group in one vector, so that writing them takes
 host memory for fp32 values and optimizer state once more; the universal layout is written parameter by parameter.
@@ -27,12 +27,18 @@ _logger = logging.getLogger(__name__)
 
 
 def to_deepspeed(
-    snapshot: Snapshot, save_dir: Path, tag: str, layout: Layout, sub_group_size: int = 1_000_000_000
+    snapshot: Snapshot,
+    save_dir: Path,
+    tag: str,
+    layout: Layout,
+    sub_group_size: int = 1_000_000_000,
+    processes: int = 1,
 ) -> Path:
     """Writes `snapshot` as `save_dir`/`tag` for DeepSpeed, and points `latest` to it.
 
     Args:
         sub_group_size: of the ds_config that DeepSpeed will go on with; matters for ZeRO-3.
+        processes: with so many DeepSpeed will go on; matters for ZeRO-2 and 3.
 
     Raises:
         CheckpointError: there is something that DeepSpeed's layout has no place for, or it cannot be written there.
@@ -44,7 +50,8 @@ def to_deepspeed(
             if layout is Layout.UNIVERSAL:
                 _write_universal(snapshot, optimizer, folder)
             else:
-                _write_zero(snapshot, optimizer, folder, ZERO3 if layout is Layout.ZERO3 else ZERO2, sub_group_size)
+                form = ZERO3 if layout is Layout.ZERO3 else ZERO2
+                _write_zero(snapshot, optimizer, folder, form, sub_group_size, processes)
         if layout is Layout.UNIVERSAL:
             point_latest(save_dir, tag, "latest_universal")
         else:
@@ -76,15 +83,18 @@ def _checked(snapshot: Snapshot) -> OptimizerState:
 # ---- what all layouts have
 
 
-def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], form: ZeroForm) -> dict[str, Any]:
-    """A model_states file; ZeRO-3's has no weights, but for frozen ones."""
+def _model_states(
+    snapshot: Snapshot, vectors: list[tuple[str, ...]], form: ZeroForm, rank: int = 0, processes: int = 1
+) -> dict[str, Any]:
+    """A model_states file; ZeRO-3's has no weights, but the process's parts of frozen ones."""
     import deepspeed
 
     shapes = [OrderedDict((n, torch.Size(snapshot.parameters[n].shape)) for n in names) for names in vectors]
     weights = {name: source.alone() for name, source in snapshot.parameters.items()}
     fragments = OrderedDict((name, weights[name]) for name in snapshot.frozen if name in weights)
     if form is ZERO3:
-        fragments = OrderedDict((name, value.reshape(-1)) for name, value in fragments.items())
+        flat = {name: value.reshape(-1) for name, value in fragments.items()}
+        fragments = OrderedDict((name, form.part([len(v)], v, rank, processes)[0]) for name, v in flat.items())
     module = OrderedDict((name, torch.empty(0, dtype=w.dtype) if form is ZERO3 else w) for name, w in weights.items())
     module.update((other, module[first]) for other, first in snapshot.tied.items())
     module.update((name, source.alone()) for name, source in snapshot.buffers.items())
@@ -103,7 +113,7 @@ def _model_states(snapshot: Snapshot, vectors: list[tuple[str, ...]], form: Zero
         "skipped_steps": progress.skipped_steps,
         "global_steps": progress.global_steps,
         "global_samples": progress.global_samples,
-        "dp_world_size": 1,
+        "dp_world_size": processes,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
@@ -167,38 +177,61 @@ def _step_of(optimizer: OptimizerState, names: Iterable[str]) -> Any:
 
 
 def _write_zero(
-    snapshot: Snapshot, optimizer: OptimizerState, folder: Path, form: ZeroForm, sub_group_size: int
+    snapshot: Snapshot,
+    optimizer: OptimizerState,
+    folder: Path,
+    form: ZeroForm,
+    sub_group_size: int,
+    processes: int,
 ) -> None:
     vectors: list[tuple[str, ...]] = []
     vectors_of: list[list[int]] = []
     for group in optimizer.groups:
-        cut = _sub_groups(snapshot, group, sub_group_size) if form is ZERO3 else [group.parameters]
+        cut = _sub_groups(snapshot, group, sub_group_size, processes) if form is ZERO3 else [group.parameters]
         vectors_of.append(list(range(len(vectors), len(vectors) + len(cut))))
         vectors += cut
-    flat = [_flat({name: snapshot.fp32(name) for name in names}, 1) for names in vectors]
-    found = {index: _flat_state(snapshot, optimizer, names, form.alignment) for index, names in enumerate(vectors)}
-    states = {
-        **_common(snapshot, form.stage),
-        form.base: {
-            "state": {index: state for index, state in found.items() if state},
-            "param_groups": _param_groups(optimizer, vectors_of),
-        },
-        form.flat: flat,
-        "partition_count": 1 if form is ZERO3 else [1] * len(vectors),
-    }
-    if form is ZERO2:
-        states["group_paddings"] = [-vector.numel() % form.alignment for vector in flat]
-        states["param_alignment_paddings"] = [[0] * len(names) for names in vectors]
+    flat = [_flat({name: snapshot.fp32(name) for name in names}) for names in vectors]
+    found = {index: _flat_state(snapshot, optimizer, names) for index, names in enumerate(vectors)}
+    numels = [[snapshot.parameters[name].numel for name in names] for names in vectors]
     half = any(source.dtype == torch.bfloat16 for source in snapshot.parameters.values())
-    torch.save(_model_states(snapshot, vectors, form), folder / f"{form.prefix}mp_rank_00_model_states.pt")
-    torch.save(
-        {"optimizer_state_dict": states, "ds_config": {}, "ds_version": states["ds_version"]},
-        folder / f"{'bf16_' if half else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    )
+    for rank in range(processes):
+
+        def own(index: int, vector: Any, rank: int = rank) -> Any:
+            """This process's part of what there is for one vector."""
+            return form.part(numels[index], vector, rank, processes)[0] if _is_flat(vector) else vector
+
+        paddings = [form.part(n, v, rank, processes)[1] for n, v in zip(numels, flat, strict=True)]
+        parts = [own(index, vector) for index, vector in enumerate(flat)]
+        states = {
+            **_common(snapshot, form.stage),
+            form.base: {
+                "state": {
+                    i: {key: own(i, value) for key, value in state.items()} for i, state in found.items() if state
+                },
+                "param_groups": _param_groups(optimizer, vectors_of),
+            },
+            form.flat: [part[: len(part) - padding] for part, padding in zip(parts, paddings, strict=True)],
+            "partition_count": processes if form is ZERO3 else [processes] * len(vectors),
+        }
+        if form is ZERO2:
+            states["group_paddings"] = paddings
+            states["param_alignment_paddings"] = [[0] * len(names) for names in vectors]
+        if form is ZERO3 or rank == 0:
+            prefix = f"zero_pp_rank_{rank}_" if form is ZERO3 else ""
+            model = _model_states(snapshot, vectors, form, rank, processes)
+            torch.save(model, folder / f"{prefix}mp_rank_00_model_states.pt")
+        torch.save(
+            {"optimizer_state_dict": states, "ds_config": {}, "ds_version": states["ds_version"]},
+            folder / f"{'bf16_' if half else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
 
 
-def _sub_groups(snapshot: Snapshot, group: ParameterGroup, most: int) -> list[tuple[str, ...]]:
-    """As ZeRO-3 cuts a parameter group: a part is closed by the parameter that makes it large enough."""
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _sub_groups(snapshot: Snapshot, group: ParameterGroup, most: int, processes: int) -> list[tuple[str, ...]]:
+    """As ZeRO-3 cuts a parameter group: a part is closed by the parameter whose share makes it large enough."""
     parts: list[list[str]] = [[]]
     count = 0
     for name in group.parameters:
@@ -206,13 +239,13 @@ def _sub_groups(snapshot: Snapshot, group: ParameterGroup, most: int) -> list[tu
             parts.append([])
             count = 0
         parts[-1].append(name)
-        count += snapshot.parameters[name].numel
+        count += -(-snapshot.parameters[name].numel // processes)
     return [tuple(part) for part in parts]
 
 
-def _flat(sources: dict[str, Source], alignment: int) -> Tensor:
-    numel = sum(source.numel for source in sources.values())
-    vector = torch.zeros(-(-numel // alignment) * alignment)
+def _flat(sources: dict[str, Source]) -> Tensor:
+    """One after another."""
+    vector = torch.zeros(sum(source.numel for source in sources.values()))
     offset = 0
     for source in sources.values():
         vector[offset : offset + source.numel].copy_(source.read().reshape(-1))
@@ -220,9 +253,7 @@ def _flat(sources: dict[str, Source], alignment: int) -> Tensor:
     return vector
 
 
-def _flat_state(
-    snapshot: Snapshot, optimizer: OptimizerState, names: tuple[str, ...], alignment: int
-) -> dict[str, Any]:
+def _flat_state(snapshot: Snapshot, optimizer: OptimizerState, names: tuple[str, ...]) -> dict[str, Any]:
     known = [optimizer.states[name] for name in names if name in optimizer.states]
     keys = list(dict.fromkeys(key for state in known for key in state))
     found: dict[str, Any] = {}
@@ -234,7 +265,7 @@ def _flat_state(
         for name in names:
             nothing = Source.of(torch.zeros(()).expand(snapshot.parameters[name].shape))
             sources[name] = optimizer.states.get(name, {}).get(key, nothing)
-        found[key] = _flat(sources, alignment)
+        found[key] = _flat(sources)
     return found
 
 

@@ -1,0 +1,42 @@
+"""Several processes train families of Hugging Face models to the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.families import FAMILIES
+from tests.parallel.processes import run
+from tests.parallel.training import Training, differences, train_plainly, trainings
+
+_TIED = frozenset("gpt2 gemma3 gemma4 opt bert roberta t5 bart whisper mamba".split())
+"""Embeddings and head are one parameter, whose gradient comes from two packs: its additions are regrouped."""
+
+
+def _training(place: int, name: str) -> Training:
+    """Clipping, half precision and shares of weights in turn. What is regrouped is compared in fp32, and without Adam,
+    which makes large numbers of gradients that are nothing but rounding.
+    """
+    tied = name in _TIED
+    return Training(
+        model=name,
+        steps=2,
+        clip=0.05 * (place % 2),
+        bf16=place % 3 == 2 and not tied,
+        optimizer="SGD" if tied else "AdamW",
+        harmony={"weights": "whole" if place // 2 % 2 else "share"},
+    )
+
+
+_TRAININGS = [_training(place, family.name) for place, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("size", "some"), [(2, slice(None)), (3, slice(0, None, 3)), (4, slice(1, None, 5))])
+def test_families_are_trained_as_in_plain_pytorch(size: int, some: slice) -> None:
+    chosen = _TRAININGS[some]
+    found = run(size, trainings, chosen, limit_s=400)
+    told = {}
+    for place, training in enumerate(chosen):
+        relative = 2e-6 if training.model in _TIED else 0.0
+        of_ranks = [results[place] for results in found]
+        told[training.model] = differences(of_ranks, train_plainly(training, size), relative)
+    assert not {model: what for model, what in told.items() if what}
