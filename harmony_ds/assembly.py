@@ -22,6 +22,7 @@ from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError
 from harmony_ds.incoming import accept, fill_meta
+from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
@@ -194,7 +195,8 @@ def _parts(
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
-        updater = Updater(store, host_optimizer, gradients, timeline.host_work)
+        threads = update_threads(world.size) if device.copies_overlap else None
+        updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:

@@ -93,6 +93,9 @@ class _Dict(_Opener):
 
     def fill(self, target: Any, known: Any, children: list[Any]) -> None:
         target.clear()
+        if type(target) is dict:
+            target.update(zip(known[0], children, strict=True))
+            return
         for key, child in zip(known[0], children, strict=True):
             target[key] = child
 
@@ -172,7 +175,7 @@ class Same:
     value: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Shape:
     """How to put leaves together again; `mutable` are the branches that can be changed in place."""
 
@@ -189,7 +192,7 @@ class Shape:
             branch.original = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: a dozen are made in each layer call, and that takes thrice as long
 class Contents:
     """A container that was opened as `branch`, or made of it, and what it held at one time."""
 
@@ -262,39 +265,49 @@ class _Opening:
         if opener.mutable:
             self.known[id(value)] = branch
             self.mutable.append(branch)
-        branch.children = [self.visit(child) for child in children]
+        for child in children:
+            if _opener_of(type(child)) is None:  # type: ignore[arg-type]  # as most are: no call for each
+                self.leaves.append(child)
+                branch.children.append(None)
+            else:
+                branch.children.append(self.visit(child))
         return branch
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None = None) -> Any:
-    """The tree of `shape` over other leaves, in fresh containers, which are added to `made`."""
-    return _Making(leaves, made).build(shape.root)
+    """The tree of `shape` over other leaves, in fresh containers, which are added to `made`; IndexError: too few."""
+    try:
+        return _Making(leaves, made).build(shape.root)
+    except StopIteration:
+        raise IndexError(f"{len(leaves)} leaves are too few for this shape") from None
 
 
 class _Making:
-    __slots__ = ("built", "leaves", "made", "place")
+    __slots__ = ("built", "leaves", "made")
 
     def __init__(self, leaves: Sequence[Any], made: list[Contents] | None) -> None:
-        self.leaves = leaves
+        self.leaves = iter(leaves)
         self.made = made
-        self.place = 0
         self.built: dict[int, Any] = {}
 
     def build(self, branch: Branch | Same | None) -> Any:
         if branch is None:
-            self.place += 1
-            return self.leaves[self.place - 1]
+            return next(self.leaves)
         if isinstance(branch, Same):
             return branch.value
         if id(branch) in self.built:
             return self.built[id(branch)]
         if not branch.opener.mutable:
-            return branch.opener.make(branch.cls, branch.known, [self.build(child) for child in branch.children])
+            return branch.opener.make(branch.cls, branch.known, self._children(branch))
         value = self.built[id(branch)] = branch.opener.empty(branch.cls, branch.known)
-        branch.opener.fill(value, branch.known, [self.build(child) for child in branch.children])
+        branch.opener.fill(value, branch.known, self._children(branch))
         if self.made is not None:
             self.made.append(Contents.of(branch, value))
         return value
+
+    def _children(self, branch: Branch) -> list[Any]:
+        leaves = self.leaves  # as most children are: no call for each
+        return [next(leaves) if child is None else self.build(child) for child in branch.children]
 
 
 def changed(made: Iterable[Contents]) -> list[Contents]:

@@ -36,6 +36,7 @@ class HarmonySettings(PlanSwitches):
     weights: str = "auto"
     plan: str | None = None
     profile: str | None = None
+    learn: bool = True
     unknown_keys: str = "error"
 
     @property

@@ -114,6 +114,7 @@ class StepRecord:
             swapped,
             self._sent_bytes,
             self._planner.swaps,
+            self._planner.lesson,
         )
 
     def memory_report(self) -> MemoryReport:

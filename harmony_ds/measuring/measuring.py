@@ -186,7 +186,8 @@ class Measuring:
         with self._undone():
             timed = timing.time(table, sample)
         if self.machine is None:
-            self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps)
+            threads = None if parts.updater is None else parts.updater.threads
+            self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps, threads)
         return timed
 
     @contextmanager

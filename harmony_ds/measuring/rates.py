@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device, Stream
+from harmony_ds.offload.cores import computing_with
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
@@ -32,7 +33,11 @@ _known: dict[tuple[str, ...], Machine] = {}
 
 
 def measure_rates(
-    device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, swaps: Sequence[tuple[int, float]]
+    device: Device,
+    optimizer: HostOptimizer | None,
+    weight_dtype: torch.dtype,
+    swaps: Sequence[tuple[int, float]],
+    threads: int | None = None,
 ) -> Machine:
     """The machine as it is now.
 
@@ -40,11 +45,13 @@ def measure_rates(
         optimizer: of the engine (None: nothing is ever updated).
         weight_dtype: of the weights; masters are cast to it after an update.
         swaps: bytes and milliseconds of swap-ins that were timed.
+        threads: that updates are made with (None: as many as torch computes with).
     """
+    threads = threads or torch.get_num_threads()
     kind = "none" if optimizer is None else type(optimizer.optimizer).__name__
-    key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()))
+    key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()), str(threads))
     if key not in _known:
-        _known[key] = _measured(device, optimizer, weight_dtype)
+        _known[key] = _measured(device, optimizer, weight_dtype, threads)
     swap_ms, swap_in = _line(swaps)
     machine = replace(_known[key], swap_ms=swap_ms, swap_in_bytes_per_ms=swap_in, device_bytes=device.budget_bytes)
     if not machine.copies_overlap:
@@ -52,14 +59,15 @@ def measure_rates(
     return machine
 
 
-def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Machine:
+def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int) -> Machine:
     """Everything but what swap-ins take."""
     count = _SCRATCH_ELEMENTS if device.budget_bytes is None else min(_SCRATCH_ELEMENTS, device.budget_bytes // 64)
     host = device.host_empty(count, torch.float32).zero_()
     on_device = device.upload(host)
     swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
     update = _Update(optimizer, weight_dtype)
-    elements = _SCRATCH_ELEMENTS / _typical_ms(None, update.run)
+    with computing_with(threads):
+        elements = _SCRATCH_ELEMENTS / _typical_ms(None, update.run)
     norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
     device.host_free(host)
     link, device_elements = 0.0, elements

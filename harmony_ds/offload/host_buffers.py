@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,20 @@ class HostBuffers:
             buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
         return buffer
 
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Has buffers of exactly these `sizes`, however few are asked for at one time; spare ones of others go."""
+        with self._lock:
+            there, wanted = Counter(buffer.memory.numel() for buffer in self._all), Counter(sizes)
+            for size, number in (there - wanted).items():
+                spares = self._spare.get(size, [])
+                for buffer in spares[:number]:
+                    self._free(buffer)
+                del spares[:number]
+            missing = list((wanted - there).elements())
+            self._most_bytes = self.nbytes + sum(missing)
+            for size in missing:
+                self._put_spare(self._make(size))
+
     def _spare_of(self, size: int) -> HostBuffer | None:
         may_grow = self.nbytes + size <= self._most_bytes
         fitting = [size] if may_grow else sorted(known for known in self._spare if known >= size)
@@ -97,6 +112,9 @@ class HostBuffers:
     def _put_back(self, buffer: HostBuffer, read: Event | None) -> None:
         self._asked_bytes -= buffer.asked
         buffer.user, buffer.read = None, read
+        self._put_spare(buffer)
+
+    def _put_spare(self, buffer: HostBuffer) -> None:
         self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
 
     def _free(self, buffer: HostBuffer) -> None:

@@ -1,14 +1,15 @@
 """Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
 
 With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
-packs in turn. With updates deferred until the norm is known, every pack keeps one of its own.
+packs in turn. With updates deferred until the norm is known, every pack keeps one of its own; norms of gradients that
+are all there when they leave are taken on the device, and travel behind them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,11 +31,13 @@ class GradientTransfer:
     Attributes:
         gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
         buffer: what they lie in; None if that is not the engine's.
+        norms: of those that were measured before they left, as long as nothing has been added to them.
     """
 
     gradients: dict[str, Tensor]
     arrived: Event
     buffer: HostBuffer | None
+    norms: dict[str, Tensor] = field(default_factory=dict)
 
 
 class HostGradients(GradientSums):
@@ -65,13 +68,35 @@ class HostGradients(GradientSums):
         """Of all buffers, in use or not."""
         return self._buffers.nbytes
 
+    def reserve(self, packs: Sequence[int], beyond: int) -> None:
+        """Page-locks what steps take that send such `packs` (bytes each); `beyond` as in `swap_out`.
+
+        Otherwise a step would do so that happens to keep more of them at one time than any before, its host being slow.
+        """
+        if self._limit is not None:
+            most = self._limit + beyond
+            self._buffers.reserve(list(packs) if len(packs) <= most else [max(packs)] * most)
+
+    def norms_of(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
+        """On the device, behind what the compute stream has done to them; None if that is left to `measure`.
+
+        It is where the host would have to read them again, and this process's `gradients` are all there are.
+        """
+        if not gradients or not self._device.copies_overlap or self.world.size > 1:
+            return None
+        return torch.stack(torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32))
+
     def swap_out(
-        self, gradients: dict[str, Tensor], beyond: int | None, behind: Stream = Stream.COMPUTE
+        self,
+        gradients: dict[str, Tensor],
+        beyond: int | None,
+        behind: Stream = Stream.COMPUTE,
+        norms: Tensor | None = None,
     ) -> GradientTransfer:
         """Issues the copies of a pack's gradients to the host, behind what the stream `behind` does to them.
 
         Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
-        their update (None: any number).
+        their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
         """
         with self._released:
             if self._limit is not None and beyond is not None:
@@ -80,15 +105,22 @@ class HostGradients(GradientSums):
             self._kept += 1
         device = self._device
         places, numel = places_of(gradients, self._dtype.itemsize)
-        buffer = self._buffers.take(self, numel * self._dtype.itemsize)
-        memory = buffer.memory.view(self._dtype)
+        nbytes = numel * self._dtype.itemsize
+        buffer = self._buffers.take(self, nbytes + (0 if norms is None else norms.nbytes))
+        memory = buffer.memory[:nbytes].view(self._dtype)
         on_host = {name: place.view(memory) for name, place in places.items()}
         device.wait(Stream.SWAP_OUT, device.record(behind))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
             for name, gradient in gradients.items():
                 on_host[name].copy_(gradient, non_blocking=True)
-        self._ledger.book_out(Kind.GRADIENTS, numel * self._dtype.itemsize)
-        return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer)
+            taken: dict[str, Tensor] = {}
+            if norms is not None:
+                there = buffer.memory[nbytes : nbytes + norms.nbytes].view(norms.dtype)
+                there.copy_(norms, non_blocking=True)
+                taken = dict(zip(gradients, there.unbind(), strict=True))
+                self._ledger.book_out(Kind.RESIDENT, norms.nbytes)
+        self._ledger.book_out(Kind.GRADIENTS, nbytes)
+        return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
 
     def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
         """What is on the host already, such as the gradients of a penalty that the user's loss adds."""
@@ -113,6 +145,13 @@ class HostGradients(GradientSums):
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
 
+    @torch.no_grad()
+    def measure(self, names: Iterable[str]) -> None:
+        for name, total in self._trained(names):
+            # Whoever asks for the second time may have changed the gradient.
+            norm = self._transfers[name][0].norms.pop(name, None)
+            self.norms[name] = self.world.measured(total) if norm is None else norm.clone()
+
     def gradient(self, name: str) -> Tensor | None:
         """What transfers carry is added up in their order of arrival, in the first one."""
         transfers = self._transfers.get(name)
@@ -122,6 +161,7 @@ class HostGradients(GradientSums):
         total = transfers[0].gradients[name]
         while len(transfers) > 1:
             later = transfers.pop(1)
+            transfers[0].norms.pop(name, None)
             total.add_(later.gradients[name])
             self._used(name, later)
         return total

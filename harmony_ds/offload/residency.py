@@ -117,15 +117,20 @@ class Residency:
         """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
         if self.accumulates_in_place:
             return
-        for name, leaf in copy.leaves.items():
-            if leaf.grad is None:
-                continue
-            known = copy.gradients.get(name)
-            if known is None:
-                copy.gradients[name] = leaf.grad.to(self._accumulation_dtype)
-            else:
-                known.add_(leaf.grad)
-            leaf.grad = None
+        came = {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
+        if not came:
+            return
+        sums = copy.gradients
+        further = [name for name in came if name in sums]
+        if further:
+            torch._foreach_add_([sums[name] for name in further], [came[name] for name in further])
+        first = {name: gradient for name, gradient in came.items() if name not in sums}
+        if first:
+            made = [torch.empty_like(gradient, dtype=self._accumulation_dtype) for gradient in first.values()]
+            torch._foreach_copy_(made, list(first.values()))
+            sums.update(zip(first, made, strict=True))
+        for name in came:
+            copy.leaves[name].grad = None
 
     def gradients(self, copy: DeviceCopy) -> dict[str, Tensor]:
         """The sums of all micro-batches so far, by name; a parameter that took no part in any has none."""

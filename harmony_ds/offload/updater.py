@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from harmony_ds.offload.cores import set_threads
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
@@ -63,7 +65,8 @@ class GradientNorm:
             coefficient = torch.clamp(clipping.max_norm / (total + 1e-6), max=1.0)
         if clipping.loss_scale != 1.0:
             coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
-        return GradientNorm(total.item(), coefficient, not bool(torch.isfinite(total)))
+        value = total.item()
+        return GradientNorm(value, coefficient, not math.isfinite(value))
 
 
 class PromisedNorm(Future[GradientNorm]):
@@ -100,8 +103,12 @@ class Updater:
         optimizer: HostOptimizer,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        threads: int | None = None,
     ) -> None:
-        """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart."""
+        """`timed`: asked when work is queued; what it returns is put around that work on the thread, waiting apart.
+
+        `threads`: that it computes with (None: as many as torch does).
+        """
         self._store = store
         self._optimizer = optimizer
         self._timed = timed
@@ -118,8 +125,13 @@ class Updater:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
+        self.threads = threads
         self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
         self._thread.start()
+        if threads is not None:
+            before = torch.get_num_threads()
+            self._queue(_FIRST, lambda: set_threads(threads)).result()
+            torch.set_num_threads(before)  # of threads to come
 
     # ---- called by the engine's thread
 

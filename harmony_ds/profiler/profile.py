@@ -36,7 +36,7 @@ class Machine:
         swap_ms: fixed cost of one swap.
         update_elements_per_ms: parameters that the host optimizer updates, alone.
         update_bytes_per_element: host memory that updating one parameter reads and writes.
-        norm_elements_per_ms: gradient elements whose norm the host takes.
+        norm_elements_per_ms: gradient elements whose norm the host takes, where it does; see `host_norm_ms`.
         host_bytes_per_ms: host memory bandwidth, which updates and swaps share.
         update_ms: fixed cost of updating one pack.
         task_ms: the host's cost of issuing one task (Python, kernel launches that compute does not hide).
@@ -75,6 +75,12 @@ class Machine:
 
     def host_update_ms(self, elements: int) -> float:
         return self.update_ms + elements / self.update_elements_per_ms
+
+    def host_norm_ms(self, elements: int, whole: bool) -> float:
+        """Of a pack's gradients, which are `whole` when they leave the device: it takes their norms then where copies
+        overlap, in no time beside its other work.
+        """
+        return 0.0 if self.copies_overlap and whole else elements / self.norm_elements_per_ms
 
     def peer_exchange_ms(self, sent_bytes: float) -> float:
         """Of gradients, or weights, of which this device sends so many bytes to the others."""

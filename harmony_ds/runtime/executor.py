@@ -185,6 +185,9 @@ class Executor:
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         self._suspended = suspended(plan.packs, plan.tasks)
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
+        if self._sends and self._parts.gradients is not None:
+            sent = [plan.packs[index].swap_out_bytes(self._parts.world.rank) for index in self._sends]
+            self._parts.gradients.reserve(sent, self._held_transfers)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
@@ -356,8 +359,10 @@ class Executor:
         reduced = self._reduced.pop(task.pack, None)
         gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
         held = self._held_transfers if self._clipping is None else None
-        transfer = parts.gradients.swap_out(gradients, held, behind)
-        self._leaving[task.pack] = [*own.values(), *gradients.values()], transfer.arrived
+        norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
+        transfer = parts.gradients.swap_out(gradients, held, behind, norms)
+        leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
+        self._leaving[task.pack] = leaving, transfer.arrived
         parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come

@@ -54,6 +54,11 @@ class StepTimeline:
         self._step: _Step | None = None
         self._open: _Entry | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether somebody wants the steps."""
+        return self._steps is not None
+
     @contextmanager
     def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
         """A context whose steps are recorded; they are in the list when it has been left.

@@ -146,12 +146,14 @@ class Lowering:
         out = self._gone[pack.index] = self._copy_out(
             (task,), pack.swap_out_bytes(), freed, self._reduced.get(pack.index)
         )
-        norm_ms = pack.update_elements / self._machine.norm_elements_per_ms
-        duration = _ADDITION * norm_ms if self._sent[pack.index] else 0.0
+        addition_ms = _ADDITION * pack.update_elements / self._machine.norm_elements_per_ms
+        duration = addition_ms if self._sent[pack.index] else 0.0
         self._sent[pack.index] += 1
         measured = policy.deferred_update and self._sent[pack.index] == self._rounds
         if measured or duration:
-            done = self._add(UPDATE, (task,), duration + norm_ms * measured, (out,), self._host_demand())
+            if measured:
+                duration += self._machine.host_norm_ms(pack.update_elements, policy.leave_whole)
+            done = self._add(UPDATE, (task,), duration, (out,), self._host_demand())
             self._norms += [done] if measured else []
 
     def _exchange(self, task: Task, sent_bytes: int, behind: tuple[int, ...]) -> int:

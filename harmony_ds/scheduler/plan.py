@@ -199,6 +199,11 @@ class Policy(PlanSwitches):
         return self.deferred_update or not self.just_in_time_update
 
     @property
+    def leave_whole(self) -> bool:
+        """Whether the gradients that a device swaps out are all there are of their pack."""
+        return self.grouping and self.devices == 1
+
+    @property
     def gradients_wait(self) -> bool:
         """Whether the gradients of all packs are on the host at once."""
         return self.updates_last or not self.grouping

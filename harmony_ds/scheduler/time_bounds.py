@@ -31,6 +31,7 @@ class TimeBounds:
         self._machine = machine
         self._micro_batches = request.micro_batches
         self._deferred = request.policy.deferred_update
+        self._whole = request.policy.leave_whole
         self._costs = costs
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)
@@ -128,7 +129,7 @@ class TimeBounds:
 
     def _update_ms(self, pack: Pack) -> float:
         machine = self._machine
-        norm = pack.update_elements / machine.norm_elements_per_ms if self._deferred else 0.0
+        norm = machine.host_norm_ms(pack.update_elements, self._whole) if self._deferred else 0.0
         return norm + machine.update_ms + pack.update_elements / machine.update_elements_per_ms
 
 
@@ -214,7 +215,9 @@ class _Walk:
         reduce_ms = machine.peer_exchange_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
         reduced = np.maximum(self._reduced, self._computed) + reduce_ms
         gone = np.maximum(self._gone, reduced) + machine.swap_out_ms(pack.swap_out_bytes())
-        norm_ms = pack.update_elements / machine.norm_elements_per_ms if self._policy.deferred_update else 0.0
+        norm_ms = 0.0
+        if self._policy.deferred_update:
+            norm_ms = machine.host_norm_ms(pack.update_elements, self._policy.leave_whole)
         self._reduced = np.where(stay, self._reduced, reduced)
         self._gone = np.where(stay, self._gone, gone)
         self._freed = np.where(stay, self._freed, gone)

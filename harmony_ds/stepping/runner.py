@@ -28,6 +28,7 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
+from harmony_ds.stepping.lessons import Lessons
 from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
 
@@ -47,6 +48,7 @@ class Runner:
         self._said: set[str] = set()
         self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
+        self._lessons = Lessons(parts.timeline, self.planner.learn, self._finish_updates)
         self.executor = Executor(parts)
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
@@ -214,9 +216,13 @@ class Runner:
         Raises:
             RuntimeError: another one is open.
         """
-        updater = self._parts.updater
-        with self._parts.timeline.recording(lambda: None if updater is None else updater.wait_all()) as steps:
+        self._lessons.forget()
+        with self._parts.timeline.recording(self._finish_updates) as steps:
             yield steps
+
+    def _finish_updates(self) -> None:
+        if self._parts.updater is not None:
+            self._parts.updater.wait_all()
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Forward, backward and updates of one optimizer step; updates may still be under way on return.
@@ -227,19 +233,30 @@ class Runner:
         """
         self.check_usable()
         self.check_hooks()
-        plan = self.planner.step(micro_batches, self.executor.begun)
+        self._lessons.learn(self.planner.plan)
+        begun = self.executor.begun
+        plan = self.planner.step(micro_batches, begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            with self._noticing_hooks(_refuse_hook), self._guarded(), self._parts.timeline.step(plan):
+            lesson = self._lesson(plan) if as_planned and not begun else nullcontext()
+            with lesson, self._noticing_hooks(_refuse_hook), self._guarded(), self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes(len(micro_batches)) + self.world.reduce_bytes(device)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
+
+    def _lesson(self, plan: Plan) -> AbstractContextManager[None]:
+        """Around a step by `plan`, from which the planner may learn if it is a full one."""
+        whole = self.planner.plan
+        assert whole is not None
+        if not self.planner.learns or (plan.micro_batches, plan.policy) != (whole.micro_batches, whole.policy):
+            return nullcontext()
+        return self._lessons.step(whole, self.planner.choices[0].prediction.step_ms)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.

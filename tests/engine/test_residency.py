@@ -468,9 +468,9 @@ def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> N
         swapped = []
         swap_in = assembly_of(engine).parts.residency.swap_in
 
-        def noting(names: Any, *more: Any) -> Any:
+        def noting(names: Any, *more: Any, **options: Any) -> Any:
             swapped.extend(names)
-            return swap_in(names, *more)
+            return swap_in(names, *more, **options)
 
         assembly_of(engine).parts.residency.swap_in = noting  # type: ignore[method-assign]
         assert engine.eval_batch(iter(GROUPS[2])).item() == torch.tensor(expected).mean().item()

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import random
 import threading
+import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -35,6 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harmony_ds.device import CpuDevice, Event, Stream
 from tests.late_device.order import Block, Clock, Order
 
+_GRAIN = 512
+"""Bytes; CUDA's caching allocator hands out multiples of it."""
+_UPDATES = "harmony-update"  # the thread that may wait
 _COPY = torch.ops.aten.copy_.default
 _READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 _HOST = None
@@ -53,6 +58,11 @@ class LateDevice(CpuDevice):
         self.modes = (_Watch,)
         self.order = Order()
         self.registered: dict[int, int] = {}  # address to bytes
+        self.waste: list[str] = []
+        """What a step should do once and no more, and where: memory taken that no stream had given back (of its size), host
+        memory page-locked, and the host waiting for a stream, but on the thread of updates.
+        """
+        self._spare: Counter[tuple[Stream | None, int]] = Counter()  # device memory given back, by stream and bytes
         self._chance = None if seed is None else random.Random(seed)
         self._queues: dict[Stream, list[Callable[[], None] | None]] = {stream: [] for stream in Stream}
         self._done = dict.fromkeys(Stream, 0)
@@ -66,6 +76,20 @@ class LateDevice(CpuDevice):
         """Nothing was reported, and (call it once the engine is destroyed) no memory is page-locked any more."""
         assert not self.order.reports, "\n".join(dict.fromkeys(self.order.reports))
         assert not self.registered, f"{len(self.registered)} buffers are still page-locked"
+
+    # ---- what costs time
+
+    def _wasted(self, what: str) -> None:
+        inner = traceback.extract_stack()[:-1]
+        engine = [frame for frame in inner if "harmony_ds" in frame.filename]
+        places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in engine[-4:]]
+        self.waste.append(f"{what} ({' > '.join(places)})")
+
+    def _take(self, who: Stream, nbytes: int, what: str) -> None:
+        key = who, -(-nbytes // _GRAIN) * _GRAIN
+        if nbytes and not self._spare[key]:
+            self._wasted(f"{nbytes} bytes of device memory for {what}")
+        self._spare[key] = max(0, self._spare[key] - 1)
 
     # ---- threads
 
@@ -146,6 +170,7 @@ class LateDevice(CpuDevice):
     def host_lock(self, buffer: Tensor) -> None:
         if buffer.numel():
             with self._lock:
+                self._wasted(f"{buffer.nbytes} bytes page-locked")
                 self._follow(buffer, Block(_HOST, f"a page-locked buffer of {buffer.nbytes} bytes"))
                 self.registered[buffer.data_ptr()] = buffer.nbytes
 
@@ -157,11 +182,13 @@ class LateDevice(CpuDevice):
     def _follow(self, tensor: Tensor, block: Block) -> None:
         storage = tensor.untyped_storage()
         key, address = storage._cdata, storage.data_ptr()
+        taken = block.owner, -(-storage.nbytes() // _GRAIN) * _GRAIN
 
         def gone(_: object) -> None:
             del self._blocks[key], self._storages[key]
             if block.owner is not _HOST:
                 self.order.free(block)
+                self._spare[taken] += 1
             elif self.registered.pop(address, None) is not None:
                 self.order.reports.append(f"{block.what} was dropped and is still page-locked")
 
@@ -217,7 +244,9 @@ class LateDevice(CpuDevice):
             if empty:
                 _poison(tensor)
             if who is not _HOST:
-                block = self.order.allocate(who, f"{tuple(tensor.shape)} of {name} on {who.name}")
+                what = f"{tuple(tensor.shape)} of {name} on {who.name}"
+                self._take(who, tensor.untyped_storage().nbytes(), what)
+                block = self.order.allocate(who, what)
                 self._follow(tensor, block)
                 self.order.access(who, block, True, name)
 
@@ -274,6 +303,8 @@ class _LateEvent:
         self.clock = clock
 
     def synchronize(self) -> None:
+        if threading.current_thread().name != _UPDATES:
+            self._device._wasted(f"the host waits for {self.stream.name}")
         with self._device._lock:
             self._device.pass_to(self.stream, self.position)
             self._device.order.join(_HOST, self.clock)

@@ -166,3 +166,24 @@ def test_new_memory_is_poisoned() -> None:
         assert device.empty(4, torch.float32).isnan().all()
         assert torch.empty_like(torch.ones(3)).isnan().all()
         assert device.host_empty(2, torch.float32).isnan().all()
+
+
+def test_what_costs_time_is_said_the_first_time_and_where_memory_is_used_again_no_more() -> None:
+    device = LateDevice()
+    host = device.host_empty(1, torch.float32)
+    with device.watched():
+        for _ in range(2):
+            swap_in(device, host)
+            device.wait(Stream.COMPUTE, device.record(Stream.SWAP_IN))
+        kept = [torch.ones(300)]
+        kept.append(torch.ones(300))
+        device.record(Stream.SWAP_IN).synchronize()
+        torch.ones(1).item()
+    device.host_free(host)
+    assert [what.partition(" (")[0] for what in device.waste[:2]] == [
+        "4 bytes page-locked",
+        "4 bytes of device memory for",
+    ]
+    assert sum(what.startswith("1200 bytes of device memory") for what in device.waste) == 2
+    waits = [what for what in device.waste if what.startswith("the host waits for")]
+    assert [what.split()[4] for what in waits] == ["SWAP_IN", "COMPUTE", *(stream.name for stream in Stream)]

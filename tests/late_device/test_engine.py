@@ -325,7 +325,8 @@ def test_slices() -> None:
 def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() -> None:
     lengths = [5, 12, 3, 9, 12, 7, 4, 11, 6, 12, 8, 10]
     generator = torch.Generator().manual_seed(2)
-    config, device = config_of(2, 0.5, {"pack_layers": 1, "stash": "host", "residency": 1}), LateDevice(1)
+    harmony = {"pack_layers": 1, "stash": "host", "residency": 1, "learn": False}
+    config, device = config_of(2, 0.5, harmony), LateDevice(1)
     with late_engine(LLAMA.build(0.0), config, device=device) as engine:
         known: list[set[int]] = []
         for length in [12, *lengths]:

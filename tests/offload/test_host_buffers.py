@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -62,6 +63,30 @@ def test_lengths_that_vary_neither_pile_up_nor_page_lock_for_ever() -> None:
         assert device.locked == buffers.nbytes <= most
         made.append(device.made)
     assert made[-1] == made[99]
+
+
+@pytest.mark.parametrize("sizes", [[64, 8, 32, 8], [64, 64, 64]])
+def test_whoever_comes_first_what_was_reserved_is_enough(sizes: list[int]) -> None:
+    device = Counting()
+    buffers = HostBuffers(device, exact=True)
+    buffers.reserve(sizes)
+    for order in itertools.permutations([64, 8, 32, 8][: len(sizes)]):
+        step(buffers, device, list(order))
+    assert (device.made, device.locked) == (len(sizes), sum(sizes))
+
+
+def test_what_is_reserved_follows_the_sizes_and_what_is_in_use_stays() -> None:
+    device = Counting()
+    buffers = HostBuffers(device, exact=True)
+    buffers.reserve([64, 64])
+    user = User()
+    used = buffers.take(user, 64)
+    buffers.reserve([64, 16])
+    buffers.reserve([64, 16])
+    assert (device.made, device.locked) == (3, 80)
+    buffers.give_back(used, device.record(Stream.SWAP_IN))
+    step(buffers, device, [16, 64])
+    assert device.made == 3
 
 
 def test_the_buffer_of_a_user_that_was_dropped_is_handed_out_again() -> None:

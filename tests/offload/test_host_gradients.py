@@ -27,6 +27,34 @@ def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
     gradients.forget_gradients()
 
 
+class Beside(CpuDevice):
+    """Its copies overlap with compute, as it says: norms are taken before gradients leave."""
+
+    copies_overlap = True
+
+
+def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> None:
+    ledger = Ledger()
+    gradients = HostGradients(Beside(), ledger, torch.float32, None, lambda _: True)
+    sent = {"w": torch.randn(3, 5), "b": torch.randn(7)}
+    norms = gradients.norms_of(sent)
+    assert norms is not None
+    gradients.add(gradients.swap_out(sent, None, norms=norms * 2))  # so that they are told from the host's
+    assert ledger.close().device_to_host[Kind.RESIDENT] == 8
+    gradients.measure(["w", "b"])
+    assert all(torch.equal(gradients.norms[name], 2 * sent[name].norm()) for name in sent)
+    gradients.measure(["w"])  # of what somebody may have changed since
+    assert torch.equal(gradients.norms["w"], sent["w"].norm())
+
+    gradients.add(gradients.swap_out({"b": sent["b"]}, None, norms=torch.zeros(1)))
+    gradients.measure(["b"])
+    assert torch.equal(gradients.norms["b"], (2 * sent["b"]).norm())
+
+
+def test_where_copies_are_compute_norms_are_left_to_the_thread_of_updates() -> None:
+    assert host()[0].norms_of({"w": torch.ones(3)}) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)

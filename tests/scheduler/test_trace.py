@@ -138,7 +138,7 @@ def test_arguments_say_what_a_task_works_on() -> None:
     assert by_name["I1"] == {"task": "I1", "pack": 1, "layers": "h.0", "micro_batch": -1, "bytes": 100}
     assert by_name["S0.2"] == {"task": "S0.2", "pack": 0, "layers": "wte", "micro_batch": 2, "bytes": 40}
     assert by_name["B0.1"]["bytes"] == 0
-    assert by_name["gradients O1"] == {"task": "O1", "pack": 1, "layers": "h.0", "micro_batch": -1, "bytes": 10}
+    assert by_name["O1"] == {"task": "O1", "pack": 1, "layers": "h.0", "micro_batch": -1, "bytes": 10}
 
 
 def test_memory_is_drawn_as_it_was_planned() -> None:

@@ -1,0 +1,74 @@
+"""Gradients of each micro-batch are added to sums of another dtype layer by layer: the same bits as one by one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmony_ds.device import CpuDevice, Stream
+from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.residency import DeviceCopy, Residency
+
+
+class Operators(TorchDispatchMode):
+    """The operators of a block of code that write into what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def residency_in_bf16() -> tuple[Residency, DeviceCopy]:
+    device = CpuDevice()
+    store: Any = SimpleNamespace(dtype=torch.bfloat16)
+    leaves = {f"p{i}": nn.Parameter(torch.zeros(3, i + 1, dtype=torch.bfloat16)) for i in range(6)}
+    copy = DeviceCopy(torch.empty(0), leaves, device.record(Stream.SWAP_IN))
+    return Residency(device, store, Ledger(), torch.float32), copy
+
+
+def test_sums_of_a_layer_are_one_operator_and_the_bits_are_those_of_single_additions() -> None:
+    residency, copy = residency_in_bf16()
+    generator = torch.Generator().manual_seed(1)
+    expected: dict[str, Tensor] = {}
+    with Operators() as operators:
+        for micro_batch in range(3):
+            for number, (name, leaf) in enumerate(copy.leaves.items()):
+                if number == micro_batch:  # takes no part in every one
+                    continue
+                leaf.grad = torch.randn(leaf.shape, generator=generator).bfloat16()
+                single = leaf.grad.float()
+                expected[name] = single if name not in expected else torch.add(expected[name], single)
+            operators.seen.clear()
+            residency.accumulate(copy)
+            assert sorted(operators.seen) in (
+                ["aten::_foreach_copy_"],
+                ["aten::_foreach_add_", "aten::_foreach_copy_"],
+                ["aten::_foreach_add_"],
+            )
+    assert all(leaf.grad is None for leaf in copy.leaves.values())
+    assert residency.gradients(copy).keys() == expected.keys()
+    assert all(torch.equal(residency.gradients(copy)[name], expected[name]) for name in expected)
+
+
+def test_strides_of_a_gradient_are_kept() -> None:
+    residency, copy = residency_in_bf16()
+    copy.leaves["p3"].grad = torch.ones(4, 3, dtype=torch.bfloat16).t()
+    residency.accumulate(copy)
+    assert list(copy.gradients) == ["p3"]
+    assert copy.gradients["p3"].stride() == (1, 3)
+
+
+def test_where_no_gradient_came_nothing_is_done() -> None:
+    residency, copy = residency_in_bf16()
+    with Operators() as operators:
+        residency.accumulate(copy)
+    assert not operators.seen and not copy.gradients
