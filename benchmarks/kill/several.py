@@ -31,6 +31,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,11 @@ def _announce_exchanges(here: Callable[[str], None]) -> None:
     """From now on `here` is called in front of each."""
     for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather")):
 
-        def announced(*args: Any, function: Callable[..., Any] = getattr(module, name), **kwargs: Any) -> Any:
+        def announced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             here("exchange")
             return function(*args, **kwargs)
 
-        setattr(module, name, announced)
+        setattr(module, name, partial(announced, getattr(module, name)))
 
 
 def places(tasks: list[tuple[int, str]]) -> tuple[dict[str, int], dict[str, int]]:
