@@ -63,9 +63,9 @@ class ProfileFile:
         return profile
 
     def save(self, profile: Profile) -> None:
-        """Writes beside the path and renames, so that a reader never sees half a file."""
+        """Writes beside the path and renames, so that a reader never sees half a file, whoever else writes it meanwhile."""
         if self._path is not None:
-            beside = self._path.with_name(self._path.name + ".new")
+            beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
             beside.write_text(profile.to_json(), encoding="utf-8")
             beside.replace(self._path)
 
