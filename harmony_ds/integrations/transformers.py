@@ -94,6 +94,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         self._ds_config = None if ds_config is None else read_config(ds_config)
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
+        self._ends_step = True
         super().__init__(*args, **kwargs)
 
     @property
@@ -164,6 +165,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self.optimizer = DeepSpeedOptimizerWrapper(made)  # its step() does nothing
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
+            self.accelerator._models.append(self._engine)
             _with_engines.add(self)
         return self._engine
 
@@ -196,6 +198,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     def _destroy_engine(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
+            self.accelerator._models = [one for one in self.accelerator._models if one is not self._engine]
         self._engine = None
         self.model_wrapped = self.model
 
@@ -205,6 +208,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         """The group's batches, remembered for its first `training_step`."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = list(batches)
+        # Data that ends early, without having said how much it is: the Trainer takes the step in the next epoch.
+        self._ends_step = len(self._batches) == num_batches
         self._losses.clear()
         return batches, items
 
@@ -220,13 +225,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             if _prepares_inputs(type(self)):
                 batches = self._prepared(batches)
             copies = [dict(batch) if isinstance(batch, Mapping) else batch for batch in batches]
-            group = [(batch, index == len(copies) - 1) for index, batch in enumerate(copies)]
+            last = len(copies) - 1 if self._ends_step else None
+            group = [(batch, index == last) for index, batch in enumerate(copies)]
 
             def loss_of(one: tuple[Any, bool]) -> Tensor:
                 return self._loss_of(*one, num_items_in_batch)
 
             with self._in_lanes():
-                self._losses.extend(self._engine.train_group(group, loss_of, self._notes_kept))
+                self._losses.extend(
+                    self._engine.train_group(group, loss_of, self._notes_kept, boundary=self._ends_step)
+                )
         return self._losses.popleft()
 
     def _prepared(self, batches: Sequence[Any]) -> list[Any]:
