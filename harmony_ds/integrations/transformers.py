@@ -28,6 +28,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.trainer import _is_peft_model
 
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
@@ -331,8 +332,9 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Of adapters alone where the Trainer saves these, as it does with DeepSpeed: what they stand on never changes."""
         assert self._engine is not None
-        self._engine.save_checkpoint(output_dir)
+        self._engine.save_checkpoint(output_dir, exclude_frozen_parameters=_is_peft_model(self.model))
         if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -340,7 +342,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         if checkpoint is None:
             return
         assert self._engine is not None
-        path, _ = self._engine.load_checkpoint(checkpoint)
+        path, _ = self._engine.load_checkpoint(checkpoint, load_module_strict=not _is_peft_model(self.model))
         if path is None:
             raise UsageError(f"{checkpoint} holds no checkpoint of harmony_ds: resume needs one, not weights alone.")
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
@@ -353,7 +355,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             super()._load_best_model()
             return
         # Weights are there once for all processes, which load them together.
-        path, _ = self._engine.load_checkpoint(best, load_module_only=True)
+        strict = not _is_peft_model(self.model)
+        path, _ = self._engine.load_checkpoint(best, load_module_strict=strict, load_module_only=True)
         if path is None:
             raise UsageError(
                 f"load_best_model_at_end in {self._engine.world_size} processes needs a whole checkpoint, and {best} holds "
