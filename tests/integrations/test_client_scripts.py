@@ -35,6 +35,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"text": ANSWERS[row % 3 == 0]} for row in range(16)],
     "dpo": [{"prompt": "the dog", "chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
     "reward": [{"chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
+    "distillation": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
+    "grpo": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
+    "rloo": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
     "kto": [{"prompt": "the dog", "completion": ANSWERS[row % 2], "label": row % 3 > 0} for row in range(16)],
 }
 ARGUMENTS = """
@@ -42,6 +45,17 @@ ARGUMENTS = """
     --bf16 false --gradient_checkpointing false --report_to none --save_strategy steps --save_steps 4 --logging_steps 1
     --disable_tqdm true --seed 3 --optim adamw_torch --dtype float32
 """.split()
+GENERATING = ["--num_generations", "2", "--max_completion_length", "6", "--reward_funcs", f"{__name__}.reward"]
+MORE = {
+    "distillation": ["--teacher_model_name_or_path", "{here}/teacher", "--max_completion_length", "6"],
+    "grpo": GENERATING,
+    "rloo": GENERATING,
+}
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
 
 SCRIPT_OF_ACCELERATE = (
     Path(accelerate.__file__).parent / "test_utils" / "scripts" / "external_deps" / "test_performance.py"
@@ -52,6 +66,10 @@ SCRIPT_OF_ACCELERATE = (
 def here(tmp_path: Path, tokenizer: Any) -> Path:
     llama().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    teacher = llama()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(3)
+    teacher.save_pretrained(tmp_path / "teacher")
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
     return tmp_path
 
@@ -74,10 +92,11 @@ def losses(folder: Path) -> list[float]:
 def test_a_script_of_trl(script: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "data").mkdir()
     (here / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[script])))
-    stock = run(monkeypatch, script, here, "stock")
+    more = [word.format(here=here) for word in MORE.get(script, ())]
+    stock = run(monkeypatch, script, here, "stock", *more)
     with deepspeed_as_it_was():
         harmony_ds.install_as_deepspeed()
-        ours = run(monkeypatch, script, here, "ours", "--deepspeed", str(here / "ds_config.json"))
+        ours = run(monkeypatch, script, here, "ours", "--deepspeed", str(here / "ds_config.json"), *more)
 
     assert len(losses(stock)) == 4
     assert losses(ours) == losses(stock)
