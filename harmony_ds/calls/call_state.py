@@ -23,7 +23,7 @@ from torch import nn
 
 from harmony_ds.calls.buffers import WatchedBuffers
 from harmony_ds.calls.call_walk import Found, Walk
-from harmony_ds.calls.places import ABSENT, Place, held, same
+from harmony_ds.calls.places import ABSENT, Items, Place, held, same
 from harmony_ds.errors import CallChangedError
 
 
@@ -217,8 +217,12 @@ class CallStates:
         """What `state` saw otherwise than it is now."""
         known = self._differences.get(id(state))
         if known is None or known[0] is not state or known[1] is not self._newest:
-            places = (place for place in _differing(state, self._newest) if place not in self._advanced)
-            own = {place: state.values.get(place, ABSENT) for place in places}
+            differing = {place: state.values.get(place, ABSENT) for place in _differing(state, self._newest)}
+            own = {
+                place: value
+                for place, value in differing.items()
+                if place not in self._advanced and not (isinstance(place, Items) and value is ABSENT)
+            }  # a list that the call did not see stays as it is: what led to it leads elsewhere
             known = self._differences[id(state)] = (state, self._newest, own)
         return known[2]
 

@@ -210,6 +210,8 @@ class Walk:
         """Notes a value; False if there is none, or if forward changes it, so that it is nobody's own."""
         if value is ABSENT:
             return False
+        if place.held is self._model.__dict__ and place.key == "forward":
+            return True  # a call reaches the one that stood there; it may take itself away
         if place in self._advanced:
             if isinstance(value, SCALARS):
                 self._found.equal.append(place)

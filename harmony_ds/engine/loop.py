@@ -176,6 +176,8 @@ class Loop:
         batches: Sequence[Any],
         loss_fn: LossFunction,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        boundary: bool = True,
     ) -> list[Tensor]:
         """One optimizer step over `batches`, whose losses `loss_fn(batch)` computes with calls of the model of its own.
 
@@ -185,12 +187,13 @@ class Loop:
                 It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
                 call `engine.module` any number of times, with and without gradients, and must not call backward.
             aside: makes the context that measuring runs in, which may undo what `loss_fn` noted meanwhile.
+            boundary: without it nothing is updated, and the gradients are part of the next step (one process alone).
 
         Returns:
             The losses, detached, 0-dim, on the device.
         """
         self._training.trained_by.need("train_group")
-        queued = len(self._open.group)
+        queued = len(self._open.group) if self._open.group.is_open else 0
         if queued or not batches:
             raise BatchError(
                 f"train_group() got {len(batches)} micro-batches while {queued} of engine(...) are queued: it "
@@ -199,10 +202,12 @@ class Loop:
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
         with self._world.together():
-            return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given])
+            return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
-    def _step_over(self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]]) -> list[Tensor]:
-        """One optimizer step over what `queue` queues, each loss divided by `divisor`; the losses."""
+    def _step_over(
+        self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]], boundary: bool = True
+    ) -> list[Tensor]:
+        """One optimizer step, or a part of one, over what `queue` queues, each loss divided by `divisor`; the losses."""
         counts = self._counts
         try:
             queued = queue()
@@ -211,8 +216,11 @@ class Loop:
                 if self._runner.hooked:
                     self._open.settle()
                     self._open.propagate()
-            counts.backwards = len(queued)
-            self._steps.step({})
+            counts.backwards = self._open.group.propagated_from
+            if boundary:
+                self._steps.step({})
+            else:
+                self._open.propagate()
         except BaseException:
             self._open.renew()
             raise

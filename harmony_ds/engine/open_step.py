@@ -21,6 +21,7 @@ from harmony_ds.parameters import Owner, ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
+from harmony_ds.stepping.put_forward import PutForward
 
 _logger = logging.getLogger("harmony_ds")
 
@@ -49,6 +50,7 @@ class OpenStep(Owner):
             ),
             runner=assembly.runner,
             kinds=OutputKinds(),
+            put_forward=PutForward(training.model),
             seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
             looked=while_alive(self._looked),
             propagating=_refuse_backward if assembly.host_optimizer is None else scaler.check_scaled,

@@ -28,6 +28,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.trainer import _is_peft_model
 
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
@@ -94,6 +95,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         self._ds_config = None if ds_config is None else read_config(ds_config)
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
+        self._ends_step = True
         super().__init__(*args, **kwargs)
 
     @property
@@ -164,6 +166,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self.optimizer = DeepSpeedOptimizerWrapper(made)  # its step() does nothing
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
+            self.accelerator._models.append(self._engine)
             _with_engines.add(self)
         return self._engine
 
@@ -196,6 +199,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     def _destroy_engine(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
+            self.accelerator._models = [one for one in self.accelerator._models if one is not self._engine]
         self._engine = None
         self.model_wrapped = self.model
 
@@ -205,6 +209,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         """The group's batches, remembered for its first `training_step`."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = list(batches)
+        # Data that ends early, without having said how much it is: the Trainer takes the step in the next epoch.
+        self._ends_step = len(self._batches) == num_batches
         self._losses.clear()
         return batches, items
 
@@ -220,13 +226,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             if _prepares_inputs(type(self)):
                 batches = self._prepared(batches)
             copies = [dict(batch) if isinstance(batch, Mapping) else batch for batch in batches]
-            group = [(batch, index == len(copies) - 1) for index, batch in enumerate(copies)]
+            last = len(copies) - 1 if self._ends_step else None
+            group = [(batch, index == last) for index, batch in enumerate(copies)]
 
             def loss_of(one: tuple[Any, bool]) -> Tensor:
                 return self._loss_of(*one, num_items_in_batch)
 
             with self._in_lanes():
-                self._losses.extend(self._engine.train_group(group, loss_of, self._notes_kept))
+                self._losses.extend(
+                    self._engine.train_group(group, loss_of, self._notes_kept, boundary=self._ends_step)
+                )
         return self._losses.popleft()
 
     def _prepared(self, batches: Sequence[Any]) -> list[Any]:
@@ -323,8 +332,9 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Of adapters alone where the Trainer saves these, as it does with DeepSpeed: what they stand on never changes."""
         assert self._engine is not None
-        self._engine.save_checkpoint(output_dir)
+        self._engine.save_checkpoint(output_dir, exclude_frozen_parameters=_is_peft_model(self.model))
         if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -332,7 +342,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         if checkpoint is None:
             return
         assert self._engine is not None
-        path, _ = self._engine.load_checkpoint(checkpoint)
+        path, _ = self._engine.load_checkpoint(checkpoint, load_module_strict=not _is_peft_model(self.model))
         if path is None:
             raise UsageError(f"{checkpoint} holds no checkpoint of harmony_ds: resume needs one, not weights alone.")
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
@@ -345,7 +355,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             super()._load_best_model()
             return
         # Weights are there once for all processes, which load them together.
-        path, _ = self._engine.load_checkpoint(best, load_module_only=True)
+        strict = not _is_peft_model(self.model)
+        path, _ = self._engine.load_checkpoint(best, load_module_strict=strict, load_module_only=True)
         if path is None:
             raise UsageError(
                 f"load_best_model_at_end in {self._engine.world_size} processes needs a whole checkpoint, and {best} holds "

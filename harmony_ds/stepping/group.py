@@ -30,6 +30,7 @@ from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tenso
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.put_forward import PutForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
@@ -54,6 +55,7 @@ class GroupParts:
     calls: ModelCalls
     runner: Runner
     kinds: OutputKinds
+    put_forward: PutForward
     seed: int
     looked: Callable[[], None]
     propagating: Callable[[], None]
@@ -89,7 +91,14 @@ class StepGroup:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
         check_saved_tensors()
-        ticket = self.queue(Arguments(args, kwargs, take_over=True))
+        try:
+            return self._add(Arguments(args, kwargs, take_over=True))
+        finally:
+            self._parts.put_forward.called()
+
+    def _add(self, arguments: Arguments) -> Any:
+        ticket = self.queue(arguments)
+        args, kwargs = ticket.micro_batch.inputs
         kind = self._parts.kinds.get(args, kwargs)
         assert kind is not None
         if self._runner.at_their_calls:
@@ -114,12 +123,13 @@ class StepGroup:
             aside: makes the context that measuring runs in.
         """
         refuse_around_engine()
-        call = call or self._parts.module
+        redirected = call is None and self._parts.put_forward.is_new
+        call = call or self._parts.put_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs, planner = micro_batch.inputs, self._runner.planner
         known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
-        if self._world.any("call the model", not known):
+        if self._world.any("call the model", redirected or not known):
             self._measure(ticket)
         if self._runner.in_order:
             self._calls.watch_buffers()

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -94,6 +95,24 @@ def gptj(side: Side) -> Found:
         ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
+    return weights(model)
+
+
+@case(Setting(2, 0.0), Setting(2, 1.0, resident=True))
+def pretrained_model_saved_within_a_group(side: Side) -> Found:
+    """`model.save_pretrained(folder)` of a tiny Llama after the first micro-batch of a group; it writes into its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
+    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for i in range(4):
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        if i == 2:
+            with TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
     return weights(model)
 
 

@@ -243,6 +243,27 @@ def dict_of_options_changed_within_a_group(side: Side) -> Found:
     return weights(model)
 
 
+class ScaledByAList(Net):
+    scales: list[float] | None = None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(x * sum(self.scales or [1.0]), labels)
+
+
+@case()
+def list_put_on_the_model_within_a_group(side: Side) -> Found:
+    """`model.scales` is None for the first micro-batch, and a new list before each of the others."""
+    model = ScaledByAList()
+    model.scales = None
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        if i:
+            model.scales = [1.0, 0.1 * i]
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
 CURRICULUM = {"scale": 1.0}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.exactness.case import REGROUPED, Found, Tolerance, case
+from tests.exactness.case import ALL, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
 from tests.exactness.sides import Setting, Side
 
@@ -205,6 +206,58 @@ def forward_patched(side: Side) -> Found:
     block.forward = lambda x: x + block.linear(x)
     losses = train(engine, batches(2 * side.accumulation))
     return {**weights(model), "losses": losses}
+
+
+@case(*ALL)
+def forward_of_the_model_patched_within_a_group(side: Side) -> Found:
+    """`model.forward` is another function for every second micro-batch, and the class's own for the rest."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        if i % 2:
+            model.forward = lambda x, labels: F.cross_entropy(model.head(model.body(2 * x)), labels)
+        elif i:
+            del model.forward
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+def redirected(engine: Any, model: nn.Module, method: Callable[..., Any], *args: Any) -> Any:
+    """Calls `method` by way of the engine, as `_ForwardRedirection` of Lightning and TRL does."""
+    own = model.forward
+
+    def forward(*given: Any) -> Any:
+        model.forward = own
+        return method(*given)
+
+    model.forward = forward
+    return engine(*args)
+
+
+class Stepping(Net):
+    def training_step(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": 3 * self(x, labels) + self(-x, labels)}
+
+
+@case(*ALL, tolerance=REGROUPED)
+def forward_of_the_model_redirected(side: Side) -> Found:
+    """Each call is redirected to `training_step`, which calls the model itself; between steps the model is evaluated."""
+    model = Stepping()
+    engine = side.initialize(model, adamw(model))
+    losses, evaluated = [], []
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        losses.append(redirected(engine, model, model.training_step, x, y)["loss"])
+        engine.backward(losses[-1])
+        engine.step()
+        if i % side.accumulation == side.accumulation - 1:
+            with torch.no_grad():
+                evaluated.append(engine(x, y))
+    return {
+        **weights(model),
+        "losses": torch.stack([loss.detach() for loss in losses]),
+        "evaluated": torch.stack(evaluated),
+    }
 
 
 # ---- what is trained

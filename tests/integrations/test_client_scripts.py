@@ -1,11 +1,17 @@
-"""Training scripts as they come in the packages of TRL and accelerate: behind DeepSpeed's door what they are without."""
+"""Training scripts as they come in the packages of TRL and accelerate: behind DeepSpeed's door what they are without.
+
+Those of transformers and peft come with their repositories alone, not with what is installed from PyPI.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import LlamaForSequenceClassification, get_linear_schedule_with_warmup
 
 import harmony_ds
 from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
@@ -35,6 +43,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"text": ANSWERS[row % 3 == 0]} for row in range(16)],
     "dpo": [{"prompt": "the dog", "chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
     "reward": [{"chosen": ANSWERS[row % 2], "rejected": ANSWERS[1 - row % 2]} for row in range(16)],
+    "distillation": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
+    "grpo": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
+    "rloo": [{"prompt": "the dog" if row % 2 else "a cat sat"} for row in range(16)],
     "kto": [{"prompt": "the dog", "completion": ANSWERS[row % 2], "label": row % 3 > 0} for row in range(16)],
 }
 ARGUMENTS = """
@@ -42,16 +53,32 @@ ARGUMENTS = """
     --bf16 false --gradient_checkpointing false --report_to none --save_strategy steps --save_steps 4 --logging_steps 1
     --disable_tqdm true --seed 3 --optim adamw_torch --dtype float32
 """.split()
+GENERATING = ["--num_generations", "2", "--max_completion_length", "6", "--reward_funcs", f"{__name__}.reward"]
+MORE = {
+    "distillation": ["--teacher_model_name_or_path", "{here}/teacher", "--max_completion_length", "6"],
+    "grpo": GENERATING,
+    "rloo": GENERATING,
+}
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
 
 SCRIPT_OF_ACCELERATE = (
     Path(accelerate.__file__).parent / "test_utils" / "scripts" / "external_deps" / "test_performance.py"
 )
+TWO_MODELS = "accelerate.test_utils.scripts.external_deps.test_ds_multiple_model"
 
 
 @pytest.fixture
 def here(tmp_path: Path, tokenizer: Any) -> Path:
     llama().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    teacher = llama()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(3)
+    teacher.save_pretrained(tmp_path / "teacher")
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
     return tmp_path
 
@@ -74,10 +101,11 @@ def losses(folder: Path) -> list[float]:
 def test_a_script_of_trl(script: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "data").mkdir()
     (here / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[script])))
-    stock = run(monkeypatch, script, here, "stock")
+    more = [word.format(here=here) for word in MORE.get(script, ())]
+    stock = run(monkeypatch, script, here, "stock", *more)
     with deepspeed_as_it_was():
         harmony_ds.install_as_deepspeed()
-        ours = run(monkeypatch, script, here, "ours", "--deepspeed", str(here / "ds_config.json"))
+        ours = run(monkeypatch, script, here, "ours", "--deepspeed", str(here / "ds_config.json"), *more)
 
     assert len(losses(stock)) == 4
     assert losses(ours) == losses(stock)
@@ -88,6 +116,7 @@ class Seen:
     """A metric of the package `evaluate`, and the losses that were propagated back from."""
 
     def __init__(self) -> None:
+        self.computed = 0
         self.predictions: list[int] = []
         self.losses: list[torch.Tensor] = []
 
@@ -95,11 +124,13 @@ class Seen:
         self.predictions += predictions.tolist()
 
     def compute(self) -> dict[str, float]:
-        return {"accuracy": 0.5}
+        self.computed += 1
+        return {"accuracy": 0.1 * self.computed}
 
 
-def run_accelerates(monkeypatch: pytest.MonkeyPatch, here: Path, output: str) -> Seen:
-    """accelerate's `test_performance.py`: pairs of sentences; it checks learning rates and what it saved."""
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seen, pytest.MonkeyPatch]]:
+    """Pairs of sentences in the place of those of the hub; what is computed from them is seen."""
     from datasets import Dataset, DatasetDict
 
     seen, backward = Seen(), Accelerator.backward
@@ -113,12 +144,18 @@ def run_accelerates(monkeypatch: pytest.MonkeyPatch, here: Path, output: str) ->
         for row in range(64)
     ]
     splits = DatasetDict(train=Dataset.from_list(pairs), validation=Dataset.from_list(pairs[:10]))
-    (here / output).mkdir()
-    given = ["--model_name_or_path", str(here / "model"), "--output_dir", str(here / output), "--num_epochs", "2"]
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "evaluate", types.SimpleNamespace(load=lambda *_: seen))
         patch.setattr("datasets.load_dataset", lambda *_: splits)
         patch.setattr(Accelerator, "backward", watched)
+        yield seen, patch
+
+
+def run_accelerates(monkeypatch: pytest.MonkeyPatch, here: Path, output: str) -> Seen:
+    """accelerate's `test_performance.py`: pairs of sentences; it checks learning rates and what it saved."""
+    (here / output).mkdir()
+    given = ["--model_name_or_path", str(here / "model"), "--output_dir", str(here / output), "--num_epochs", "2"]
+    with watching(monkeypatch) as (seen, patch):
         patch.setattr(sys, "argv", ["test_performance.py", *given, "--add_pad_token", "true"])
         runpy.run_path(str(SCRIPT_OF_ACCELERATE), run_name="__main__")
     return seen
@@ -142,3 +179,63 @@ def test_a_script_of_accelerate(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(
         load_file(here / "ours" / "model.safetensors"), load_file(here / "stock" / "model.safetensors"), bitwise=True
     )
+
+
+class InOrder(DataLoader[Any]):
+    """Whoever asks for shuffled batches gets them as they stand."""
+
+    def __init__(self, *args: Any, shuffle: bool, **more: Any) -> None:
+        super().__init__(*args, **more)
+
+
+def in_fp32(*given: Any, mixed_precision: str = "no", **more: Any) -> Accelerator:
+    return Accelerator(*given, **more)
+
+
+def trained_plainly(script: Any, model: str, settings: dict[str, Any]) -> list[torch.Tensor]:
+    """What each of the script's models is trained to: its losses."""
+    plain = LlamaForSequenceClassification.from_pretrained(model)
+    batches, _ = script.get_dataloaders(types.SimpleNamespace(distributed_type=None), settings["batch_size"], model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=settings["lr"])
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, settings["num_epochs"] * len(batches))
+    losses = []
+    for _ in range(settings["num_epochs"]):
+        for batch in batches:
+            losses.append(plain(**batch).loss)
+            losses[-1].backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def test_a_script_of_accelerate_with_two_models_and_two_ds_configs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model beside one for inference, then two that are trained; in fp32, where the script asks for bf16."""
+    settings = {"lr": 2e-2, "num_epochs": 2, "batch_size": 8}
+    torch.manual_seed(2)
+    LlamaForSequenceClassification.from_pretrained(here / "model", pad_token_id=0).save_pretrained(here / "model")
+    arguments = types.SimpleNamespace(model_name_or_path=str(here / "model"))
+    with watching(monkeypatch) as (seen, patch), deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        patch.delitem(sys.modules, TWO_MODELS, raising=False)
+        script = importlib.import_module(TWO_MODELS)
+        patch.setattr(script, "DataLoader", InOrder)
+        patch.setattr(script, "Accelerator", in_fp32)
+        for stage in (2, 3):
+            config = {**DS_CONFIG, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+            config |= {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": settings["batch_size"]}
+            (here / f"zero{stage}.json").write_text(json.dumps(config))
+            script.ds_config_file[f"zero{stage}"] = str(here / f"zero{stage}.json")
+        expected = torch.stack(trained_plainly(script, str(here / "model"), settings))
+
+        script.single_model_training(settings, arguments)
+        single = torch.stack(seen.losses).detach()
+        seen.losses.clear()
+        forget_accelerate()
+        script.multiple_model_training(settings, arguments)
+        first, second = torch.stack(seen.losses).detach().unflatten(0, (-1, 2)).unbind(1)
+
+    assert len(expected) == 16
+    assert torch.equal(single, expected + expected * 0.1)  # of the untrained model that the loss is put through
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Trainer
 
+import harmony_ds
 from harmony_ds.errors import HarmonyError
 from harmony_ds.integrations.transformers import HarmonyTrainer
+from tests.integrations.as_deepspeed import deepspeed_as_it_was
 from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, text
 
 SCHEDULED: dict[str, Any] = {
@@ -45,6 +49,43 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, config: dict[str, An
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed) == logged(whole)
     for name, weight in whole.model.named_parameters():
+        assert torch.equal(weight, resumed.model.get_parameter(name)), name
+
+
+def adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0))
+
+
+def test_adapters_go_on_from_a_checkpoint_that_leaves_out_what_they_stand_on(tmp_path: Path) -> None:
+    def made(strategy: str) -> HarmonyTrainer:
+        args = arguments(tmp_path, save_strategy=strategy, save_steps=2)
+        return HarmonyTrainer(model=adapters(), args=args, train_dataset=text(), ds_config=CONFIG)
+
+    whole = made("steps")
+    whole.train()
+    saved = load_file(next((tmp_path / "checkpoint-2").glob("global_step2/**/model*.safetensors")))
+    assert saved and all("lora" in name for name in saved)
+    resumed = made("no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed) == logged(whole)
+    for name, weight in whole.model.named_parameters():
+        assert torch.equal(weight, resumed.model.get_parameter(name)), name
+
+
+def test_a_trainer_goes_on_from_what_the_stock_trainer_saved_of_adapters(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", **CONFIG}
+    config |= {"gradient_clipping": "auto", "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    with deepspeed_as_it_was():
+        harmony_ds.install_as_deepspeed()
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, deepspeed=config, logging_nan_inf_filter=False)
+        whole = Trainer(model=adapters(), args=args, train_dataset=text())
+        whole.train()
+        weights = {name: weight.detach().clone() for name, weight in whole.model.named_parameters()}
+    resumed = HarmonyTrainer(model=adapters(), args=arguments(tmp_path), train_dataset=text(), ds_config=CONFIG)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, weight in weights.items():
         assert torch.equal(weight, resumed.model.get_parameter(name)), name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -103,6 +105,24 @@ def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, m
     assert ours._engine.swap_report().micro_batches == 3
 
 
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Data that does not say how much it is: 11 micro-batches."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(text())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_a_stream_that_ends_within_a_group_whose_gradients_count_in_the_next_epoch(
+    tmp_path: Path, max_grad_norm: float
+) -> None:
+    args = {"max_steps": 7, "max_grad_norm": max_grad_norm, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    stock, ours = both(tmp_path, llama(), Stream(), args=args, eval_dataset=text(6))
+    assert_same(stock, ours)
+    assert ours._engine.global_steps == 7
+    assert ours._engine.micro_steps == 37  # three epochs of 11, and a step of 4 that the three before it are part of
+
+
 def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = BertForSequenceClassification(
@@ -116,6 +136,7 @@ def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
     assert_same(stock, ours)
     evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (stock, ours)]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 2
+    assert [e.keys() for e in stock.state.log_history] == [e.keys() for e in ours.state.log_history]
     assert (stock.predict(data[:5]).predictions == ours.predict(data[:5]).predictions).all()
 
 
