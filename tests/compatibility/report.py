@@ -16,6 +16,9 @@ WHY = {
         "its hooks on every module, and torch's functions that it replaces, would be taken for the model's, and each layer "
         "is run more than once; FLOPs: torch.utils.flop_counter around a plain copy of the model, times: harmony-ds profile"
     ),
+    "ds_config refused: ignore_unused_parameters false": (
+        "parameters without a gradient are left as they are; DeepSpeed counts those that come to its buckets"
+    ),
     "ds_config refused: nvme offload": "training state lives in host memory",
     "ds_config refused: no such file": "DeepSpeed's message is lost behind base64's own error",
     "the optimizer is a torch.optim.Optimizer": "this one passes for what it is around: torch's schedulers take it",

@@ -98,6 +98,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "amp": ({**MICRO, "amp": {"enabled": True}}, "Apex AMP"),
     "elasticity": ({**MICRO, "elasticity": {"enabled": True}}, "lastic training"),
     "flops_profiler": ({**MICRO, "flops_profiler": {"enabled": True}}, "FLOPs"),
+    "ignore_unused_parameters false": (
+        {**MICRO, "zero_optimization": {"stage": 2, "ignore_unused_parameters": False}},
+        "ignore_unused_parameters",
+    ),
     "nvme offload": ({**MICRO, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme"),
 }
 
