@@ -199,6 +199,8 @@ class Loop:
                 f"train_group() got {len(batches)} micro-batches while {queued} of engine(...) are queued: it "
                 "takes at least one, and none may be queued."
             )
+        if not boundary:
+            self._world.refuse("a group that ends without a step (data of a Trainer, of unknown length, that end within one)")
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
         with self._world.together():
