@@ -200,7 +200,9 @@ class Loop:
                 "takes at least one, and none may be queued."
             )
         if not boundary:
-            self._world.refuse("a group that ends without a step (a Trainer's data of unknown length that end within one)")
+            self._world.refuse(
+                "a group that ends without a step (a Trainer's data of unknown length that end within one)"
+            )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
         with self._world.together():

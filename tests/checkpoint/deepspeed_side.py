@@ -59,11 +59,13 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def config(stage: int, precision: str = "fp32", universal: bool = False, optimizer: str = "torch") -> dict[str, Any]:
+def config(
+    stage: int, precision: str = "fp32", universal: bool = False, optimizer: str = "torch", clip: float = 0.5
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": clip,
         "zero_optimization": {"stage": stage, **({} if optimizer == "torch" else OFFLOAD)},
         "zero_allow_untested_optimizer": True,
         "optimizer": {
@@ -98,7 +100,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             for tensor in model.state_dict().values():
                 tensor.mul_(1.5).add_(0.1)
     settings = config(
-        job["stage"], job.get("precision", "fp32"), job.get("universal", False), job.get("optimizer", "torch")
+        job["stage"],
+        job.get("precision", "fp32"),
+        job.get("universal", False),
+        job.get("optimizer", "torch"),
+        job.get("clip", 0.5),
     )
     with compiled.instead_of_torch():  # other runs may be compiling the same
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)

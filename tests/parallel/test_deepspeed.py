@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import harmony_ds
-from harmony_ds.checkpoint import Layout, convert
+from harmony_ds.checkpoint import Layout, convert, read_any
 from tests.checkpoint import deepspeed_side as side
 from tests.parallel.processes import run
 
@@ -16,6 +17,7 @@ SIZE = 2
 RUNS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2, "optimizer": "cpu"},
+    "zero2 without clipping": {"stage": 2, "clip": 0.0},
     "zero3": {"stage": 3},
     "zero3 offload": {"stage": 3, "optimizer": "cpu"},
 }
@@ -31,7 +33,8 @@ def _ours(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for job in jobs:
         model = side.Net()
-        config = {**side.config(job["stage"], optimizer=job.get("optimizer", "torch")), "harmony": {"device": "cpu"}}
+        config = side.config(job["stage"], optimizer=job.get("optimizer", "torch"), clip=job.get("clip", 0.5))
+        config["harmony"] = {"device": "cpu"}
         engine, *_ = harmony_ds.initialize(model=model, model_parameters=side.groups(model), config=config)
         if "load" in job:
             side.train(engine, 50, 51)  # what is there already is replaced
@@ -44,6 +47,19 @@ def _ours(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         engine.destroy()
         found.append(told)
     return found
+
+
+def _to_universal(source: str, target: str) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(side.argparse_of(source, target))
+
+
+def _weights_of(folders: list[str]) -> list[dict[str, Any]]:
+    """In one process: what DeepSpeed's own script finds in each."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return [dict(get_fp32_state_dict_from_zero_checkpoint(folder)) for folder in folders]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +88,30 @@ def test_harmony_goes_on_from_what_two_processes_of_deepspeed_saved(
     folder, expected = stock
     jobs = [{**one, "steps": [3, 6], "load": str(folder / name)} for name, one in RUNS.items()]
     _same(run(SIZE, _ours, jobs, limit_s=200), "losses", expected, "then")
+
+
+def test_harmony_goes_on_from_what_was_made_universal(
+    stock: tuple[Path, list[list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    folder, expected = stock
+    for name in RUNS:
+        run(1, _to_universal, str(folder / name / "global_step3"), str(tmp_path / name / "global_step3"))
+    jobs = [{**one, "steps": [3, 6], "load": str(tmp_path / name)} for name, one in RUNS.items()]
+    _same(run(SIZE, _ours, jobs, limit_s=200), "losses", expected, "then")
+
+
+def test_what_three_processes_of_deepspeed_saved_is_read(tmp_path: Path) -> None:
+    chosen = {name: RUNS[name] for name in ("zero2", "zero3")}
+    jobs = [{**one, "steps": [0, 2], "save": str(tmp_path / name)} for name, one in chosen.items()]
+    run(3, _stock, jobs, limit_s=200)
+    ((found),) = run(1, _weights_of, [str(tmp_path / name) for name in chosen])
+    for name, right in zip(chosen, found, strict=True):
+        snapshot = read_any(tmp_path / name / "global_step2")
+        mine = {**snapshot.parameters, **snapshot.masters}
+        assert mine.keys() | snapshot.tied.keys() >= {key for key in right if key != "scale"}
+        for key, value in right.items():
+            if key in mine:
+                assert torch.equal(mine[key].read(), value), (name, key)
 
 
 def test_two_processes_of_deepspeed_go_on_from_what_harmony_saved(

@@ -13,8 +13,8 @@ _TIED = frozenset("gpt2 gemma3 gemma4 opt bert roberta t5 bart whisper mamba".sp
 
 
 def _training(place: int, name: str) -> Training:
-    """Clipping, half precision and shares of weights in turn. What is regrouped is compared in fp32, and without Adam,
-    which makes large numbers of gradients that are nothing but rounding.
+    """With dropout; clipping, half precision and shares of weights in turn. What is regrouped is compared in fp32, and
+    without Adam, which makes large numbers of gradients that are nothing but rounding.
     """
     tied = name in _TIED
     return Training(
@@ -27,12 +27,9 @@ def _training(place: int, name: str) -> Training:
     )
 
 
-_TRAININGS = [_training(place, family.name) for place, family in enumerate(FAMILIES)]
-
-
-@pytest.mark.parametrize(("size", "some"), [(2, slice(None)), (3, slice(0, None, 3)), (4, slice(1, None, 5))])
+@pytest.mark.parametrize(("size", "some"), [(2, slice(None)), (3, slice(None)), (4, slice(1, None, 4))])
 def test_families_are_trained_as_in_plain_pytorch(size: int, some: slice) -> None:
-    chosen = _TRAININGS[some]
+    chosen = [_training(place + size, family.name) for place, family in enumerate(FAMILIES)][some]
     found = run(size, trainings, chosen, limit_s=400)
     told = {}
     for place, training in enumerate(chosen):

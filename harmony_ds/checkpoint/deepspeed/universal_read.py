@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.deepspeed.flat import Shapes
 from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
-from harmony_ds.checkpoint.deepspeed.zero_read import OptimizerFiles, optimizer_of, snapshot_of
+from harmony_ds.checkpoint.deepspeed.zero_read import OptimizerFiles, numbered, optimizer_of, snapshot_of
 from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
 from harmony_ds.errors import CheckpointError
 
@@ -26,11 +26,13 @@ def read_universal(folder: Path) -> Snapshot:
     Raises:
         CheckpointError: it is torn, or of model-parallel processes.
     """
-    paths = sorted(folder.glob("*mp_rank_*_model_states.pt"))
+    paths = numbered(folder, "*mp_rank_*_model_states.pt")
     if not paths:
         raise CheckpointError(f"{folder} has no *_model_states.pt.")
-    models = [load_pickle(path) for path in paths]
-    model = next((one for one in models if one.get("module")), models[0])
+    # Of ZeRO-3 there is one for each process, with its parts of frozen parameters.
+    whole = [path for path in paths if not path.name.startswith("zero_pp_rank_")]
+    models = [load_pickle(path) for path in whole[:1] or paths]
+    model = models[0]
     optimizer = load_pickle(folder / "zero" / "optimizer_state.pt")
     shapes: list[Shapes] = model.get("param_shapes") or []
     masters: dict[str, Source] = {}
@@ -41,7 +43,7 @@ def read_universal(folder: Path) -> Snapshot:
             masters[name], states[name] = _parameter(folder / "zero" / name, name, tuple(shape), step)
     param_groups = optimizer.get("param_groups") or optimizer["optimizer_state_dict"]["param_groups"]
     trained = OptimizerFiles(masters, optimizer_of(param_groups, shapes, states), optimizer.get("loss_scaler"))
-    return snapshot_of([model], trained)
+    return snapshot_of(models, trained)
 
 
 def _step_of(optimizer: dict[str, Any]) -> Any:

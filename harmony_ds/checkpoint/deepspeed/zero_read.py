@@ -55,7 +55,7 @@ def read_zero(folder: Path) -> Snapshot:
         CheckpointError: it is torn, or of model-parallel processes, or of another kind.
     """
     models = _model_states(folder)
-    optims = [load_pickle(path) for path in _numbered(folder, "*zero_pp_rank_*_mp_rank_*_optim_states.pt")]
+    optims = [load_pickle(path) for path in numbered(folder, "*zero_pp_rank_*_mp_rank_*_optim_states.pt")]
     first = models[0]
     if not optims:
         return snapshot_of(models, None)
@@ -69,7 +69,7 @@ def read_zero(folder: Path) -> Snapshot:
 
 
 def _model_states(folder: Path) -> list[dict[str, Any]]:
-    paths = _numbered(folder, "*mp_rank_*_model_states.pt")
+    paths = numbered(folder, "*mp_rank_*_model_states.pt")
     others = [path.name for path in paths if "mp_rank_00" not in path.name or path.name.startswith("layer_")]
     if others:
         raise CheckpointError(
@@ -79,7 +79,7 @@ def _model_states(folder: Path) -> list[dict[str, Any]]:
     return [load_pickle(path) for path in paths]
 
 
-def _numbered(folder: Path, pattern: str) -> list[Path]:
+def numbered(folder: Path, pattern: str) -> list[Path]:
     """Files in the order of the numbers in their names."""
     return sorted(folder.glob(pattern), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
