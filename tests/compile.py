@@ -1,4 +1,4 @@
-"""Compiles what the tests use, side by side, once for each machine: DeepSpeed's optimizers, and the test device.
+"""Compiles what the tests use, side by side, once for each machine: what DeepSpeed compiles, and the test device.
 
 python -m tests.compile
 """
@@ -11,11 +11,14 @@ from multiprocessing import get_context
 import torch
 
 from harmony_ds import CompilerMissingError
+from harmony_ds.offload import compiled
 from harmony_ds.offload.native import gil_free_op, make_native
 from tests import simdevice
 
 DEVICE = "the test device"
 OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
+BUILDERS = ("FusedAdamBuilder", "ShareMemCommBuilder")
+"""What DeepSpeed's own engine takes beside them, that we compare ours with."""
 
 
 def compile_one(name: str) -> str:
@@ -26,6 +29,12 @@ def compile_one(name: str) -> str:
             simdevice.load()
         return f"{name}: {reason or 'is there'}"
     try:
+        if name in BUILDERS:
+            from deepspeed.accelerator import get_accelerator
+
+            with compiled.instead_of_torch():
+                get_accelerator().create_op_builder(name).load()
+            return f"{name}: is there"
         gil_free_op(make_native(name, [torch.nn.Parameter(torch.zeros(1))], {}))
     except CompilerMissingError as error:
         return f"{name}: {error}"
@@ -34,7 +43,7 @@ def compile_one(name: str) -> str:
 
 def main() -> None:
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for said in pool.map(compile_one, (*OPTIMIZERS, DEVICE)):
+        for said in pool.map(compile_one, (*OPTIMIZERS, DEVICE, *BUILDERS)):
             print(said, flush=True)
 
 

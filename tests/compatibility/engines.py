@@ -84,7 +84,12 @@ class Api:
 
         self.helpers: Any = helpers  # DeepSpeed's own, under both engines
         self.utils: Any = helpers if name == "deepspeed" else harmony_ds.utils
-        self.initialize = self.package.initialize
+
+    def initialize(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        """The package's; what it compiles is whole or not there: DeepSpeed waits for ever for a run that was killed."""
+        with compiled.instead_of_torch():
+            result: tuple[Any, ...] = self.package.initialize(*arguments, **named)
+        return result
 
     @property
     def is_deepspeed(self) -> bool:
@@ -94,11 +99,7 @@ class Api:
         model = net() if model is None else model
         if "optimizer" not in arguments and "model_parameters" not in arguments:
             arguments["model_parameters"] = list(model.parameters())
-        with compiled.instead_of_torch():  # other runs may be compiling the same
-            result: tuple[Any, ...] = self.initialize(
-                model=model, config=config() if ds_config is None else ds_config, **arguments
-            )
-        return result
+        return self.initialize(model=model, config=config() if ds_config is None else ds_config, **arguments)
 
     @contextmanager
     def engine(self, ds_config: Any = None, **arguments: Any) -> Iterator[Any]:

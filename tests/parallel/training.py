@@ -66,6 +66,16 @@ def build(name: str) -> nn.Module:
     return _family(name).build(0.1)
 
 
+def _built(training: Training) -> nn.Module:
+    """In bf16 with the buffers of batch norms cast, as torch wants them on the CPU: the engine leaves buffers alone."""
+    model = build(training.model)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for buffer in (buffer for norm in norms if training.bf16 for buffer in norm.buffers()):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(torch.bfloat16)
+    return model
+
+
 def batch(name: str, number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 + number)
     if name == "mlp":
@@ -116,7 +126,7 @@ def engine_of(training: Training, **arguments: Any) -> Any:
     import torch.distributed as dist
 
     size = dist.get_world_size() if dist.is_initialized() else 1
-    model = build(training.model)
+    model = _built(training)
     optimizer = OPTIMIZERS[training.optimizer](model.parameters())
     config = config_of(training, size)
     engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, **arguments)
@@ -175,7 +185,7 @@ def held(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, d
 
 def train_plainly(training: Training, size: int, begin: Any = None) -> list[Result]:
     """What every rank should see: gradients are added up for each rank, then in the order of the ranks."""
-    model = build(training.model)
+    model = _built(training)
     parameters = dict(model.named_parameters())
     masters = parameters
     if training.bf16:
