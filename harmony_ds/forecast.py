@@ -139,14 +139,17 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     devices = plan.policy.devices
     swapped = [plan.packs[index] for index in plan.packing.backward if index not in plan.policy.resident]
-    sent = [pack.swap_out_bytes() for pack in swapped]
-    few = plan.policy.gradient_slabs * max(sent, default=0)
-    slabs = sum(sent) if plan.policy.gradients_wait else min(sum(sent), few)
+    waiting = [pack.piece_bytes() for pack in swapped]
+    few = plan.policy.gradient_slabs * max(waiting, default=0)
+    slabs = sum(waiting) if plan.policy.gradients_wait else min(sum(waiting), few)
+    slabs += sum(pack.piece_bytes() for pack in plan.packing.always)
+    if plan.policy.reduce_on_host:
+        slabs += plan.policy.gradient_slabs * max(pack.gradient_bytes for pack in plan.packs)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
-        "gradients": devices * (slabs + sum(pack.swap_out_bytes() for pack in plan.packing.always)),
+        "gradients": devices * slabs,
         "stash": devices * choice.prediction.swaps.stash_out,
     }
 

@@ -66,14 +66,12 @@ class Survey:
         """What each of so many such devices sees that train the model on one host, each with the same micro-batches."""
         if devices == 1:
             return self
-        request, budget, residency = self.request, self.request.budget_bytes, self.request.settings.residency
-        buffers = buffer_bytes(budget)
+        request, residency = self.request, self.request.settings.residency
         request = replace(
             request,
             settings=replace(request.settings, residency="kept" if residency == "auto" else "off"),
             policy=replace(request.policy, devices=devices),
-            budget_bytes=None if budget is None else max(0, budget - buffers),
-            beside_bytes=request.beside_bytes + buffers,
+            exchange_bytes=buffer_bytes(request.budget_bytes),
         )
         profile = replace(self.profile, machine=self.profile.machine.among(devices))
         return replace(self, profile=profile, request=request)

@@ -187,7 +187,7 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.accumulation_dtype.itemsize > config.compute_dtype.itemsize:
         saved['"data_types": {"grad_accum_dtype": "bf16"}'] = gradients // 2
     if config.deferred_update and config.loss_scale is None:
-        largest = plan.policy.devices * max(plan.packs[index].swap_out_bytes() for index in plan.packing.backward)
+        largest = plan.policy.devices * max(plan.packs[index].piece_bytes() for index in plan.packing.backward)
         saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
     if update_cost(config).states == 2:
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements

@@ -34,6 +34,7 @@ class HarmonySettings(PlanSwitches):
     seed: int | None = None
     reproducible: bool = True
     weights: str = "auto"
+    reduce: str = "auto"
     plan: str | None = None
     profile: str | None = None
     learn: bool = True

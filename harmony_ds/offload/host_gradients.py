@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.places import places_of
-from harmony_ds.parallel import Alone
+from harmony_ds.offload.places import places_of, places_of_shapes
+from harmony_ds.parallel import Alone, World
+from harmony_ds.parallel.slots import HostSum
 
 _ALONE = Alone()
 
@@ -38,6 +40,21 @@ class GradientTransfer:
     arrived: Event
     buffer: HostBuffer | None
     norms: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftGradients:
+    """What this process has left for all others to add up.
+
+    Attributes:
+        elements: of the memory where they are, for every parameter that could have a gradient.
+        here: the parameters that have one.
+        arrived: behind the copies.
+    """
+
+    elements: Mapping[str, slice]
+    here: tuple[str, ...]
+    arrived: Event
 
 
 class HostGradients(GradientSums):
@@ -66,7 +83,7 @@ class HostGradients(GradientSums):
     @property
     def host_bytes(self) -> int:
         """Of all buffers, in use or not."""
-        return self._buffers.nbytes
+        return self._buffers.nbytes + self.world.slot_bytes
 
     def reserve(self, packs: Sequence[int], beyond: int) -> None:
         """Page-locks what steps take that send such `packs` (bytes each); `beyond` as in `swap_out`.
@@ -98,11 +115,7 @@ class HostGradients(GradientSums):
         Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
         their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
         """
-        with self._released:
-            if self._limit is not None and beyond is not None:
-                most = self._limit + beyond
-                self._released.wait_for(lambda: self._kept < most)
-            self._kept += 1
+        self._wait_for_room(beyond)
         device = self._device
         places, numel = places_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
@@ -121,6 +134,59 @@ class HostGradients(GradientSums):
                 self._ledger.book_out(Kind.RESIDENT, norms.nbytes)
         self._ledger.book_out(Kind.GRADIENTS, nbytes)
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
+
+    def reserve_slots(self, packs: int, nbytes: int) -> None:
+        """Has what steps take that reduce gradients on the host: of so many packs at a time, of `nbytes` at most."""
+        assert isinstance(self.world, World)
+        self.world.make_slots(self._device, packs, nbytes)
+
+    def leave(
+        self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
+    ) -> LeftGradients:
+        """Issues the copies of a pack's gradients to where all processes see them. `like`: all that it could have.
+
+        `check` raises what has ended the thread of the updates.
+        """
+        assert isinstance(self.world, World)
+        device, places = self._device, places_of(like, self._dtype.itemsize)[0]
+        slot = self.world.begin_on_host(check).view(self._dtype)
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+            for name, gradient in gradients.items():
+                places[name].view(slot).copy_(gradient, non_blocking=True)
+        nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
+        self._ledger.book_out(Kind.GRADIENTS, nbytes)
+        elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
+        return LeftGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
+
+    def reduced(
+        self, kind: str, left: LeftGradients, beyond: int | None
+    ) -> tuple[GradientTransfer, Callable[[], None]]:
+        """This process's pieces of the means of what all have left, as `swap_out` would have brought them, and what
+        writes them: to be run by the thread of the updates, before it uses them.
+        """
+        assert isinstance(self.world, World)
+        total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
+        self._wait_for_room(beyond)
+        sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
+        places, numel = places_of_shapes(sizes, self._dtype.itemsize)
+        buffer = self._buffers.take(self, numel * self._dtype.itemsize)
+        memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
+        transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
+        means = dict(transfer.gradients)
+
+        def write() -> None:
+            left.arrived.synchronize()
+            total.write(means)
+
+        return transfer, write
+
+    def _wait_for_room(self, beyond: int | None) -> None:
+        with self._released:
+            if self._limit is not None and beyond is not None:
+                most = self._limit + beyond
+                self._released.wait_for(lambda: self._kept < most)
+            self._kept += 1
 
     def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
         """What is on the host already, such as the gradients of a penalty that the user's loss adds."""

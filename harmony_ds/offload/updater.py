@@ -145,6 +145,10 @@ class Updater:
         if several:
             self._queue_work(several, lambda: [self._gradients.gradient(name) for name in several])
 
+    def reduce(self, write: Callable[[], None]) -> None:
+        """Queues what adds up gradients of several processes, in front of whatever is queued later."""
+        self._queue(_FIRST, write)
+
     def measure(self, names: tuple[str, ...]) -> None:
         """Queues the norms of `names`, whose last transfer has been received."""
         self._queue_work(names, lambda: self._gradients.measure(names))

@@ -105,6 +105,11 @@ class Alone:
         return 0
 
     @property
+    def slot_bytes(self) -> int:
+        """Host memory of this process that gradients take which are reduced there."""
+        return 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and weights that this process has sent to others so far."""
         return 0

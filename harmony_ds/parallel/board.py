@@ -5,6 +5,8 @@ Every process has a place of its own, which it alone writes:
     rows        two in turn: what it says in agreement k. It writes k + 2 over k when all have read k
     passed      the last agreement that it is through with
     beats       counted up while it lives (heart.py)
+    left        the last exchange on the host (slots.py) for which its gradients are there
+    through     the last one whose gradients it has read
     norms       a ring: its part of the norm of step s
     given up    why it cannot go on, once it cannot
     versions    for every parameter: how many updates of its piece are done
@@ -37,7 +39,9 @@ _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
 _PASSED = 2 * _ROW_BYTES
 _BEATS = _PASSED + 64
-_GIVEN_UP = _BEATS + 64
+_LEFT = _BEATS + 64
+_THROUGH = _LEFT + 64
+_GIVEN_UP = _THROUGH + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
 _VERSIONS = _NORM_RING + _NORMS * 32
 _OK, _FAILED, _STRAYED = range(3)
@@ -161,7 +165,19 @@ class Board:
     def beats_of(self, other: int) -> int:
         return self._number(other, _BEATS)
 
-    # ---- norms and versions: on the thread of the updates
+    # ---- exchanges on the host, norms and versions: on the thread of the updates
+
+    def post_left(self, number: int) -> None:
+        self._write_number(_LEFT, number)
+
+    def left_of(self, other: int) -> int:
+        return self._number(other, _LEFT)
+
+    def post_through(self, number: int) -> None:
+        self._write_number(_THROUGH, number)
+
+    def through_of(self, other: int) -> int:
+        return self._number(other, _THROUGH)
 
     def post_norm(self, number: int, part: float) -> None:
         """This process's part of norm `number`."""

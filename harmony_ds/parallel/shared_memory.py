@@ -66,6 +66,13 @@ class SharedMemory:
         self._maps.append((mapped, place))
         return torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
 
+    def give_back(self, tensor: Tensor) -> None:
+        """What was handed out as `tensor` is not used any more, by any process: its memory is free."""
+        for mapped, _ in self._maps:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            if address == tensor.data_ptr():
+                mapped.madvise(mmap.MADV_REMOVE)
+
     def make_private(self) -> None:
         """What has been handed out is this process's own from here on: what it writes, only it sees. Copies nothing."""
         libc = ctypes.CDLL(None, use_errno=True)

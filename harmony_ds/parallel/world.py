@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, PeerStrayed
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
 from harmony_ds.parallel.shared_memory import SharedMemory
+from harmony_ds.parallel.slots import HostSum, Slots
 
 T = TypeVar("T")
 _TRIED_BYTES = 16 * 2**20
@@ -51,6 +52,7 @@ class World(Alone):
         self._told: BaseException | None = None  # the error that the others know of
         self._left = False
         self._rates: tuple[float, float] | None = None
+        self._slots: Slots | None = None
 
     def name_parameters(self, names: Sequence[str]) -> None:
         """The parameters whose updates are waited for."""
@@ -83,6 +85,8 @@ class World(Alone):
         self._left = True
         with suppress(PeerFailedError):  # what it had to update stays as it is
             self._board.wait_versions(torch.arange(len(self._issued)), self._issued)
+        if self._slots is not None:
+            self._slots.unlock()
         self.memory.make_private()
         self._board.close()
 
@@ -168,15 +172,53 @@ class World(Alone):
         self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        here = bytes(name in gradients for name in names)
-        told = self.agree(f"reduce {kind}", here)
-        there = [any(flags) for flags in zip(*told, strict=True)]
-        shapes = {name: leaves[name].numel() for name, wanted in zip(names, there, strict=True) if wanted}
+        ranks = self._who_has(f"reduce {kind}", names, gradients)
+        shapes = {name: leaves[name].numel() for name in ranks}
         if not shapes:
             return {}
         dtype = next((g.dtype for g in gradients.values()), None)
         with self._collective():
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+
+    def _who_has(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
+        """The ranks that have a gradient, for each of `names` that any has one of."""
+        told = self.agree(kind, bytes(name in here for name in names))
+        ranks = {name: [rank for rank, flags in enumerate(told) if flags[place]] for place, name in enumerate(names)}
+        return {name: having for name, having in ranks.items() if having}
+
+    def make_slots(self, device: Device, count: int, nbytes: int) -> None:
+        """Host memory for gradients that are reduced there: for `count` packs at a time, of `nbytes` at most, of each
+        process. By all of them, when no update is under way.
+        """
+        self._slots = self._slots or Slots(self._board, self.memory, device)
+        if not self._slots.fits(count, nbytes):
+            self.agree(f"make {count} slots of {nbytes} bytes")
+            self._slots.make(count, nbytes)
+
+    def begin_on_host(self, check: Callable[[], None]) -> Tensor:
+        """Where this process copies its next gradients to that are reduced on the host: bytes that all see.
+
+        `check` raises what has ended this process's thread of the updates.
+        """
+        assert self._slots is not None
+        return self._slots.begin(check)
+
+    def reduce_on_host(self, kind: str, elements: Mapping[str, slice], here: Collection[str]) -> HostSum:
+        """What becomes of the gradients that the processes copy there.
+
+        Args:
+            elements: of what `begin_on_host` gave, by parameter: for all that may have a gradient.
+            here: those that have one in this process.
+        """
+        assert self._slots is not None
+        ranks = self._who_has(f"reduce {kind} on the host", list(elements), here)
+        pieces, own = {}, {}
+        for name in ranks:
+            whole = elements[name]
+            piece = self.piece(whole.stop - whole.start)
+            pieces[name] = piece.stop - piece.start
+            own[name] = slice(whole.start + piece.start, whole.start + piece.stop)
+        return HostSum(pieces, self._slots, self._slots.take(), ranks, own)
 
     def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
         self.agree(f"gather {kind}")
@@ -184,6 +226,10 @@ class World(Alone):
         if share:
             with self._collective():
                 self._exchange.gather(device, buffer[: share * self.size])
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0 if self._slots is None else self._slots.nbytes
 
     @property
     def sent_bytes(self) -> int:

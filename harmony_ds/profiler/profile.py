@@ -82,6 +82,10 @@ class Machine:
         """
         return 0.0 if self.copies_overlap and whole else elements / self.norm_elements_per_ms
 
+    def host_sum_ms(self, elements: int, devices: int) -> float:
+        """Of so many gradients of each device, which the host reads to write their sum."""
+        return (devices + 1) * elements / self.norm_elements_per_ms
+
     def peer_exchange_ms(self, sent_bytes: float) -> float:
         """Of gradients, or weights, of which this device sends so many bytes to the others."""
         return self.peer_ms + (sent_bytes / self.peer_bytes_per_ms if sent_bytes else 0.0)

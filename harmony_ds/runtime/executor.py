@@ -3,7 +3,7 @@
 SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
 GATHER         world.gather                   FUSED      lane -> layer_calls.attached, loss, backward
 EVICT          residency.evict                BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
-REDUCE         world.reduce                   STASH_*    stash.move_out, stash.bring_in
+REDUCE         world.reduce, .reduce_on_host  STASH_*    stash.move_out, stash.bring_in
 SWAP_OUT       host_gradients.swap_out
 FREE_GRADIENTS dropping them                  NORM       updater.norm
 UPDATE         updater.update                 UPDATE_ON_DEVICE   device_store.update
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device.base import Event, Stream
+from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
@@ -49,6 +50,7 @@ class Executor:
         self._micro_batches: Mapping[int, MicroBatch] = {}
         self._copies: dict[int, DeviceCopy] = {}
         self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
+        self._left: dict[int, LeftGradients] = {}  # pack -> its gradients, which are to be reduced on the host
         self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._done = 0  # tasks
@@ -154,6 +156,7 @@ class Executor:
             self._parts.residency.evict(copy)
         self._copies.clear()
         self._reduced.clear()
+        self._left.clear()
         while self._leaving:
             self._free(next(iter(self._leaving)))
         self._parts.stash.abandon()
@@ -186,8 +189,13 @@ class Executor:
         self._suspended = suspended(plan.packs, plan.tasks)
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
         if self._sends and self._parts.gradients is not None:
-            sent = [plan.packs[index].swap_out_bytes(self._parts.world.rank) for index in self._sends]
-            self._parts.gradients.reserve(sent, self._held_transfers)
+            sent = [plan.packs[index] for index in self._sends]
+            if plan.policy.reduce_on_host:
+                self._parts.gradients.reserve_slots(
+                    plan.policy.gradient_slabs, max(pack.gradient_bytes for pack in sent)
+                )
+            waiting = [pack.piece_bytes(self._parts.world.rank) for pack in sent]
+            self._parts.gradients.reserve(waiting, self._held_transfers)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
@@ -347,22 +355,44 @@ class Executor:
     # ---- gradients and updates
 
     def _reduce(self, task: Task) -> None:
-        parts, copy = self._parts, self._copies[task.pack]
-        gradients = parts.residency.gradients(copy)
-        self._reduced[task.pack] = parts.world.reduce(f"of pack {task.pack}", parts.device, copy.leaves, gradients)
+        parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
+        if self._plan.policy.reduce_on_host:
+            assert parts.gradients is not None and parts.updater is not None
+            transfer, write = parts.gradients.reduced(kind, self._left.pop(task.pack), self._held)
+            parts.updater.reduce(write)
+            self._receive(task, transfer)
+        else:
+            self._reduced[task.pack] = parts.world.reduce(
+                kind, parts.device, copy.leaves, parts.residency.gradients(copy)
+            )
         self.outcome.others_update |= self._clipping is None
 
+    @property
+    def _held(self) -> int | None:
+        """Transfers that wait for something else than their update; None: all may."""
+        return self._held_transfers if self._clipping is None else None
+
     def _swap_out(self, task: Task) -> None:
-        parts, pack = self._parts, self._plan.packs[task.pack]
+        parts, copy = self._parts, self._copies[task.pack]
         assert parts.gradients is not None and parts.updater is not None
-        own = parts.residency.gradients(self._copies[task.pack])
+        own = parts.residency.gradients(copy)
+        if self._plan.policy.reduce_on_host:
+            trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
+            left = self._left[task.pack] = parts.gradients.leave(own, trained, parts.updater.surface)
+            self._leaving[task.pack] = [*own.values()], left.arrived
+            return
         reduced = self._reduced.pop(task.pack, None)
         gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
-        held = self._held_transfers if self._clipping is None else None
         norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
-        transfer = parts.gradients.swap_out(gradients, held, behind, norms)
+        transfer = parts.gradients.swap_out(gradients, self._held, behind, norms)
         leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
         self._leaving[task.pack] = leaving, transfer.arrived
+        self._receive(task, transfer)
+
+    def _receive(self, task: Task, transfer: GradientTransfer) -> None:
+        """The pack's gradients, as the host updates with them, are on their way."""
+        parts, pack = self._parts, self._plan.packs[task.pack]
+        assert parts.updater is not None
         parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come

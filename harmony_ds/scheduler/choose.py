@@ -22,6 +22,7 @@ class PlanRequest:
         micro_batches: the size of the group.
         budget_bytes: device memory for the plan (None: unlimited).
         beside_bytes: what was taken off for what is no part of a plan.
+        exchange_bytes: what is to be taken off if several devices reduce gradients on the device.
         resident_bytes: what stays on the device besides packs: buffers.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
     """
@@ -32,6 +33,7 @@ class PlanRequest:
     resident_bytes: int
     policy: Policy
     beside_bytes: int = 0
+    exchange_bytes: int = 0
 
     @property
     def budget(self) -> str:
@@ -49,14 +51,27 @@ class PlanRequest:
         return self.settings.pack_layers is not None
 
 
-def with_weights(request: PlanRequest, machine: Machine) -> PlanRequest:
-    """Whether each of several devices swaps in all of a pack, or a share of it, as harmony.weights says; by itself, where
-    what the devices send each other takes another way than the link, and a faster one. (The CPU device has no link.)
+def among_devices(request: PlanRequest, machine: Machine) -> PlanRequest:
+    """How several devices work together: as harmony.weights and harmony.reduce say, or else by what is faster.
+
+    Where what the devices send each other takes another way than the link, and a faster one, each swaps in a share of a
+    pack, and gradients are reduced on the devices. (The CPU device has no link: its memory is the host's.)
     """
-    wanted, several = request.settings.weights, request.policy.devices > 1
-    faster = machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms and not machine.peers_share_link
-    shared = several and (wanted == "share" or (wanted == "auto" and faster and machine.copies_overlap))
-    return replace(request, policy=replace(request.policy, shared=shared))
+    if request.policy.devices == 1:
+        return request
+    settings, beside = request.settings, not machine.peers_share_link and machine.copies_overlap
+    faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
+    faster_out = beside and machine.peer_bytes_per_ms > machine.swap_out_bytes_per_ms
+    shared = settings.weights == "share" or (settings.weights == "auto" and faster_in)
+    on_host = settings.reduce == "host" or (settings.reduce == "auto" and not faster_out)
+    taken, budget = 0 if on_host else request.exchange_bytes, request.budget_bytes
+    return replace(
+        request,
+        policy=replace(request.policy, shared=shared, reduce_on_host=on_host),
+        budget_bytes=None if budget is None else max(0, budget - taken),
+        beside_bytes=request.beside_bytes + (taken if budget is None else min(taken, budget)),
+        exchange_bytes=0,
+    )
 
 
 def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> int:

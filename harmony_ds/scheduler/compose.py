@@ -11,7 +11,8 @@ U u updates them, and U v those that the model does not use.
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
 last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
 
-Of several devices, R p in front of every O p, and A p behind every I p where each swaps in a share.
+Of several devices, R p in front of every O p, or behind it if gradients are added up on the host; and A p behind every I p
+where each swaps in a share.
 
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
@@ -120,7 +121,9 @@ def _weights_in(index: int, policy: Policy) -> list[Task]:
 
 
 def _gradients_out(policy: Policy) -> tuple[TaskKind, ...]:
-    return (TaskKind.SWAP_OUT,) if policy.devices == 1 else (TaskKind.REDUCE, TaskKind.SWAP_OUT)
+    if policy.devices == 1:
+        return (TaskKind.SWAP_OUT,)
+    return (TaskKind.SWAP_OUT, TaskKind.REDUCE) if policy.reduce_on_host else (TaskKind.REDUCE, TaskKind.SWAP_OUT)
 
 
 def _update(index: int, policy: Policy) -> Task:

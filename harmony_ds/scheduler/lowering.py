@@ -5,7 +5,8 @@
     compute   F, L, B, D     waits for the weights of its pack and stash, and behind a G for the gradients on their way
     peer      R, A           waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
-    update    norms, U       waits for the gradients to arrive; without grouping, adds up what each micro-batch sends
+    update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
+                             here where gradients are reduced on the host
 
 Where updates do not overlap, whatever is issued behind them waits for them.
 Where copies do not overlap with compute (the CPU device), all but updates are one stream.
@@ -54,6 +55,7 @@ class Lowering:
         self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
+        self._there: dict[int, int] = {}  # pack -> what its update waits for: that, or their sum on the host
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._compute_after: list[int] = []  # what the next compute job waits for
@@ -61,6 +63,7 @@ class Lowering:
         self._leaving: int | None = None
         self._norms: list[int] = []
         self._updates: list[int] = []
+        self._sums: list[int] = []
         self._sent: Counter[int] = Counter()  # pack -> how often its gradients have left in this step
 
     def step(self) -> range:
@@ -112,8 +115,8 @@ class Lowering:
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
-            gone = (self._gone[task.pack],) if task.pack in self._gone else ()
-            done = self._update((task,), pack.update_elements, (*gone, *normed))
+            there = (self._there[task.pack],) if task.pack in self._there else ()
+            done = self._update((task,), pack.update_elements, (*there, *normed))
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -132,20 +135,32 @@ class Lowering:
         self._compute(tasks, len(tasks) * duration, after)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
-        if task.kind is TaskKind.REDUCE:
+        on_host = self._plan.policy.reduce_on_host
+        if task.kind is TaskKind.SWAP_OUT:
+            self._swap_out(task, pack)
+            if not on_host:
+                self._gradients_there(task, pack, self._gone[task.pack])
+        elif on_host:
+            duration = self._machine.host_sum_ms(pack.update_elements, self._plan.policy.devices)
+            there = self._add(UPDATE, (task,), duration, (self._gone[task.pack],), self._host_demand())
+            self._sums.append(there)
+            self._gradients_there(task, pack, there)
+        else:
             sent = max(pack.sent_bytes, default=0)
             self._reduced[task.pack] = self._exchange(task, sent, self._latest(COMPUTE))
-        else:
-            self._swap_out(task, pack)
 
     def _swap_out(self, task: Task, pack: Pack) -> None:
         policy, updates = self._plan.policy, self._updates
-        # Where only a few wait, the host waits for a slab that an earlier update has done with.
-        full = not policy.gradients_wait and len(updates) >= policy.gradient_slabs
-        freed = (updates[-policy.gradient_slabs],) if full else ()
-        out = self._gone[pack.index] = self._copy_out(
-            (task,), pack.swap_out_bytes(), freed, self._reduced.get(pack.index)
-        )
+        # Where only a few wait, the host waits for a slab that an earlier update, or sum, has done with.
+        done = self._sums if policy.reduce_on_host else [] if policy.gradients_wait else updates
+        freed = tuple(done[-policy.gradient_slabs :][:1]) if len(done) >= policy.gradient_slabs else ()
+        reduced = self._reduced.get(pack.index)
+        self._gone[pack.index] = self._copy_out((task,), pack.swap_out_bytes(), freed, reduced)
+
+    def _gradients_there(self, task: Task, pack: Pack, there: int) -> None:
+        """The device's part of them is on the host behind job `there`: added to what was sent before, and measured."""
+        policy = self._plan.policy
+        self._there[pack.index] = there
         addition_ms = _ADDITION * pack.update_elements / self._machine.norm_elements_per_ms
         duration = addition_ms if self._sent[pack.index] else 0.0
         self._sent[pack.index] += 1
@@ -153,7 +168,7 @@ class Lowering:
         if measured or duration:
             if measured:
                 duration += self._machine.host_norm_ms(pack.update_elements, policy.leave_whole)
-            done = self._add(UPDATE, (task,), duration, (out,), self._host_demand())
+            done = self._add(UPDATE, (task,), duration, (there,), self._host_demand())
             self._norms += [done] if measured else []
 
     def _exchange(self, task: Task, sent_bytes: int, behind: tuple[int, ...]) -> int:

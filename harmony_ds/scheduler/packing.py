@@ -22,9 +22,17 @@ class ElementBytes:
 class Packer:
     """Makes packs of one model."""
 
-    def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes, devices: int = 1) -> None:
-        """`devices`: of which each updates a piece of every parameter."""
+    def __init__(
+        self,
+        graph: LayerGraph,
+        costs: CostTable,
+        element: ElementBytes,
+        devices: int = 1,
+        reduce_on_host: bool = False,
+    ) -> None:
+        """`devices`: of which each updates a piece of every parameter; `reduce_on_host`: all of its gradients go there."""
         self._devices = devices
+        self._reduce_on_host = reduce_on_host
         self._graph = graph
         self._costs = costs.costs
         self._element = element
@@ -130,7 +138,7 @@ class Packer:
         return tuple(map(sum, zip(*pieces, strict=True)))
 
     def _sent_bytes(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        if self._devices == 1 or not trained:
+        if self._devices == 1 or self._reduce_on_host or not trained:
             return ()
         pieces = zip(*(self._pieces[spec.name] for spec in trained), strict=True)
         total = sum(spec.numel for spec in trained)

@@ -75,14 +75,15 @@ class Pack:
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
             whose gradient is the last of theirs to arrive.
         weight_bytes: bytes of its weights, as one swap-in of one device moves them.
-        gradient_bytes: bytes of all its gradients, as one swap-out of one device moves them.
+        gradient_bytes: bytes of all its gradients, as one swap-out moves them that are not reduced before.
         needs_backward: whether any gradient flows through it.
         update_elements: trainable elements of `owned`; of several devices, the most that one of them updates.
         resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack
             owns, and masters and optimizer state of `owned`.
         update_bytes: the most that updating it on the device takes beside that and the gradients.
-        gradient_pieces: of several devices, bytes that each one swaps out of its gradients; else empty.
-        sent_bytes: of several devices, bytes that each one sends to the others to have its gradients reduced.
+        gradient_pieces: of several devices, bytes of its gradients that each one updates with; else empty.
+        sent_bytes: of several devices that reduce gradients before they leave, bytes that each one sends to the others to
+            have it done; else empty.
         gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
             each swaps in its share.
     """
@@ -108,6 +109,10 @@ class Pack:
 
     def swap_out_bytes(self, rank: int | None = None) -> int:
         """What one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
+        return self.piece_bytes(rank) if self.sent_bytes else self.gradient_bytes
+
+    def piece_bytes(self, rank: int | None = None) -> int:
+        """What waits on the host for the update of device `rank`; None: of the one that has most."""
         if not self.gradient_pieces:
             return self.gradient_bytes
         return max(self.gradient_pieces) if rank is None else self.gradient_pieces[rank]
@@ -176,6 +181,7 @@ class Policy(PlanSwitches):
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
         devices: how many train the model, each with such a plan and micro-batches of its own.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
+        reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
     """
 
     stash_on_host: int = 0
@@ -186,6 +192,7 @@ class Policy(PlanSwitches):
     backward_rows: int = 0
     devices: int = 1
     shared: bool = False
+    reduce_on_host: bool = False
 
     @staticmethod
     def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1) -> Policy:

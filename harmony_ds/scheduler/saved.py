@@ -10,11 +10,14 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import PlanRequest, make_plan, with_weights
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
+
+_AMONG_DEVICES = ("devices", "shared", "reduce_on_host")
+"""Of a policy: a plan that was made for one device may be run on several."""
 
 
 def adopt(
@@ -26,13 +29,18 @@ def adopt(
         ConfigError: it was made for another model, other dtypes or another kind of update.
         DoesNotFitError: with what was measured now, it does not fit.
     """
-    request = with_weights(request, machine)
+    request = among_devices(request, machine)
     packing = _rebuilt(
-        plan.packing, plan.policy.resident, Packer(graph, costs, element, request.policy.devices), len(graph.calls)
+        plan.packing,
+        plan.policy.resident,
+        Packer(graph, costs, element, request.policy.devices, request.policy.reduce_on_host),
+        len(graph.calls),
     )
     _check_policy(plan.policy, request.policy)
     wanted = request.policy
-    adopted = make_plan(packing, costs, request, replace(plan.policy, devices=wanted.devices, shared=wanted.shared))
+    adopted = make_plan(
+        packing, costs, request, replace(plan.policy, **{one: getattr(wanted, one) for one in _AMONG_DEVICES})
+    )
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(
             f"harmony.plan needs {adopted.peak_bytes:,} bytes of device memory and the budget is "

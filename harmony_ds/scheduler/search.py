@@ -25,7 +25,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
-from harmony_ds.scheduler.choose import PlanRequest, draft_plan, explain, make_plan, with_weights
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
 from harmony_ds.scheduler.neighbours import Point, neighbours
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
@@ -68,8 +68,8 @@ def search(
     Raises:
         DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
     """
-    request = with_weights(request, machine)
-    packer = Packer(graph, costs, element, request.policy.devices)
+    request = among_devices(request, machine)
+    packer = Packer(graph, costs, element, request.policy.devices, request.policy.reduce_on_host)
     cuts = list(packings(graph, costs, packer, request))
     search = _Search(costs, machine, packer, request, top)
     found = search.run(cuts)

@@ -61,7 +61,7 @@ class TimeBounds:
         peer += rounds * sum(self._gather_ms(p, shared) for p in (*there, *back))
         compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
-        update = sum(self._update_ms(p) for p in out)
+        update = sum(self._update_ms(p) + self._sum_ms(p, policy) for p in out)
         update += sum(p.update_elements for p in always) / machine.update_elements_per_ms
         # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
         # next step's first swap-in waits for the update as well.
@@ -69,7 +69,7 @@ class TimeBounds:
         begin = machine.swap_in_ms(first.swap_in_bytes(shared)) + self._gather_ms(first, shared)
         begin = begin if first.index not in stay else 0.0
         end = machine.swap_out_ms(last.swap_out_bytes()) if last in out else 0.0
-        turn = self._update_ms(last) if last in out and last is first else 0.0
+        turn = self._update_ms(last) + self._sum_ms(last, policy) if last in out and last is first else 0.0
         if not machine.copies_overlap:
             return max(compute + swap_in + peer + swap_out + max(turn, on_device), update)
         return max(begin + compute + end + turn, compute + on_device, swap_in, peer, swap_out, update)
@@ -92,6 +92,9 @@ class TimeBounds:
 
     def _gather_ms(self, pack: Pack, shared: bool) -> float:
         return self._machine.peer_exchange_ms(pack.gathered_bytes) if shared else 0.0
+
+    def _sum_ms(self, pack: Pack, policy: Policy) -> float:
+        return self._machine.host_sum_ms(pack.update_elements, policy.devices) if policy.reduce_on_host else 0.0
 
     def _stash_of(self, pack: Pack) -> float:
         """Of one micro-batch, in bytes."""
@@ -215,15 +218,17 @@ class _Walk:
         reduce_ms = machine.peer_exchange_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
         reduced = np.maximum(self._reduced, self._computed) + reduce_ms
         gone = np.maximum(self._gone, reduced) + machine.swap_out_ms(pack.swap_out_bytes())
-        norm_ms = 0.0
+        host_ms = 0.0
+        if self._policy.reduce_on_host:
+            host_ms = machine.host_sum_ms(pack.update_elements, self._policy.devices)
         if self._policy.deferred_update:
-            norm_ms = machine.host_norm_ms(pack.update_elements, self._policy.leave_whole)
+            host_ms += machine.host_norm_ms(pack.update_elements, self._policy.leave_whole)
         self._reduced = np.where(stay, self._reduced, reduced)
         self._gone = np.where(stay, self._gone, gone)
         self._freed = np.where(stay, self._freed, gone)
         if not machine.copies_overlap:
             self._computed = np.where(stay, self._computed, gone)
-        self._host = np.where(stay, self._host, np.maximum(self._host, gone) + norm_ms)
+        self._host = np.where(stay, self._host, np.maximum(self._host, gone) + host_ms)
         if not self._policy.updates_last:
             self._update(pack)
 

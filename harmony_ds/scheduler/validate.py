@@ -88,6 +88,7 @@ class _Walk:
         self._inside: set[int] = {*policy.resident, *(self._always if group.begun else ())}
         self._gathered: set[int] = set()  # packs with gradients that have not been swapped out
         self._reduced: set[int] = set()  # packs whose gradients are the sums of all devices'
+        self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._out: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
@@ -193,13 +194,19 @@ class _Walk:
     def _reduce(self, task: Task) -> str | None:
         if self._policy.devices == 1 or task.pack in self._reduced:
             return "reduced twice, or with no other device"
+        if self._policy.reduce_on_host:
+            if task.pack not in self._apart:
+                return "reduced on the host twice, or before its gradients are there"
+            self._apart.discard(task.pack)
+            return None
         if task.pack not in self._gathered or (self._policy.grouping and self._unfinished(task)):
             return "reduced before all of its gradients are there"
         self._reduced.add(task.pack)
         return None
 
     def _swap_out(self, task: Task) -> str | None:
-        if self._policy.devices > 1 and task.pack not in self._reduced:
+        on_host = self._policy.reduce_on_host
+        if self._policy.devices > 1 and not on_host and task.pack not in self._reduced:
             return "its gradients are one device's"
         self._reduced.discard(task.pack)
         if task.pack not in self._inside:
@@ -207,6 +214,7 @@ class _Walk:
         if task.pack not in self._gathered or (self._policy.grouping and self._unfinished(task)):
             return "swapped out early or twice"
         self._gathered.discard(task.pack)
+        self._apart.update({task.pack} if on_host else ())
         self._out[task.pack] += 1
         return None
 
@@ -231,6 +239,8 @@ class _Walk:
 
     def _norm(self, task: Task) -> str | None:
         self._norm_missing = False
+        if self._apart:
+            return "gradients on the host have not been reduced"
         return None if sorted(self._out.elements()) == self._swapped else "not every gradient has been swapped out"
 
     def _update(self, task: Task) -> str | None:
@@ -239,7 +249,7 @@ class _Walk:
         if not self._policy.just_in_time_update and any(self._backward.values()):
             return "updated before the backward pass is over"
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
-        there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered)
+        there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered | self._apart)
         there = there or task.pack == self._packing.uncalled
         if (
             self._unfinished(task)

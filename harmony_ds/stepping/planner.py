@@ -190,23 +190,34 @@ class Planner:
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """What is asked of the search for a plan."""
-        budget, beside = self._parts.device.budget_bytes, self.beside_bytes
+        budget, beside = self._parts.device.budget_bytes, self._beside_bytes
         return PlanRequest(
             settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
+            exchange_bytes=self._exchange_bytes,
             policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
         )
 
     @property
     def beside_bytes(self) -> int:
-        """Device memory that is no part of a plan: set aside, and tensors that were there before the first plan."""
+        """Device memory that is no part of the plan: set aside, and tensors that were there before the first plan."""
+        return self._beside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
+
+    def exchange_bytes(self, plan: Plan) -> int:
+        """Device memory that is set aside for exchanging gradients as `plan` does."""
+        return 0 if plan.policy.reduce_on_host else self._exchange_bytes
+
+    @property
+    def _exchange_bytes(self) -> int:
+        return self._parts.world.reduce_bytes(self._parts.device)
+
+    @property
+    def _beside_bytes(self) -> int:
         device = self._parts.device
-        return (
-            device.reserve_bytes(self._group_size) + self._parts.world.reduce_bytes(device) + (self._before_bytes or 0)
-        )
+        return device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""

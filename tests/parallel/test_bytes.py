@@ -13,7 +13,7 @@ from harmony_ds.parallel import exchange as exchange_module
 from tests.parallel.processes import run
 from tests.parallel.training import Training, data_of, differences, engine_of, number_of, train_plainly, train_with
 
-_ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02})
+_ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02, "reduce": "device"})
 
 
 def _moved(accumulations: tuple[int, ...], clip: float, **settings: Any) -> list[dict[str, Any]]:
@@ -106,6 +106,22 @@ def test_weights_that_are_shared_cross_the_link_once_for_all(size: int) -> None:
             left_over = own["weights in"] - all_of_it["weights in"] / size
             assert 0 <= left_over < 0.02 * all_of_it["weights in"]
         assert shared[rank][0]["counted"] == shared[rank][1]["counted"]  # accumulation is no reason to send more
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_are_reduced_on_the_host_leave_whole_and_cross_nothing_else(size: int) -> None:
+    there = run(size, partial(_moved, reduce="host"), (1, 4), 0.01)
+    before = run(size, partial(_moved, reduce="device"), (1, 4), 0.01)
+    for rank in range(size):
+        for own, pieces in zip(there[rank], before[rank], strict=True):
+            assert own["in the collectives"] == own["counted"] == own["planned"] == 0
+            assert own["counted swaps"] == own["planned swaps"]
+            assert own["ratio"] == 1.0
+            assert own["weights in"] == pieces["weights in"]
+    for accumulation in range(2):  # the pieces of all processes are what each swaps out
+        all_pieces = sum(told[accumulation]["counted swaps"] - told[accumulation]["weights in"] for told in before)
+        whole = there[0][accumulation]["counted swaps"] - there[0][accumulation]["weights in"]
+        assert 0 <= all_pieces - whole < 0.01 * whole  # each is aligned
 
 
 def _kept(folder: str) -> dict[str, Any]:

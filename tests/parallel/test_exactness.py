@@ -1,5 +1,7 @@
 """Several processes train to the bits of plain PyTorch, with gradients added up in the order of the ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.parallel.processes import run
@@ -37,13 +39,15 @@ CLOSE = (
 )
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_training_is_that_of_plain_pytorch(size: int) -> None:
-    several = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:2])
+def test_training_is_that_of_plain_pytorch(size: int, place: str) -> None:
+    chosen = (*BITWISE, *CLOSE) if size < 4 else (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:2])
+    several = [replace(training, harmony={**training.harmony, "reduce": place}) for training in chosen]
     found = run(size, trainings, several, limit_s=300)
     told: dict[str, list[str]] = {}
     for index, training in enumerate(several):
-        relative = 0.0 if training in BITWISE else 2e-6
+        relative = 0.0 if chosen[index] in BITWISE else 2e-6
         of_ranks = [results[index] for results in found]
         told[str(training)] = differences(of_ranks, train_plainly(training, size), relative)
         assert all(not differences([one], [of_ranks[0]]) for one in of_ranks[1:] if training.loop == "train_batch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -38,8 +39,10 @@ def _on_late_devices(several: Sequence[Training], seed: int | None) -> list[Resu
     return results
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_gradients_are_exchanged_behind_compute_and_in_front_of_their_swap_out(seed: int | None) -> None:
-    found = run(2, _on_late_devices, TRAININGS, seed, limit_s=300)
-    for index, training in enumerate(TRAININGS):
+def test_gradients_are_reduced_behind_compute_and_behind_what_brings_them(seed: int | None, place: str) -> None:
+    several = [replace(training, harmony={**training.harmony, "reduce": place}) for training in TRAININGS]
+    found = run(2, _on_late_devices, several, seed, limit_s=300)
+    for index, training in enumerate(several):
         assert not differences([of_rank[index] for of_rank in found], train_plainly(training, 2)), training

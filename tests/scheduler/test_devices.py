@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import PlanRequest, make_plan, with_weights
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
@@ -26,12 +27,13 @@ COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_m
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
 NUMEL = 1000
 DEFERRED = Policy(prefetch=False, devices=2)
+ON_HOST = replace(DEFERRED, reduce_on_host=True)
 
 
 def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Plan, CostTable]:
     graph = graph_of([NUMEL] * layers)
     costs = costs_of(graph.calls, COST)
-    packing = Packer(graph, costs, FP32, policy.devices).packing(tuple(range(layers + 1)))
+    packing = Packer(graph, costs, FP32, policy.devices, policy.reduce_on_host).packing(tuple(range(layers + 1)))
     return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
 
 
@@ -121,20 +123,91 @@ def test_peers_without_a_link_of_their_own_slow_swaps_down() -> None:
     )
 
 
+def test_gradients_that_are_reduced_on_the_host_leave_whole() -> None:
+    plan, costs = planned(ON_HOST)
+    pack = plan.packs[0]
+    assert pack.sent_bytes == ()
+    assert pack.swap_out_bytes(0) == pack.swap_out_bytes() == pack.gradient_bytes == 4 * 1008
+    assert [pack.piece_bytes(rank) for rank in (0, 1, None)] == [4 * 512, 4 * 496, 4 * 512]
+    assert pack.update_elements == 512
+    assert swaps_of(plan, costs).sent == 0 and swaps_of(plan, costs).total == lower_bound_bytes(plan)
+
+
+def test_they_are_reduced_behind_each_swap_out() -> None:
+    packing = Packing.reused(packs_of(True, True))
+    tasks = text(compose_step(packing, Group.of(1), replace(ON_HOST, deferred_update=False)))
+    assert tasks == "I0 F0.0 E0 I1 L1.0 O1 R1 U1 E1 I0 B0.0 G1 O0 R0 U0 E0 G0"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("I0 L0.0 R0 O0 G0 E0 N U0", "before its gradients are there"),
+        ("I0 L0.0 O0 R0 R0 G0 E0 N U0", "on the host twice"),
+        ("I0 L0.0 O0 G0 E0 N R0 U0", "have not been reduced"),
+    ],
+)
+def test_a_broken_list_is_caught_where_the_host_reduces(tasks: str, message: str) -> None:
+    packing = Packing.reused(packs_of(True))
+    validate(packing, _parsed("I0 L0.0 O0 R0 G0 E0 N U0"), Group.of(1), ON_HOST)
+    with pytest.raises(PlanError, match=message):
+        validate(packing, _parsed(tasks), Group.of(1), ON_HOST)
+
+
+def test_no_update_comes_before_its_sum() -> None:
+    packing, policy = Packing.reused(packs_of(True)), replace(ON_HOST, deferred_update=False)
+    validate(packing, _parsed("I0 L0.0 O0 R0 U0 G0 E0"), Group.of(1), policy)
+    with pytest.raises(PlanError, match="updated early"):
+        validate(packing, _parsed("I0 L0.0 O0 U0 R0 G0 E0"), Group.of(1), policy)
+
+
+def test_the_host_reads_all_gradients_and_writes_their_sum() -> None:
+    plan, costs = planned(replace(ON_HOST, deferred_update=False), layers=3)
+    spans = {span.name: span for span in simulate(plan, costs, GPU).spans}
+    assert spans["R2"].stream == spans["U2"].stream == UPDATE and spans["O2"].stream == SWAP_OUT
+    assert spans["O2"].end_ms <= spans["R2"].begin_ms < spans["R2"].end_ms <= spans["U2"].begin_ms
+    assert spans["R2"].end_ms - spans["R2"].begin_ms >= GPU.host_sum_ms(512, 2) == 3 * 512 / GPU.norm_elements_per_ms
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rates", "on_host"),
+    [
+        ("auto", {"peer_bytes_per_ms": 5000.0}, False),
+        ("auto", {"peer_bytes_per_ms": 5000.0, "peers_share_link": True}, True),
+        ("auto", {"peer_bytes_per_ms": 500.0}, True),
+        ("device", {"peer_bytes_per_ms": 500.0}, False),
+        ("host", {"peer_bytes_per_ms": 5000.0}, True),
+    ],
+)
+def test_gradients_are_reduced_on_the_host_unless_devices_reach_each_other_faster(
+    wanted: str, rates: dict[str, float], on_host: bool
+) -> None:
+    request = PlanRequest(HarmonySettings(reduce=wanted), 3, 10_000, 0, DEFERRED, beside_bytes=7, exchange_bytes=300)
+    machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
+    found = among_devices(request, machine)
+    assert found.policy.reduce_on_host is on_host
+    assert (found.budget_bytes, found.beside_bytes) == ((10_000, 7) if on_host else (9_700, 307))
+    assert among_devices(request, replace(machine, copies_overlap=False)).policy.reduce_on_host is (wanted != "device")
+    assert among_devices(found, machine) == found
+    one = replace(request, policy=replace(DEFERRED, devices=1))
+    assert among_devices(one, machine) == one
+
+
 @pytest.mark.parametrize("machine", [GPU, CPU])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferred: bool) -> None:
     graph = graph_of([NUMEL, 3000, 200, NUMEL, 64, 5000])
     costs = costs_of(graph.calls, COST)
     slow = replace(machine, peer_bytes_per_ms=100.0, peer_ms=1.0)
-    for devices, weights in ((2, "whole"), (4, "whole"), (2, "share"), (4, "share")):
+    for devices, weights, place in product((2, 4), ("whole", "share"), ("device", "host")):
         policy = Policy(deferred_update=deferred, devices=devices)
-        request = PlanRequest(HarmonySettings(weights=weights), 3, None, 0, policy)
+        request = PlanRequest(HarmonySettings(weights=weights, reduce=place), 3, None, 0, policy)
         bounds = TimeBounds(costs, slow, request)
         for choice in search(graph, costs, slow, FP32, request, top=10):
             plan, step_ms = choice.plan, choice.prediction.step_ms
             assert plan.policy.devices == devices and plan.policy.shared == (weights == "share")
-            assert choice.prediction.busy_ms[PEER] > 0
+            assert plan.policy.reduce_on_host == (place == "host")
+            assert (choice.prediction.busy_ms.get(PEER, 0.0) > 0) == (weights == "share" or place == "device")
             assert bounds.of(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
             assert bounds.tighter(plan.packing, Policies.of(plan.packing, [plan.policy]))[0] <= step_ms * (1 + 1e-9)
 
@@ -201,10 +274,10 @@ def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
 ) -> None:
     request = PlanRequest(HarmonySettings(weights=wanted), 3, None, 0, DEFERRED)
     machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
-    assert with_weights(request, machine).policy.shared is shared
-    assert with_weights(request, replace(machine, copies_overlap=False)).policy.shared is (wanted == "share")
+    assert among_devices(request, machine).policy.shared is shared
+    assert among_devices(request, replace(machine, copies_overlap=False)).policy.shared is (wanted == "share")
     one = replace(request, policy=replace(DEFERRED, devices=1))
-    assert not with_weights(one, machine).policy.shared
+    assert not among_devices(one, machine).policy.shared
 
 
 def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step() -> None:
