@@ -31,7 +31,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,12 @@ from run import _warm_up, batch, digest, engine_from
 from harmony_ds.checkpoint import folders, read_any
 from harmony_ds.parallel import exchange as exchange_module
 from harmony_ds.parallel import heart
+from harmony_ds.parallel.slots import Slots
 from harmony_ds.scheduler.plan import Task
 
 SIZE = 3
 WEIGHTS = "whole"
+REDUCE = "device"
 STEPS = 8
 MICRO_BATCHES = 2
 SILENCE_S = 3.0
@@ -87,7 +88,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
     heart.SILENCE_S = SILENCE_S
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
-    engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"), weights=WEIGHTS)
+    engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"), weights=WEIGHTS, reduce=REDUCE)
     begin = engine.global_steps
     tasks: list[tuple[int, str]] = []
 
@@ -122,13 +123,16 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
 
 def _announce_exchanges(here: Callable[[str], None]) -> None:
     """From now on `here` is called in front of each."""
-    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather")):
+    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (Slots, "others")):
+        setattr(module, name, _announced(getattr(module, name), here))
 
-        def announced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            here("exchange")
-            return function(*args, **kwargs)
 
-        setattr(module, name, partial(announced, getattr(module, name)))
+def _announced(function: Callable[..., Any], here: Callable[[str], None]) -> Callable[..., Any]:
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        here("exchange")
+        return function(*args, **kwargs)
+
+    return announced
 
 
 def places(tasks: list[tuple[int, str]]) -> tuple[dict[str, int], dict[str, int]]:
@@ -262,9 +266,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=SIZE)
     parser.add_argument("--weights", choices=("whole", "share"), default="whole", help="what each process swaps in")
+    parser.add_argument("--reduce", choices=("device", "host"), default="device", help="where gradients are added up")
     parser.add_argument("--out", type=Path, help="a file (JSON) for what was seen")
     options = parser.parse_args()
-    globals().update(SIZE=options.processes, WEIGHTS=options.weights)
+    globals().update(SIZE=options.processes, WEIGHTS=options.weights, REDUCE=options.reduce)
     torch.set_num_threads(1)
     _warm_up()
     shared = shared_memory()
@@ -302,7 +307,16 @@ def main() -> None:
             rows.append(row)
             if options.out:
                 options.out.write_text(
-                    json.dumps({"processes": SIZE, "weights": WEIGHTS, "silence_s": SILENCE_S, "faults": rows}) + "\n"
+                    json.dumps(
+                        {
+                            "processes": SIZE,
+                            "weights": WEIGHTS,
+                            "reduce": REDUCE,
+                            "silence_s": SILENCE_S,
+                            "faults": rows,
+                        }
+                    )
+                    + "\n"
                 )
     for what in FAULTS:
         times = [row["seconds"] for row in rows if row["what"] == what and row["wrong"] is None]

@@ -51,23 +51,35 @@ class PlanRequest:
         return self.settings.pack_layers is not None
 
 
-def among_devices(request: PlanRequest, machine: Machine) -> PlanRequest:
-    """How several devices work together: as harmony.weights and harmony.reduce say, or else by what is faster.
+def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, ...]:
+    """How several devices may work together: as harmony.weights and harmony.reduce say, or else as may be fastest.
 
     Where what the devices send each other takes another way than the link, and a faster one, each swaps in a share of a
-    pack, and gradients are reduced on the devices. (The CPU device has no link: its memory is the host's.)
+    pack, and gradients are reduced on the devices. Else the host may be faster, or not: that depends on its memory. (The
+    CPU device has no link: its memory is the host's.)
     """
     if request.policy.devices == 1:
-        return request
-    settings, beside = request.settings, not machine.peers_share_link and machine.copies_overlap
-    faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
-    faster_out = beside and machine.peer_bytes_per_ms > machine.swap_out_bytes_per_ms
-    shared = settings.weights == "share" or (settings.weights == "auto" and faster_in)
-    on_host = settings.reduce == "host" or (settings.reduce == "auto" and not faster_out)
-    taken, budget = 0 if on_host else request.exchange_bytes, request.budget_bytes
+        return (request,)
+    settings, overlaps = request.settings, machine.copies_overlap
+    beside = overlaps and not machine.peers_share_link
+    shared = settings.weights == "share" or (
+        settings.weights == "auto" and beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
+    )
+    on_host: tuple[bool, ...]
+    if settings.reduce != "auto":
+        on_host = (settings.reduce == "host",)
+    elif beside and machine.peer_bytes_per_ms > machine.swap_out_bytes_per_ms:
+        on_host = (False,)
+    else:
+        on_host = (False, True) if overlaps else (True,)
+    return tuple(_reducing(request, replace(request.policy, shared=shared, reduce_on_host=one)) for one in on_host)
+
+
+def _reducing(request: PlanRequest, policy: Policy) -> PlanRequest:
+    taken, budget = 0 if policy.reduce_on_host else request.exchange_bytes, request.budget_bytes
     return replace(
         request,
-        policy=replace(request.policy, shared=shared, reduce_on_host=on_host),
+        policy=policy,
         budget_bytes=None if budget is None else max(0, budget - taken),
         beside_bytes=request.beside_bytes + (taken if budget is None else min(taken, budget)),
         exchange_bytes=0,

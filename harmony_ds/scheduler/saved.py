@@ -29,7 +29,8 @@ def adopt(
         ConfigError: it was made for another model, other dtypes or another kind of update.
         DoesNotFitError: with what was measured now, it does not fit.
     """
-    request = among_devices(request, machine)
+    ways = among_devices(request, machine)
+    request = next((one for one in ways if one.policy.reduce_on_host == plan.policy.reduce_on_host), ways[0])
     packing = _rebuilt(
         plan.packing,
         plan.policy.resident,

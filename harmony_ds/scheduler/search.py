@@ -68,7 +68,23 @@ def search(
     Raises:
         DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
     """
-    request = among_devices(request, machine)
+    found: list[tuple[Choice, ...]] = []
+    failures: list[DoesNotFitError] = []
+    for way in among_devices(request, machine):
+        try:
+            found.append(_search_one(graph, costs, machine, element, way, top))
+        except DoesNotFitError as failure:
+            failures.append(failure)
+    if not found:
+        raise failures[-1]
+    best = min(found, key=lambda choices: choices[0].prediction.step_ms)
+    others = [choice for choices in found if choices is not best for choice in choices]
+    return (*best, *others)[:top]
+
+
+def _search_one(
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
+) -> tuple[Choice, ...]:
     packer = Packer(graph, costs, element, request.policy.devices, request.policy.reduce_on_host)
     cuts = list(packings(graph, costs, packer, request))
     search = _Search(costs, machine, packer, request, top)

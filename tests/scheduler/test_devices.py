@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -172,25 +173,43 @@ def test_the_host_reads_all_gradients_and_writes_their_sum() -> None:
 @pytest.mark.parametrize(
     ("wanted", "rates", "on_host"),
     [
-        ("auto", {"peer_bytes_per_ms": 5000.0}, False),
-        ("auto", {"peer_bytes_per_ms": 5000.0, "peers_share_link": True}, True),
-        ("auto", {"peer_bytes_per_ms": 500.0}, True),
-        ("device", {"peer_bytes_per_ms": 500.0}, False),
-        ("host", {"peer_bytes_per_ms": 5000.0}, True),
+        ("auto", {"peer_bytes_per_ms": 5000.0}, [False]),
+        ("auto", {"peer_bytes_per_ms": 5000.0, "peers_share_link": True}, [False, True]),
+        ("auto", {"peer_bytes_per_ms": 500.0}, [False, True]),
+        ("auto", {"copies_overlap": False}, [True]),
+        ("device", {"peer_bytes_per_ms": 500.0}, [False]),
+        ("device", {"copies_overlap": False}, [False]),
+        ("host", {"peer_bytes_per_ms": 5000.0}, [True]),
     ],
 )
-def test_gradients_are_reduced_on_the_host_unless_devices_reach_each_other_faster(
-    wanted: str, rates: dict[str, float], on_host: bool
+def test_reducing_on_the_host_is_looked_at_unless_devices_reach_each_other_faster(
+    wanted: str, rates: dict[str, Any], on_host: list[bool]
 ) -> None:
     request = PlanRequest(HarmonySettings(reduce=wanted), 3, 10_000, 0, DEFERRED, beside_bytes=7, exchange_bytes=300)
     machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
     found = among_devices(request, machine)
-    assert found.policy.reduce_on_host is on_host
-    assert (found.budget_bytes, found.beside_bytes) == ((10_000, 7) if on_host else (9_700, 307))
-    assert among_devices(request, replace(machine, copies_overlap=False)).policy.reduce_on_host is (wanted != "device")
-    assert among_devices(found, machine) == found
-    one = replace(request, policy=replace(DEFERRED, devices=1))
-    assert among_devices(one, machine) == one
+    assert [one.policy.reduce_on_host for one in found] == on_host
+    for one in found:  # the host needs no buffers on the device
+        room = (10_000, 7) if one.policy.reduce_on_host else (9_700, 307)
+        assert (one.budget_bytes, one.beside_bytes) == room
+    alone = replace(request, policy=replace(DEFERRED, devices=1))
+    assert among_devices(alone, machine) == (alone,)
+
+
+def test_the_faster_way_to_reduce_is_taken() -> None:
+    graph = graph_of([NUMEL] * 4)
+    costs = costs_of(graph.calls, COST)
+    request = PlanRequest(HarmonySettings(), 3, None, 0, Policy(deferred_update=False, devices=2))
+    slow_peers = replace(GPU, peer_bytes_per_ms=50.0)
+    slow_host = replace(GPU, peer_bytes_per_ms=900.0, norm_elements_per_ms=20.0)
+    for machine, on_host in ((slow_peers, True), (slow_host, False)):
+        choices = search(graph, costs, machine, FP32, request, top=10)
+        assert choices[0].plan.policy.reduce_on_host is on_host
+        both = [
+            search(graph, costs, machine, FP32, replace(request, settings=HarmonySettings(reduce=place)))[0]
+            for place in ("device", "host")
+        ]
+        assert choices[0].prediction.step_ms == min(one.prediction.step_ms for one in both)
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
@@ -274,10 +293,11 @@ def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
 ) -> None:
     request = PlanRequest(HarmonySettings(weights=wanted), 3, None, 0, DEFERRED)
     machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
-    assert among_devices(request, machine).policy.shared is shared
-    assert among_devices(request, replace(machine, copies_overlap=False)).policy.shared is (wanted == "share")
+    assert all(one.policy.shared is shared for one in among_devices(request, machine))
+    without_link = among_devices(request, replace(machine, copies_overlap=False))
+    assert [one.policy.shared for one in without_link] == [wanted == "share"]
     one = replace(request, policy=replace(DEFERRED, devices=1))
-    assert not among_devices(one, machine).policy.shared
+    assert not among_devices(one, machine)[0].policy.shared
 
 
 def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step() -> None:

@@ -1,0 +1,121 @@
+"""Gradients that processes leave for each other in memory that all see; here all of them are one process's threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harmony_ds.device import CpuDevice
+from harmony_ds.errors import PeerFailedError
+from harmony_ds.parallel.board import Board, board_bytes
+from harmony_ds.parallel.shared_memory import SharedMemory, make_file
+from harmony_ds.parallel.slots import HostSum, Slots
+
+SIZE = 3
+LENGTH = 8
+
+
+@pytest.fixture
+def boards() -> Iterator[tuple[int, list[Board]]]:
+    file = make_file()
+    made = [Board(file, rank, [os.getpid()] * SIZE, 0, timeout_s=20.0) for rank in range(SIZE)]
+    yield file, made
+    for board in made:
+        board.close()
+    os.close(file)
+
+
+@pytest.fixture
+def views(boards: tuple[int, list[Board]]) -> list[Slots]:
+    file, made = boards
+    several = [Slots(board, SharedMemory(file, board_bytes(SIZE, 0)), CpuDevice()) for board in made]
+    for slots in several:
+        slots.make(2, 4 * LENGTH)
+    return several
+
+
+def _leave(slots: Slots, *numbers: float) -> int:
+    slots.begin(lambda: None).view(torch.float32).copy_(torch.tensor(numbers).repeat_interleave(LENGTH // len(numbers)))
+    return slots.take()
+
+
+def _together(*calls: object) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_pieces_are_added_up_in_the_order_of_the_ranks_over_those_that_have_any(views: list[Slots]) -> None:
+    large = 2.0**24  # to which 1 is nothing, and 2 is something
+    numbers = [_leave(slots, *values) for slots, values in zip(views, [(1, 3), (1, 5), (large, 7)], strict=True)]
+    assert numbers == [1, 1, 1]
+    ranks, elements = {"a": [0, 1, 2], "b": [0, 2]}, {"a": slice(1, 3), "b": slice(4, 8)}
+    means = [{"a": torch.empty(2), "b": torch.empty(4)} for _ in views]
+
+    def write(rank: int) -> None:
+        HostSum({"a": 2, "b": 4}, views[rank], 1, ranks, elements).write(means[rank])
+
+    for thread in _together(*(lambda rank=rank: write(rank) for rank in range(SIZE))):
+        thread.join(20)
+    for mean in means:
+        assert torch.equal(mean["a"], torch.full((2,), (large + 2) / 3))
+        assert torch.equal(mean["b"], torch.full((4,), 10.0).div_(3))
+
+
+def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[Slots]) -> None:
+    first = views[0]
+    for _ in range(2):
+        _leave(first, 1.0)
+    began = threading.Event()
+    (waiting,) = _together(lambda: (first.begin(lambda: None), began.set()))
+    for slots in views:
+        assert not began.wait(0.05)
+        slots.end(1)
+    assert began.wait(20)
+    waiting.join()
+
+
+def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: list[Slots]) -> None:
+    for _ in range(2):
+        _leave(views[0], 1.0)
+
+    def failed() -> None:
+        raise RuntimeError("the update has failed")
+
+    with pytest.raises(RuntimeError, match="the update has failed"):
+        views[0].begin(failed)
+
+
+def test_nobody_waits_for_one_who_has_given_up(views: list[Slots], boards: tuple[int, list[Board]]) -> None:
+    number = _leave(views[0], 1.0)
+    boards[1][2].give_up("it is out of memory")
+    with pytest.raises(PeerFailedError, match="out of memory") as caught:
+        views[0].others(number)
+    assert caught.value.rank == 2
+
+
+def test_other_sizes_take_the_place_of_what_was_there(views: list[Slots]) -> None:
+    assert all(slots.fits(2, 4 * LENGTH) and slots.fits(2, 1) for slots in views)
+    assert not any(slots.fits(2, 4 * LENGTH + 1) or slots.fits(3, 1) for slots in views)
+    _leave(views[0], 1.0)
+    for slots in views:
+        slots.make(3, 8 * LENGTH)
+        assert slots.fits(3, 8 * LENGTH) and slots.nbytes == 24 * LENGTH
+    own, seen = views[0].begin(lambda: None), views[1]
+    assert not own.any()
+    own.fill_(7)
+    views[0].take()
+    (filling,) = _together(lambda: views[2].others(2))
+    assert all(part.shape == (8 * LENGTH,) for part in _parts_of(seen, views))
+    filling.join(20)
+
+
+def _parts_of(slots: Slots, views: list[Slots]) -> list[torch.Tensor]:
+    for other in views:
+        other._board.post_left(2)
+    return slots.others(2)
