@@ -20,7 +20,7 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_device
-from harmony_ds.errors import ConfigError, ModelError, OptimizerError
+from harmony_ds.errors import ConfigError, ModelError, OptimizerError, UnsupportedError
 from harmony_ds.incoming import accept, fill_meta
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
@@ -151,6 +151,10 @@ def _check_parallel(config: Config, world: Alone) -> None:
         world.refuse('harmony.micro_batch "auto"')
     if config.harmony.residency not in ("auto", "kept", "off", 0):
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
+    if config.harmony.reduce == "host" and world.servers > 1:
+        raise UnsupportedError(
+            f'harmony.reduce "host": the {world.servers} servers of this training share no memory; leave it out.'
+        )
     if config.values["gradient_allreduce_op"] == "sum":
         world.refuse('gradient_allreduce_op "sum"')
 
@@ -160,6 +164,7 @@ def _to_slabs(
 ) -> HostStore:
     store = HostStore(model, decomposition, config.compute_dtype, device, world)
     world.agree("weights are there")
+    world.spread(store.memory())
     _share_buffers(model, world)
     return store
 
@@ -195,7 +200,7 @@ def _parts(
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
-        threads = update_threads(world.size) if device.copies_overlap else None
+        threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))

@@ -161,7 +161,7 @@ def smallest_peak_bytes(survey: Survey) -> int:
     request = survey.request
     early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
     away = 0 if request.settings.stash == "device" else ALL_PACKS
-    packer = Packer(survey.graph, survey.costs, survey.element, request.policy.devices)
+    packer = Packer(survey.graph, survey.costs, survey.element, request.policy)
     packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.settings.pack_layers or 1))
     policy = replace(request.policy, prefetch=early, stash_on_host=away)
     return make_plan(packing, survey.costs, request, policy).peak_bytes

@@ -88,7 +88,7 @@ class StepRecord:
         weight_bytes = self._assembly.store.dtype.itemsize
         return SwapReport.of(
             self.traffic,
-            lower_bound_bytes(plan, self._assembly.parts.world.rank),
+            lower_bound_bytes(plan, self._assembly.parts.world.local_rank),
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
             self._sent_bytes,

@@ -86,7 +86,7 @@ class HostStore:
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
-                if self._world.speaks:
+                if self._world.leads:
                     view.copy_(parameter)
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
@@ -102,9 +102,14 @@ class HostStore:
         if self.dtype == torch.float32:
             return parameter
         master = self._world.empty(parameter, torch.float32)
-        if self._world.speaks:
+        if self._world.leads:
             master.copy_(parameter.detach())
         return nn.Parameter(master, requires_grad=True)
+
+    def memory(self) -> list[Tensor]:
+        """Of all weights and masters, each once."""
+        own = [] if self.dtype == torch.float32 else [master.detach() for master in self.masters.values()]
+        return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
         """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""

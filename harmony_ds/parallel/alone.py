@@ -18,16 +18,26 @@ class Alone:
     """What an engine asks of the processes that train its model, answered by one that is alone.
 
     Attributes:
-        rank, size, local_rank: of this process; how many there are; its number on this server.
+        rank, size: of this process; how many there are.
+        local_rank, local_size: the same among those of this server.
+        servers: how many there are.
     """
 
     rank = local_rank = 0
-    size = 1
+    size = local_size = servers = 1
 
     @property
     def speaks(self) -> bool:
         """Whether this process says, and writes to disk, what is said once for all."""
         return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what is there once for each server."""
+        return True
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """What `tensors` on the host hold on the first server, they hold on all."""
 
     def refuse(self, what: str) -> None:
         """Raises UnsupportedError if there are several processes, with which `what` is not there."""

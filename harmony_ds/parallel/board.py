@@ -66,10 +66,24 @@ def _place_bytes(parameters: int) -> int:
 class Board:
     """One process's view of it."""
 
-    def __init__(self, file: int, rank: int, pids: Sequence[int], parameters: int, timeout_s: float) -> None:
-        """`file`: of the shared memory, whose first bytes the board has; `pids`: of all processes, by rank."""
+    def __init__(
+        self,
+        file: int,
+        rank: int,
+        pids: Sequence[int],
+        parameters: int,
+        timeout_s: float,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """Args:
+        file: of the shared memory, whose first bytes the board has.
+        rank: of this process, among those of its server.
+        pids: of all of them, by rank.
+        numbers: as errors call them: their ranks in the training.
+        """
         self._file = file
         self.rank, self.size = rank, len(pids)
+        self.numbers = tuple(range(self.size) if numbers is None else numbers)
         self._stride = _place_bytes(parameters)
         self._parameters = parameters
         self._timeout_s = timeout_s
@@ -77,6 +91,11 @@ class Board:
         self._alive = {other: os.pidfd_open(pids[other]) for other in self._others}
         self._agreements = 0
         self.heart = Heart(self, self._others)
+
+    @property
+    def number(self) -> int:
+        """This process's rank in the training."""
+        return self.numbers[self.rank]
 
     def close(self) -> None:
         """Nobody is asked or told any more."""
@@ -110,13 +129,15 @@ class Board:
             self._pass(number)
         for other, (verdict, _, told) in sorted(rows.items()):
             if verdict == _FAILED:
-                raise PeerFailedError(other, told.decode(errors="replace"))
+                raise self._failed(other, told.decode(errors="replace"))
         if any(verdict == _STRAYED for verdict, _, _ in rows.values()):
             raise PeerStrayed
         if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
             raise ProcessesDifferError(
                 "the processes of this training do different things: "
-                + "; ".join(f"rank {other}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items()))
+                + "; ".join(
+                    f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())
+                )
                 + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
                 "do, in the same order."
             )
@@ -230,7 +251,7 @@ class Board:
         self._write_number(_GIVEN_UP, len(text))
 
     def who_ended(self) -> int | None:
-        """The process that has; one that had not given up before, if there is such a one.
+        """The rank in the training of one that has; one that had not given up before, if there is such a one.
 
         Looks for a moment, since a process's connections are closed before it ends.
         """
@@ -239,7 +260,7 @@ class Board:
             ended = [other for other in self._others if self._has_ended(other)]
             silent = [other for other in ended if not self._number(other, _GIVEN_UP)]
             if silent or time.monotonic() > end:
-                return next(iter(silent or ended), None)
+                return next((self.numbers[other] for other in silent or ended), None)
             time.sleep(_LOOK_SECONDS)
 
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
@@ -265,15 +286,18 @@ class Board:
         for other in self._others:
             length = self._number(other, _GIVEN_UP)
             if length:
-                raise PeerFailedError(other, os.pread(self._file, length, self._place(other, _GIVEN_UP + 8)).decode())
+                raise self._failed(other, os.pread(self._file, length, self._place(other, _GIVEN_UP + 8)).decode())
         for other in waiting:
             if other != self.rank and self._has_ended(other) and not there(other):
-                raise PeerFailedError(other, f"its process ended before it had {what}")
+                raise self._failed(other, f"its process ended before it had {what}")
             if other != self.rank and self.heart.silence_s(other) > heart.SILENCE_S:
                 silence = f"no sign of life for {self.heart.silence_s(other):.0f} s"
-                raise PeerFailedError(other, f"it has given {silence}: its process is stopped, or its engine destroyed")
+                raise self._failed(other, f"it has given {silence}: its process is stopped, or its engine destroyed")
             if waited > self._timeout_s:
-                raise PeerFailedError(other, f"it has not {what} within {self._timeout_s:.0f} s")
+                raise self._failed(other, f"it has not {what} within {self._timeout_s:.0f} s")
+
+    def _failed(self, other: int, message: str) -> PeerFailedError:
+        return PeerFailedError(self.numbers[other], message)
 
     def _has_ended(self, other: int) -> bool:
         poll = select.poll()

@@ -7,7 +7,8 @@ Gradients of all processes become their means, of which each process gets its ow
     rank 2   c0 c1 c2          rank 2   a2 + b2 + c2
 
 Each process's piece of the mean takes the place of that piece of its own gradient. It all happens on the device's PEER
-stream, behind what was computed so far.
+stream, behind what was computed so far. Where there are several servers, those who have the same piece then add up what
+they have, in the order of the servers.
 
 An all-to-all moves the bytes of a reduce-scatter, and leaves the order of additions to us: the sum is the same whatever
 the library, the machine, or the number of tensors that are sent together.
@@ -36,9 +37,25 @@ def bucket_bytes(budget_bytes: int | None) -> int:
     return _BUCKET_BYTES if budget_bytes is None else max(4096, min(_BUCKET_BYTES, budget_bytes // 64))
 
 
-def buffer_bytes(budget_bytes: int | None) -> int:
-    """What it takes on the device, at most."""
-    return _BUFFERS * bucket_bytes(budget_bytes)
+def buffer_bytes(budget_bytes: int | None, servers: int = 1) -> int:
+    """What it takes on the device, at most: of a server with one device, its sums and those of all are whole buckets."""
+    return max(_BUFFERS, 0 if servers == 1 else servers + 2) * bucket_bytes(budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Process groups of the devices.
+
+    Attributes:
+        server: the processes of this server.
+        column: those that have the same piece on all servers; None: there is one server.
+        everyone: all.
+    """
+
+    server: dist.ProcessGroup
+    column: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup
+    servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +79,13 @@ class _Part:
 class Exchange:
     """Reduces and scatters among the processes of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, in_order: bool = True) -> None:
-        """`in_order`: gradients are added up in the order of the ranks; else as the group's library likes."""
-        self._group = group
+    def __init__(self, groups: Groups, rank: int, size: int, in_order: bool = True) -> None:
+        """Args:
+        rank, size: of this process on its server.
+        in_order: gradients are added up in the order of the ranks; else as the group's library likes.
+        """
+        self._group = groups.server
+        self._groups = groups
         self._in_order = in_order
         self._rank, self._size = rank, size
         self.sent_bytes = 0
@@ -80,7 +101,7 @@ class Exchange:
             gradients: this process's; it adds zeros for those that it has none of.
         """
         limit = max(1, bucket_bytes(device.budget_bytes) // dtype.itemsize)
-        taken = buffer_bytes(device.budget_bytes)
+        taken = buffer_bytes(device.budget_bytes, self._groups.servers)
         device.wait(Stream.PEER, device.record(Stream.COMPUTE))
         device.charge(taken, "the gradients that processes exchange")
         try:
@@ -119,7 +140,22 @@ class Exchange:
                 offset += _length(elements)
         self.sent_bytes += (len(sent) - to_each[rank]) * dtype.itemsize
         total = self._added(sent, to_each) if self._in_order else self._reduced(sent, to_each)
-        return list(total.div_(size).split(lengths))
+        del sent
+        if self._groups.column is not None:
+            total = self._of_servers(total)
+        return list(total.div_(size * self._groups.servers).split(lengths))
+
+    def _of_servers(self, total: Tensor) -> Tensor:
+        """The sum of all servers' sums, in their order."""
+        servers = self._groups.servers
+        totals = total.new_empty(servers * len(total))
+        _all_gather(totals, total, group=self._groups.column)
+        self.sent_bytes += (servers - 1) * total.nbytes
+        parts = totals.view(servers, -1)
+        total.copy_(parts[0])
+        for other in parts[1:]:
+            total.add_(other)
+        return total
 
     def _added(self, sent: Tensor, to_each: list[int]) -> Tensor:
         mine = to_each[self._rank]
@@ -145,12 +181,12 @@ class Exchange:
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over the processes, added in the order of the ranks."""
-        values = [torch.empty_like(value) for _ in range(self._size)]
-        dist.all_gather(values, value.contiguous(), group=self._group)
+        values = [torch.empty_like(value) for _ in range(self._size * self._groups.servers)]
+        dist.all_gather(values, value.contiguous(), group=self._groups.everyone)
         total = values[0]
         for other in values[1:]:
             total = total + other
-        return total / self._size
+        return total / len(values)
 
 
 def _length(elements: slice) -> int:

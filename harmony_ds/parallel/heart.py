@@ -72,7 +72,7 @@ class Heart:
                     _logger.critical(
                         "rank %d has given no sign of life for %.0f s, in the middle of an exchange of gradients: its "
                         "process is stopped. This process cannot go on, and ends.",
-                        other,
+                        board.numbers[other],
                         self.silence_s(other),
                     )
                     os._exit(STOPPED)

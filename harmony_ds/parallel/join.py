@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from harmony_ds.errors import ProcessesDifferError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, board_bytes
-from harmony_ds.parallel.exchange import Exchange
+from harmony_ds.parallel.exchange import Exchange, Groups
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file, open_file
 from harmony_ds.parallel.world import World
 
@@ -47,33 +47,55 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
         reproducible: they are added up in the order of the ranks.
 
     Raises:
-        UnsupportedError: the processes are on several servers, or cannot share memory.
+        UnsupportedError: servers have other numbers of processes, or processes of a server cannot share memory.
         ProcessesDifferError: `digest` is not the same everywhere.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Alone()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     objects = dist.new_group(backend="gloo")
-    file = make_file() if rank == 0 else -1
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    if rank == 0:
-        os.pwrite(file, token, 0)
-    cards: list[Any] = [None] * size
-    dist.all_gather_object(cards, _Card(_host(), os.getpid(), file, token, dict(digest)), group=objects)
-    _check_hosts(cards)
+    card = _Card(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
+    os.pwrite(card.file, card.token, 0)
+    cards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(cards, card, group=objects)
     _check_digests(cards)
-    if rank != 0:
-        file = _opened(cards[0])
-    _check_opened(file, size, objects)
-    board = Board(file, rank, [card.pid for card in cards], len(parameters), _timeout_s())
-    if rank == 0:
+    ranks = _by_server(cards)
+    mine = next(of_server for of_server in ranks if rank in of_server)
+    file = card.file
+    if rank != mine[0]:
+        os.close(card.file)
+        file = _opened(cards[mine[0]])
+    _check_opened(file, ranks, objects)
+    board = Board(file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout_s(), mine)
+    dist.barrier(group=objects)
+    if rank == mine[0]:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
     dist.barrier(group=objects)
-    exchange = Exchange(dist.new_group(backend="nccl") if on_cuda else objects, rank, size, reproducible)
-    memory = SharedMemory(file, board_bytes(size, len(parameters)))
-    world = World(board, memory, objects, exchange, int(os.environ.get("LOCAL_RANK", rank)))
+    first = _group_of([[of_server[0] for of_server in ranks]], rank, "gloo") if len(ranks) > 1 else None
+    exchange = Exchange(_groups(ranks, rank, on_cuda, objects), board.rank, board.size, reproducible)
+    memory = SharedMemory(file, board_bytes(len(mine), len(parameters)))
+    world = World(board, memory, objects, exchange, ranks, first)
     world.name_parameters(parameters)
     return world
+
+
+def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> Groups:
+    """Of the devices; made by all processes, each group in its turn."""
+    if len(ranks) == 1:
+        everyone = dist.new_group(backend="nccl") if on_cuda else objects
+        return Groups(everyone, None, everyone)
+    backend = "nccl" if on_cuda else "gloo"
+    everyone = dist.new_group(backend=backend)
+    server = _group_of(ranks, rank, backend)
+    column = _group_of([*zip(*ranks, strict=True)], rank, backend)
+    assert server is not None
+    return Groups(server, column, everyone, len(ranks))
+
+
+def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:
+    """That of `several` groups of ranks which has `rank`."""
+    made = [dist.new_group(list(ranks), backend=backend) for ranks in several]
+    return next((group for group, ranks in zip(made, several, strict=True) if rank in ranks), None)
 
 
 def _host() -> str:
@@ -81,14 +103,18 @@ def _host() -> str:
     return f"{platform.node()} {boot}"
 
 
-def _check_hosts(cards: Sequence[_Card]) -> None:
-    hosts = list(dict.fromkeys(card.host for card in cards))
-    if len(hosts) > 1:
-        names = ", ".join(host.split(" ")[0] for host in hosts)
+def _by_server(cards: Sequence[_Card]) -> list[list[int]]:
+    """The ranks of each server's processes; the servers in the order of their first."""
+    found: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        found.setdefault(card.host, []).append(rank)
+    if len({len(ranks) for ranks in found.values()}) > 1:
+        told = ", ".join(f"{host.split(' ')[0]} {len(ranks)}" for host, ranks in found.items())
         raise UnsupportedError(
-            f"the processes of this training are on {len(hosts)} servers ({names}): several devices of one server are "
-            "supported, several servers are not. Start all processes on one (torchrun --nnodes 1)."
+            f"the processes of this training are spread unevenly over {len(found)} servers ({told}): start as many on each "
+            "(torchrun --nnodes, and the same --nproc_per_node everywhere)."
         )
+    return list(found.values())
 
 
 def _check_digests(cards: Sequence[_Card]) -> None:
@@ -123,15 +149,17 @@ def _opened(card: _Card) -> int:
     return file if os.pread(file, _TOKEN_BYTES, 0) == card.token else -1
 
 
-def _check_opened(file: int, size: int, objects: dist.ProcessGroup) -> None:
-    files: list[Any] = [None] * size
+def _check_opened(file: int, ranks: Sequence[Sequence[int]], objects: dist.ProcessGroup) -> None:
+    files: list[Any] = [None] * sum(map(len, ranks))
     dist.all_gather_object(files, file, group=objects)
-    failed = [rank for rank, opened in enumerate(files) if opened < 0]
-    if failed:
-        raise UnsupportedError(
-            f"ranks {failed} cannot share memory with rank 0 (through /proc/<pid>/fd): they are in other containers, or "
-            "run as another user. Start all processes of a training in one container, as one user."
-        )
+    for of_server in ranks:
+        failed = [rank for rank in of_server if files[rank] < 0]
+        if failed:
+            raise UnsupportedError(
+                f"ranks {failed} cannot share memory with rank {of_server[0]} of their server (through /proc/<pid>/fd): "
+                "they are in other containers, or run as another user. Start all processes of a server in one container, "
+                "as one user."
+            )
 
 
 def _timeout_s() -> float:

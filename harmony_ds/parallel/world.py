@@ -1,4 +1,4 @@
-"""The processes that train one model on one server, as one of them sees the others."""
+"""The processes that train one model, as one of them sees the others: those of its server through memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, PeerStrayed
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
+from harmony_ds.parallel.servers import Agreeing, Servers
 from harmony_ds.parallel.shared_memory import SharedMemory
 from harmony_ds.parallel.slots import HostSum, Slots
 
@@ -33,15 +34,25 @@ class World(Alone):
 
     Args of the constructor:
         objects: a process group for what is not on a device.
-        exchange: over a process group of the device's.
-        names: of all parameters, in the same order everywhere.
+        exchange: over process groups of the devices'.
+        ranks: of the processes of every server.
+        first: a process group of every server's first process, where there are several and this is one of them.
     """
 
     def __init__(
-        self, board: Board, memory: SharedMemory, objects: dist.ProcessGroup, exchange: Exchange, local_rank: int
+        self,
+        board: Board,
+        memory: SharedMemory,
+        objects: dist.ProcessGroup,
+        exchange: Exchange,
+        ranks: Sequence[Sequence[int]],
+        first: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.local_rank = board.rank, board.size, local_rank
+        self.rank, self.size = board.number, sum(map(len, ranks))
+        self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
+        self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
+        self._agreeing: Agreeing = self._servers or board
         self.memory = memory
         self._objects = objects
         self._exchange = exchange
@@ -69,7 +80,17 @@ class World(Alone):
     # ---- memory
 
     def piece(self, numel: int) -> slice:
-        return piece_of(numel, self.rank, self.size)
+        return piece_of(numel, self.local_rank, self.local_size)
+
+    @property
+    def leads(self) -> bool:
+        return self.local_rank == 0
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        if self._servers is not None:
+            self.agree("spread")
+            self._servers.spread(tensors)
+            self.agree("have spread")
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
         memory = self.memory.empty((numel,), dtype)
@@ -94,7 +115,7 @@ class World(Alone):
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
-            return self._board.agree(kind, payload)
+            return self._agreeing.agree(kind, payload)
         except BaseException as error:
             self._told = error
             raise
@@ -143,11 +164,11 @@ class World(Alone):
             if error is not self._told and not self._left:
                 self._told = error
                 with suppress(PeerFailedError):  # this error, and not that nobody hears of it
-                    self._board.tell_failure(f"{type(error).__name__}: {error}")
+                    self._agreeing.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
     def strayed(self) -> None:
-        self._board.tell_strayed()
+        self._agreeing.tell_strayed()
 
     def give_up(self, why: str) -> None:
         self._board.give_up(why)
@@ -222,10 +243,10 @@ class World(Alone):
 
     def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
         self.agree(f"gather {kind}")
-        share = share_of(len(buffer), self.size)
+        share = share_of(len(buffer), self.local_size)
         if share:
             with self._collective():
-                self._exchange.gather(device, buffer[: share * self.size])
+                self._exchange.gather(device, buffer[: share * self.local_size])
 
     @property
     def slot_bytes(self) -> int:
@@ -240,8 +261,9 @@ class World(Alone):
             sent = self.sent_bytes
             large = min(_TRIED_BYTES, bucket_bytes(device.budget_bytes)) // 4
             few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
-            nbytes = 4 * large * (self.size - 1) / self.size
             # Of small buckets all the time may be fixed: then they are as fast as that.
+            local, others = self.local_size, self.servers - 1
+            nbytes = 4 * large * (local - 1 + others) / local
             self._rates = nbytes / max(many_ms - few_ms, many_ms / 8), few_ms
             self._exchange.sent_bytes = sent
         return self._rates
@@ -263,7 +285,7 @@ class World(Alone):
     """In which gradients are added up; set when the engine is made."""
 
     def reduce_bytes(self, device: Device) -> int:
-        return buffer_bytes(device.budget_bytes)
+        return buffer_bytes(device.budget_bytes, self.servers)
 
     def measured(self, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).double()

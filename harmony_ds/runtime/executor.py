@@ -194,7 +194,7 @@ class Executor:
                 self._parts.gradients.reserve_slots(
                     plan.policy.gradient_slabs, max(pack.gradient_bytes for pack in sent)
                 )
-            waiting = [pack.piece_bytes(self._parts.world.rank) for pack in sent]
+            waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
             self._parts.gradients.reserve(waiting, self._held_transfers)
 
     @property
@@ -218,7 +218,7 @@ class Executor:
             for owner in self._plan.owners_of(pack):
                 self._parts.updater.wait(owner.needed_at)
         self._parts.timeline.waited()
-        rank, devices = (world.rank, world.size) if shared else (0, 1)
+        rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
         self._parts.residency.follow(copy)
         if not shared:

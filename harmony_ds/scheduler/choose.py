@@ -58,15 +58,15 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
     pack, and gradients are reduced on the devices. Else the host may be faster, or not: that depends on its memory. (The
     CPU device has no link: its memory is the host's.)
     """
-    if request.policy.devices == 1:
+    if request.policy.alone:
         return (request,)
     settings, overlaps = request.settings, machine.copies_overlap
     beside = overlaps and not machine.peers_share_link
-    shared = settings.weights == "share" or (
-        settings.weights == "auto" and beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
-    )
+    faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
+    wants_share = settings.weights == "share" or (settings.weights == "auto" and faster_in)
+    shared = wants_share and request.policy.devices > 1
     on_host: tuple[bool, ...]
-    if settings.reduce != "auto":
+    if settings.reduce != "auto" or request.policy.servers > 1:  # which do not share memory
         on_host = (settings.reduce == "host",)
     elif beside and machine.peer_bytes_per_ms > machine.swap_out_bytes_per_ms:
         on_host = (False,)

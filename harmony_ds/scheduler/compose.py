@@ -121,7 +121,7 @@ def _weights_in(index: int, policy: Policy) -> list[Task]:
 
 
 def _gradients_out(policy: Policy) -> tuple[TaskKind, ...]:
-    if policy.devices == 1:
+    if policy.alone:
         return (TaskKind.SWAP_OUT,)
     return (TaskKind.SWAP_OUT, TaskKind.REDUCE) if policy.reduce_on_host else (TaskKind.REDUCE, TaskKind.SWAP_OUT)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, share_of, slab_bytes
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Pack, Packing
+from harmony_ds.scheduler.plan import Pack, Packing, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,9 @@ class ElementBytes:
     gradient: int
 
 
+_ALONE = Policy()
+
+
 class Packer:
     """Makes packs of one model."""
 
@@ -27,12 +30,11 @@ class Packer:
         graph: LayerGraph,
         costs: CostTable,
         element: ElementBytes,
-        devices: int = 1,
-        reduce_on_host: bool = False,
+        policy: Policy = _ALONE,
     ) -> None:
-        """`devices`: of which each updates a piece of every parameter; `reduce_on_host`: all of its gradients go there."""
-        self._devices = devices
-        self._reduce_on_host = reduce_on_host
+        """`policy`: how many devices there are, each of which updates a piece of every parameter, and how they reduce."""
+        self._devices = devices = policy.devices
+        self._policy = policy
         self._graph = graph
         self._costs = costs.costs
         self._element = element
@@ -132,17 +134,18 @@ class Packer:
         return max((sum(of_rank) for of_rank in zip(*pieces, strict=True)), default=0)
 
     def _gradient_pieces(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        if self._devices == 1 or not trained:
+        if self._policy.alone or not trained:
             return ()
         pieces = [[slab_bytes(n, self._element.gradient) for n in self._pieces[spec.name]] for spec in trained]
         return tuple(map(sum, zip(*pieces, strict=True)))
 
     def _sent_bytes(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        if self._devices == 1 or self._reduce_on_host or not trained:
+        if self._policy.alone or self._policy.reduce_on_host or not trained:
             return ()
         pieces = zip(*(self._pieces[spec.name] for spec in trained), strict=True)
         total = sum(spec.numel for spec in trained)
-        return tuple((total - sum(own)) * self._element.gradient for own in pieces)
+        others = self._policy.servers - 1
+        return tuple((total - sum(own) + others * sum(own)) * self._element.gradient for own in pieces)
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
         specs = [self._specs[name] for name in names]

@@ -179,7 +179,8 @@ class Policy(PlanSwitches):
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
-        devices: how many train the model, each with such a plan and micro-batches of its own.
+        devices: how many of one server train the model, each with such a plan and micro-batches of its own.
+        servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
     """
@@ -191,14 +192,20 @@ class Policy(PlanSwitches):
     forward_rows: int = 0
     backward_rows: int = 0
     devices: int = 1
+    servers: int = 1
     shared: bool = False
     reduce_on_host: bool = False
 
     @staticmethod
-    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1) -> Policy:
+    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1, servers: int = 1) -> Policy:
         """As the ds_config says; what the search decides is left as it is."""
         given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
-        return Policy(**given, deferred_update=deferred_update, devices=devices)
+        return Policy(**given, deferred_update=deferred_update, devices=devices, servers=servers)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one device trains the model."""
+        return self.devices == self.servers == 1
 
     @property
     def updates_last(self) -> bool:
@@ -208,7 +215,7 @@ class Policy(PlanSwitches):
     @property
     def leave_whole(self) -> bool:
         """Whether the gradients that a device swaps out are all there are of their pack."""
-        return self.grouping and self.devices == 1
+        return self.grouping and self.alone
 
     @property
     def gradients_wait(self) -> bool:

@@ -16,7 +16,7 @@ from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
-_AMONG_DEVICES = ("devices", "shared", "reduce_on_host")
+_AMONG_DEVICES = ("devices", "servers", "shared", "reduce_on_host")
 """Of a policy: a plan that was made for one device may be run on several."""
 
 
@@ -34,7 +34,7 @@ def adopt(
     packing = _rebuilt(
         plan.packing,
         plan.policy.resident,
-        Packer(graph, costs, element, request.policy.devices, request.policy.reduce_on_host),
+        Packer(graph, costs, element, request.policy),
         len(graph.calls),
     )
     _check_policy(plan.policy, request.policy)

@@ -85,7 +85,7 @@ def search(
 def _search_one(
     graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
 ) -> tuple[Choice, ...]:
-    packer = Packer(graph, costs, element, request.policy.devices, request.policy.reduce_on_host)
+    packer = Packer(graph, costs, element, request.policy)
     cuts = list(packings(graph, costs, packer, request))
     search = _Search(costs, machine, packer, request, top)
     found = search.run(cuts)

@@ -135,7 +135,7 @@ class _Process:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
         yield self._meta("process_name", 0, {"name": f"{self._name} step"})
         yield self._meta("process_sort_index", 0, {"sort_index": self._pid})
-        tracks = STREAMS if self._plan.policy.devices == 1 else (*STREAMS, PEER)
+        tracks = STREAMS if self._plan.policy.alone else (*STREAMS, PEER)
         for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})

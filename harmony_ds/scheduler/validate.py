@@ -192,7 +192,7 @@ class _Walk:
         return any(task.pack in order for order in self._backward.values())
 
     def _reduce(self, task: Task) -> str | None:
-        if self._policy.devices == 1 or task.pack in self._reduced:
+        if self._policy.alone or task.pack in self._reduced:
             return "reduced twice, or with no other device"
         if self._policy.reduce_on_host:
             if task.pack not in self._apart:
@@ -206,7 +206,7 @@ class _Walk:
 
     def _swap_out(self, task: Task) -> str | None:
         on_host = self._policy.reduce_on_host
-        if self._policy.devices > 1 and not on_host and task.pack not in self._reduced:
+        if not self._policy.alone and not on_host and task.pack not in self._reduced:
             return "its gradients are one device's"
         self._reduced.discard(task.pack)
         if task.pack not in self._inside:

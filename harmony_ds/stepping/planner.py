@@ -58,7 +58,7 @@ class Planner:
         self._saved = saved
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-        self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.size)
+        self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.local_size, parts.world.servers)
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
         self._graph = graph
@@ -89,7 +89,7 @@ class Planner:
     def swaps(self) -> Swaps:
         """What a step of `plan` moves on this process's device."""
         assert self.plan is not None and self._costs is not None
-        return swaps_of(self.plan, self._costs, self._parts.world.rank)
+        return swaps_of(self.plan, self._costs, self._parts.world.local_rank)
 
     @property
     def graph(self) -> LayerGraph:

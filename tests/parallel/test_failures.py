@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_the_others_notice_a_process_that_is_gone(how: str) -> None:
 
 def is_stopped(where: str) -> Any:
     heart.SILENCE_S = 3.0
-    engine = engine_of(MLP)
+    engine = engine_of(replace(MLP, harmony={"reduce": "device"}))
     for _ in range(2):
         engine.train_batch(batches())
     if engine.global_rank == 1:

@@ -151,7 +151,7 @@ def memory_of_one(megabytes: int) -> tuple[int, int]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "harmony": {"device": "cpu", "pack_layers": 1},
+        "harmony": {"device": "cpu", "pack_layers": 1, "reduce": "device"},
     }
     engine, *_ = harmony_ds.initialize(model=model, config=config)
     for _ in range(2):

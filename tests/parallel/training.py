@@ -183,8 +183,19 @@ def held(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, d
     return weights, masters, state
 
 
-def train_plainly(training: Training, size: int, begin: Any = None) -> list[Result]:
-    """What every rank should see: gradients are added up for each rank, then in the order of the ranks."""
+def _added(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for gradients in several:
+        for name, gradient in gradients.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]] | None = None) -> list[Result]:
+    """What every rank should see: gradients are added up for each rank, then in the order of the ranks of each server, and
+    then of the `servers` (of whose processes there are the ranks; None: there is one).
+    """
+    servers = [range(size)] if servers is None else servers
     model = _built(training)
     parameters = dict(model.named_parameters())
     masters = parameters
@@ -196,7 +207,7 @@ def train_plainly(training: Training, size: int, begin: Any = None) -> list[Resu
     losses: list[list[list[float]]] = [[] for _ in range(size)]
     norms: list[float] = []
     for step in range(training.begin + training.steps):
-        total: dict[str, Tensor] = {}
+        of_ranks: list[dict[str, Tensor]] = []
         of_step = []
         for rank in range(size):
             sums: dict[str, Tensor] = {}
@@ -212,8 +223,8 @@ def train_plainly(training: Training, size: int, begin: Any = None) -> list[Resu
                         sums[name] = sums[name] + p.grad.float() if name in sums else p.grad.float()
                         p.grad = None
             of_step.append(seen)
-            for name, gradient in sums.items():
-                total[name] = total[name] + gradient if name in total else gradient
+            of_ranks.append(sums)
+        total = _added([_added([of_ranks[rank] for rank in ranks]) for ranks in servers])
         squares = torch.zeros((), dtype=torch.float64)
         for name, value in total.items():
             total[name] = value / size

@@ -34,7 +34,7 @@ ON_HOST = replace(DEFERRED, reduce_on_host=True)
 def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Plan, CostTable]:
     graph = graph_of([NUMEL] * layers)
     costs = costs_of(graph.calls, COST)
-    packing = Packer(graph, costs, FP32, policy.devices, policy.reduce_on_host).packing(tuple(range(layers + 1)))
+    packing = Packer(graph, costs, FP32, policy).packing(tuple(range(layers + 1)))
     return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
 
 

@@ -1,0 +1,236 @@
+"""Several servers: here they are processes of one machine that take each other for processes of others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import harmony_ds
+from harmony_ds.errors import PeerFailedError
+from harmony_ds.parallel import join
+from tests.parallel.processes import run, run_to_end
+from tests.parallel.training import (
+    Result,
+    Training,
+    batch,
+    config_of,
+    differences,
+    engine_of,
+    train_plainly,
+    train_with,
+    trainings,
+)
+
+DEVICE = {"reduce": "device"}
+TRAININGS = (
+    Training(clip=0.05),
+    Training(loop="familiar"),
+    Training(model="experts", clip=0.01),
+    Training(bf16=True, clip=0.05, harmony={"weights": "share"}),
+    Training(model="llama", steps=2, harmony={"weights": "share", "pack_layers": None, "device_memory_gib": 0.02}),
+    Training(optimizer="SGD", harmony={"grouping": False, "weights": "share"}, accumulation=1),
+)
+PLACES = ("ab", "abc", "aabb", "abab")
+
+
+def _at(places: str) -> None:
+    """This process is on the server that the letter of its rank names."""
+    name = places[dist.get_rank()]
+    join._host = lambda: name  # type: ignore[assignment]
+
+
+def _ranks(places: str) -> list[list[int]]:
+    return [[rank for rank, one in enumerate(places) if one == server] for server in dict.fromkeys(places)]
+
+
+def _trained(places: str, several: Sequence[Training]) -> list[Result]:
+    _at(places)
+    return trainings(several)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_servers_train_to_the_bits_of_plain_pytorch(places: str) -> None:
+    found = run(len(places), _trained, places, TRAININGS, limit_s=200)
+    told = {}
+    for index, training in enumerate(TRAININGS):
+        right = train_plainly(training, len(places), _ranks(places))
+        told[str(training)] = differences([of_rank[index] for of_rank in found], right)
+    assert not {training: what for training, what in told.items() if what}
+
+
+def _bytes(places: str, accumulation: int) -> dict[str, int]:
+    _at(places)
+    training = Training(accumulation=accumulation, harmony=DEVICE)
+    engine = engine_of(training)
+    for _ in range(2):
+        engine.train_batch([batch("mlp", i) for i in range(accumulation)])
+    report = engine.plan_report()
+    pieces = sum(
+        engine._open._world.piece(p.numel()).stop - engine._open._world.piece(p.numel()).start
+        for p in engine.module.parameters()
+    )
+    all_of_it = sum(p.numel() for p in engine.module.parameters())
+    engine.destroy()
+    return {"planned": report.planned.sent, "counted": report.sent_bytes, "own": 4 * pieces, "all": 4 * all_of_it}
+
+
+@pytest.mark.parametrize("places", ["ab", "aabb"])
+def test_each_piece_goes_to_every_other_server_once_a_step(places: str) -> None:
+    few, many = (run(len(places), _bytes, places, accumulation) for accumulation in (1, 4))
+    for one, more in zip(few, many, strict=True):
+        assert one == more
+        # To the others of its server what is theirs, and to the other server its own sum.
+        assert one["counted"] == one["planned"] == (one["all"] - one["own"]) + one["own"]
+
+
+def _started_apart(places: str) -> dict[str, Any]:
+    """Every process with weights, and buffers, of its own."""
+    _at(places)
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(19, 19), nn.BatchNorm1d(19), nn.Linear(19, 1))
+    model[1].running_mean.fill_(float(dist.get_rank()))
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    config = {**config_of(Training(bf16=True), dist.get_world_size()), "optimizer": {"type": "AdamW", "params": {}}}
+    engine, *_ = harmony_ds.initialize(model=model, config=config)
+    held = {name: harmony_ds.utils.safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()}
+    mean = model[1].running_mean.clone()
+    engine.destroy()
+    return {"first": first, "held": held, "mean": mean}
+
+
+def test_all_begin_with_the_weights_and_buffers_of_the_first() -> None:
+    found = run(4, _started_apart, "aabb")
+    for told in found:
+        assert all(torch.equal(value, found[0]["first"][name]) for name, value in told["held"].items())
+        assert torch.equal(told["mean"], found[0]["first"]["1.running_mean"])
+    assert not torch.equal(found[3]["first"]["0.weight"], found[0]["first"]["0.weight"])
+
+
+def _saved_and_gone_on(places: str, folder: str) -> list[Result]:
+    _at(places)
+    training = Training(clip=0.05, steps=2)
+    engine = engine_of(training)
+    train_with(engine, training)
+    engine.save_checkpoint(folder)
+    expected = train_with(engine, replace(training, begin=2))
+    engine.destroy()
+    engine = engine_of(training)
+    engine.load_checkpoint(folder)
+    found = train_with(engine, replace(training, begin=2))
+    engine.destroy()
+    return [expected, found]
+
+
+def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> None:
+    for expected, found in run(4, _saved_and_gone_on, "aabb", str(tmp_path)):
+        assert not differences([found], [expected])
+
+
+# ---- failures
+
+
+def _fails(places: str, rank: int) -> tuple[str, str, bool]:
+    """In its second step process `rank` raises an error; all go on behind it."""
+    _at(places)
+    engine = engine_of(Training(clip=0.05))
+    data = [batch("mlp", i) for i in range(2)]
+    engine.train_batch(data)
+    layer = engine.module.layers[1][2]
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    def bursts(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the layer has burst")
+
+    if dist.get_rank() == rank:
+        layer.forward = bursts
+    told = ("", "")
+    try:
+        engine.train_batch(data)
+    except Exception as error:  # noqa: BLE001 - looked at
+        told = type(error).__name__, str(error)
+    same = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
+    if dist.get_rank() == rank:
+        del layer.forward
+    engine.train_batch(data)
+    engine.destroy()
+    return *told, same
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_an_exception_reaches_all_servers_and_nothing_is_updated(rank: int) -> None:
+    for other, (name, message, same) in enumerate(run(4, _fails, "aabb", rank)):
+        assert name == ("RuntimeError" if other == rank else "PeerFailedError")
+        assert "burst" in message and (other == rank or f"rank {rank}" in message)
+        assert same
+
+
+def _dies(places: str, rank: int) -> tuple[str, str]:
+    _at(places)
+    engine = engine_of(Training())
+    data = [batch("mlp", i) for i in range(2)]
+    engine.train_batch(data)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        engine.train_batch(data)
+    except Exception as error:  # noqa: BLE001 - looked at
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_process_that_is_gone_ends_all_servers(rank: int) -> None:
+    ended = run_to_end(4, _dies, "aabb", rank)
+    for other, one in enumerate(ended):
+        if other == rank:
+            assert one.code == -signal.SIGKILL
+            continue
+        assert one.error is None and one.seconds < 30
+        assert one.result[0] in (PeerFailedError.__name__, "RuntimeError", "DistBackendError"), one
+    beside = ended[rank ^ 1].result
+    assert beside[0] == "PeerFailedError" and f"rank {rank}" in beside[1]
+
+
+def _other_settings(places: str, harmony: dict[str, Any]) -> tuple[str, str]:
+    _at(places)
+    try:
+        engine_of(Training(harmony=harmony)).destroy()
+    except Exception as error:  # noqa: BLE001 - looked at
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_uneven_servers_and_a_host_that_all_share_are_refused() -> None:
+    for name, message in run(3, _other_settings, "aab", {}):
+        assert name == "UnsupportedError" and "a 2, b 1" in message
+    for name, message in run(2, _other_settings, "ab", {"reduce": "host"}):
+        assert name == "UnsupportedError" and "2 servers" in message
+
+
+def _other_calls(places: str) -> tuple[str, str]:
+    _at(places)
+    engine = engine_of(Training())
+    data = [batch("mlp", i) for i in range(2)]
+    engine.train_batch(data)
+    try:
+        if places[dist.get_rank()] == "a":
+            engine.train_batch(data)
+        else:
+            engine.eval_batch(iter(data))
+    except Exception as error:  # noqa: BLE001 - looked at
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_servers_that_do_different_things_are_told() -> None:
+    for name, message in run(4, _other_calls, "aabb"):
+        assert name == "ProcessesDifferError"
+        assert "ranks [0, 1]" in message and "ranks [2, 3]" in message
