@@ -1,19 +1,20 @@
 """Runs one layer for one micro-batch: forward and cut, again in backward, or attached to the micro-batch's own graph.
 
-The forward pass builds an autograd graph and throws it away: kernels are chosen by whether a gradient is required, and
-the recomputation must give the same bits.
+The forward pass builds an autograd graph and throws it away, or keeps it: kernels are chosen by whether a gradient is
+required, and the recomputation must give the same bits.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.calls.arguments import forget_collected
 from harmony_ds.calls.boundary import (
@@ -110,6 +111,7 @@ class LayerCalls:
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
         rows: Rows = WHOLE_CALLS,
+        keep_graph: bool = False,
     ) -> tuple[Any, RecordedCall | None]:
         """Runs the call and cuts its outputs from its graph.
 
@@ -117,6 +119,7 @@ class LayerCalls:
             number: place among the calls of its micro-batch.
             state: where the generators stand.
             rows: how calls are cut into slices.
+            keep_graph: `copies` will be there until `backward`, which need not recompute.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
@@ -127,13 +130,21 @@ class LayerCalls:
         layer = self._layers[request.layer]
         request = without_unknown(request)
         call, tensors = self._recorded(request, number, inter_layer, rows)
-        given = tensors
-        if layer.changes_inputs:
-            given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        call.tensors = [self._keep(tensor, layer.name) for tensor in given]
+        # What calls write into, other micro-batches' would write into as well before this one is propagated back.
+        keep_graph = keep_graph and call.cut is None and not (layer.replayed or layer.places)
         before = [t._version for t in tensors]
-        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        if keep_graph:
+            outcome = layer.run(call, [t.detach() for t in tensors], copies, call.targets)
+            call.states.append(state())  # behind it, as behind a recomputation
+        else:
+            given = tensors
+            if layer.changes_inputs:
+                given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            call.tensors = [self._keep(tensor, layer.name) for tensor in given]
+            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        if keep_graph:
+            _keep_graph(call, outcome)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(request)
         call.arguments.shape.forget_originals()
@@ -192,8 +203,8 @@ class LayerCalls:
         replay: Callable[[State], None],
         gather: Callable[[], None],
     ) -> bool:
-        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`; whether there was
-        anything to propagate.
+        """Runs the call again, unless its graph was kept, and propagates the gradients of its outputs to its inputs and to
+        `copies`; whether there was anything to propagate.
 
         Args:
             gather: called between the slices of a call that is cut: adds up what has reached `copies`.
@@ -205,6 +216,13 @@ class LayerCalls:
             self.forget(call)
             return False
         layer = self._layers[call.request.layer]
+        if call.graph:
+            with self._in_layer():
+                replay(call.states[0])
+                pairs = [(edge, g) for edge, g in zip(call.graph, gradients, strict=True) if edge and g is not None]
+                _propagate(call, *zip(*pairs, strict=True), call.watched)
+            self.forget(call)
+            return True
         tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
         if layer.changes_inputs:
             tensors = [t.clone() for t in tensors]
@@ -214,14 +232,14 @@ class LayerCalls:
         with buffers_apart(buffers) if buffers else nullcontext(), self._in_layer():
             if call.cut is None:
                 replay(call.states[0])
-                _propagate(layer, call, tensors, gradients, copies, call.targets)
+                _recompute(layer, call, tensors, gradients, copies, call.targets)
             else:
                 slices = call.cut.propagated(tensors, call.targets, gradients)
                 for number, (own, targets, given) in enumerate(slices):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    _propagate(layer, call, own, given, copies, targets)
+                    _recompute(layer, call, own, given, copies, targets)
         self.forget(call)
         return True
 
@@ -295,9 +313,11 @@ class LayerCalls:
         for entry in call.entries:
             self._stash.release(entry)
         call.tensors = []
+        call.graph = []
+        call.watched = {}
 
 
-def _propagate(
+def _recompute(
     layer: CalledLayer,
     call: RecordedCall,
     tensors: list[Tensor],
@@ -313,14 +333,34 @@ def _propagate(
         for output, gradient in zip(outputs, gradients, strict=True)
         if gradient is not None and output.requires_grad
     ]
-    retained = [(outputs[place], handed) for place, handed in call.retained]
+    watched = {place: outputs[place] for place, _ in call.retained}
     del outputs
+    _propagate(call, [output for output, _ in pairs], [gradient for _, gradient in pairs], watched)
+
+
+def _propagate(
+    call: RecordedCall,
+    roots: Sequence[Tensor] | Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    watched: Mapping[int, Tensor],
+) -> None:
+    """`watched`: outputs whose `.grad` is asked for, by place."""
     with backward_of_engine():
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-    for output, reference in retained:
+        torch.autograd.backward(roots, gradients)
+    for place, reference in call.retained:
         handed = reference()
         if handed is not None:
-            handed.grad = output.grad
+            handed.grad = watched[place].grad
+
+
+def _keep_graph(call: RecordedCall, outcome: Outcome) -> None:
+    """From its outputs on; those themselves are kept where somebody waits for their gradient."""
+    outputs = outcome.tensors
+    call.graph = [
+        get_gradient_edge(output) if target else None
+        for output, target in zip(outputs, call.output_gradients, strict=True)
+    ]
+    call.watched = {place: outputs[place] for place, _ in call.retained}
 
 
 def _cut_outputs(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import GradientTarget, OutputGradient
@@ -36,6 +37,8 @@ class RecordedCall:
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
+        graph: per tensor output: where its graph begins, if that was kept and a gradient flows; nothing is recomputed then.
+        watched: outputs of a kept graph whose `.grad` is asked for, by place.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
@@ -48,6 +51,8 @@ class RecordedCall:
     tensors: list[StashEntry | Kept] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
+    graph: list[GradientEdge | None] = field(default_factory=list)
+    watched: dict[int, Tensor] = field(default_factory=dict)
     retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property

@@ -66,6 +66,11 @@ class CallCost:
     fused_ms: float = 0.0
 
     @property
+    def propagate_ms(self) -> float:
+        """Propagating backward through a graph that was kept."""
+        return max(0.0, min(self.backward_ms, self.fused_ms - self.forward_ms))
+
+    @property
     def stashed_bytes(self) -> int:
         """What stashing its inputs keeps on the device."""
         return self.stash_bytes + self.stash_base_bytes

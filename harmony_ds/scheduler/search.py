@@ -26,6 +26,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
+from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.neighbours import Point, neighbours
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
@@ -47,6 +48,8 @@ _PATIENCE = 24
 _PATIENT_TASKS = 15_000
 """After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
 bounds have been seen. Long plans take long to simulate, and are more alike."""
+_TRIALS = 4
+"""So often graphs are given up until a plan fits; then all of them."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -97,7 +100,7 @@ def _search_one(
         others = _Search(costs, machine, packer, swapped, top).run(cuts)
         if others.choices and found.add(others.choices[0]):
             search.improve(_MORE_WORK)
-    return tuple(_checked(choice, costs, request) for choice in found.choices[:top])
+    return tuple(_checked(search.leaner(choice), costs, request) for choice in found.choices[:top])
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
@@ -127,6 +130,7 @@ class _Search:
         self._request = request
         self._bounds = TimeBounds(costs, machine, request)
         self._peaks = Peaks(costs, request)
+        self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self.packer = packer
         self.found = _Found(top)
@@ -165,6 +169,7 @@ class _Search:
         if not len(every):
             return
         self._work += len(packing.forward) + len(packing.backward)
+        every = self._graphs.filling(packing, every, self._peaks.spare(packing, every, self._budget))
         bounds = self._bounds.tighter(packing, every)
         if not self._request.policy.grouping:
             bounds = np.array([self._bounds.of(packing, every[n]) for n in range(len(every))])
@@ -178,13 +183,36 @@ class _Search:
         if (*cuts, policy) in self._tried:
             return False, 0
         self._tried.add((*cuts, policy))
-        peak = self._peaks.of(packing, policy)
-        if peak > self._budget:
+        fitting = self._fitting(packing, policy)
+        if fitting is None:
             return False, 1
+        choice = self._choice(packing, *fitting, candidate.cut)
+        return self.found.add(choice), len(choice.plan.tasks)
+
+    def _fitting(self, packing: Packing, policy: Policy) -> tuple[Policy, int] | None:
+        """The policy, with as many of its graphs as fit, and its peak; None: it does not fit without any."""
+        least = self._peaks.of(packing, replace(policy, graphs=()))
+        if least > self._budget:
+            return None
+        for _ in range(_TRIALS if policy.graphs else 0):
+            peak = self._peaks.of(packing, policy)
+            if peak <= self._budget:
+                return policy, peak
+            policy = self._graphs.less(packing, policy, peak - self._budget)
+        return replace(policy, graphs=()), least
+
+    def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
         plan = draft_plan(packing, self._costs, self._request, policy, peak)
-        prediction = simulate(plan, self._costs, self._machine)
-        best = self.found.add(Choice(plan, prediction, f"{candidate.cut}; {use_of(packing, policy)}"))
-        return best, len(plan.tasks)
+        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
+
+    def leaner(self, choice: Choice) -> Choice:
+        """Without the graphs, if they bring nothing."""
+        packing, policy = choice.plan.packing, choice.plan.policy
+        if not policy.graphs:
+            return choice
+        policy = replace(policy, graphs=())
+        without = self._choice(packing, policy, self._peaks.of(packing, policy), choice.reason.partition("; ")[0])
+        return without if steps(without.prediction.step_ms) <= steps(choice.prediction.step_ms) else choice
 
     def improve(self, work: int) -> None:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""
