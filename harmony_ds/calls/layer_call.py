@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.calls.arguments import forget_collected
 from harmony_ds.calls.boundary import (
@@ -144,7 +143,7 @@ class LayerCalls:
             outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
         if keep_graph:
-            _keep_graph(call, outcome)
+            call.keep_graph(outcome.tensors)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(request)
         call.arguments.shape.forget_originals()
@@ -216,32 +215,29 @@ class LayerCalls:
             self.forget(call)
             return False
         layer = self._layers[call.request.layer]
-        if call.graph:
-            with self._in_layer():
-                replay(call.states[0])
-                pairs = [(edge, g) for edge, g in zip(call.graph, gradients, strict=True) if edge and g is not None]
-                _propagate(call, *zip(*pairs, strict=True), call.watched)
-            self.forget(call)
-            return True
-        tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
-        if layer.changes_inputs:
-            tensors = [t.clone() for t in tensors]
-        buffers = call.buffers
-        if buffers is None and layer.changes_buffers:
-            buffers = copied_buffers(layer.buffered)  # nobody reads them; statistics must not be gathered twice
-        with buffers_apart(buffers) if buffers else nullcontext(), self._in_layer():
-            if call.cut is None:
-                replay(call.states[0])
-                _recompute(layer, call, tensors, gradients, copies, call.targets)
-            else:
-                slices = call.cut.propagated(tensors, call.targets, gradients)
+        with self._in_layer(), nullcontext() if call.graph else _apart(layer, call):
+            if call.cut is not None:
+                slices = call.cut.propagated(self._tensors(call), call.targets, gradients)
                 for number, (own, targets, given) in enumerate(slices):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    _recompute(layer, call, own, given, copies, targets)
+                    _run_again(layer, call, own, copies, targets)
+                    _propagate(call, given)
+            else:
+                replay(call.states[0])
+                if not call.graph:
+                    _run_again(layer, call, self._tensors(call), copies, call.targets)
+                _propagate(call, gradients)
         self.forget(call)
         return True
+
+    def recompute(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> None:
+        """Runs the call again, whole, and keeps its graph for `backward`."""
+        layer = self._layers[call.request.layer]
+        with _apart(layer, call):
+            replay(call.states[0])
+            _run_again(layer, call, self._tensors(call), copies, call.targets)
 
     @contextmanager
     def _in_layer(self) -> Iterator[None]:
@@ -298,6 +294,12 @@ class LayerCalls:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version)
 
+    def _tensors(self, call: RecordedCall) -> list[Tensor]:
+        """What the call is run again over."""
+        layer = self._layers[call.request.layer]
+        tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
+        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
+
     def _tensor(self, name: str, kept: StashEntry | Kept) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
@@ -317,50 +319,40 @@ class LayerCalls:
         call.watched = {}
 
 
-def _recompute(
+def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
+    """While open, the layer has buffers that nobody reads: statistics must not be gathered twice."""
+    buffers = call.buffers
+    if buffers is None and layer.changes_buffers:
+        buffers = copied_buffers(layer.buffered)
+    return buffers_apart(buffers) if buffers else nullcontext()
+
+
+def _run_again(
     layer: CalledLayer,
     call: RecordedCall,
     tensors: list[Tensor],
-    gradients: list[Tensor | None],
     copies: Mapping[str, Tensor],
     targets: list[GradientTarget | None],
 ) -> None:
-    """Runs the call (or one piece of it) again, and propagates `gradients` of its outputs."""
+    """Runs the call (or one piece of it) again, and keeps its graph."""
     outputs = layer.run(call, tensors, copies, targets).tensors
     call.check(outputs, layer.name)
+    call.keep_graph(outputs)
+
+
+def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
+    """Through the graph that was kept, from the gradients of its outputs."""
     pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
+        (edge, gradient)
+        for edge, gradient in zip(call.graph, gradients, strict=True)
+        if edge is not None and gradient is not None
     ]
-    watched = {place: outputs[place] for place, _ in call.retained}
-    del outputs
-    _propagate(call, [output for output, _ in pairs], [gradient for _, gradient in pairs], watched)
-
-
-def _propagate(
-    call: RecordedCall,
-    roots: Sequence[Tensor] | Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    watched: Mapping[int, Tensor],
-) -> None:
-    """`watched`: outputs whose `.grad` is asked for, by place."""
     with backward_of_engine():
-        torch.autograd.backward(roots, gradients)
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
     for place, reference in call.retained:
         handed = reference()
         if handed is not None:
-            handed.grad = watched[place].grad
-
-
-def _keep_graph(call: RecordedCall, outcome: Outcome) -> None:
-    """From its outputs on; those themselves are kept where somebody waits for their gradient."""
-    outputs = outcome.tensors
-    call.graph = [
-        get_gradient_edge(output) if target else None
-        for output, target in zip(outputs, call.output_gradients, strict=True)
-    ]
-    call.watched = {place: outputs[place] for place, _ in call.retained}
+            handed.grad = call.watched[place].grad
 
 
 def _cut_outputs(

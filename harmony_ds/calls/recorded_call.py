@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import GradientTarget, OutputGradient
@@ -37,8 +37,8 @@ class RecordedCall:
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
-        graph: per tensor output: where its graph begins, if that was kept and a gradient flows; nothing is recomputed then.
-        watched: outputs of a kept graph whose `.grad` is asked for, by place.
+        graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: it is to be made again.
+        watched: outputs of the graph whose `.grad` is asked for, by place.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
@@ -58,6 +58,14 @@ class RecordedCall:
     @property
     def entries(self) -> list[StashEntry]:
         return [t for t in self.tensors if isinstance(t, StashEntry)]
+
+    def keep_graph(self, outputs: list[Tensor]) -> None:
+        """What it takes to propagate back from `outputs`; not those themselves, which autograd may not need."""
+        self.graph = [
+            get_gradient_edge(output) if target is not None and output.requires_grad else None
+            for output, target in zip(outputs, self.output_gradients, strict=True)
+        ]
+        self.watched = {place: outputs[place] for place, _ in self.retained}
 
     def propagated(self) -> None:
         """From now on, a gradient of an output is an error."""

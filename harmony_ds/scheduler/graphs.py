@@ -55,7 +55,7 @@ class Graphs:
         able = []
         for index in {*packing.forward}.intersection(packing.backward[:-1]):
             pack = packing.packs[index]
-            nbytes = max(1, sum(self._costs.costs[p].graph_bytes for p in pack.positions))
+            nbytes = max(1, sum(self._costs.costs[p].kept_bytes for p in pack.positions))
             saved_ms = self.saved_ms(packing, index)
             if pack.needs_backward and saved_ms > 0:
                 able.append((saved_ms / nbytes, index, nbytes))

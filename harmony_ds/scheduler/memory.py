@@ -161,7 +161,7 @@ class _Walk:
         keeps = task.kind is TaskKind.FORWARD_FOR_GRAPH
         most = self._between + (pack.forward_for_graph_bytes if keeps else pack.forward_bytes)
         if keeps:
-            self._graphs.put((task.pack, task.micro_batch), pack.graph_bytes)
+            self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes)
         self._waiting.put(task.micro_batch, self._held_behind(pack, task))
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
         return max(most, self._between)
@@ -204,7 +204,9 @@ class _Walk:
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
         kept = self._graphs.take(key)
-        backward = self._held_by(task) + excess + (pack.backward_from_graph_bytes if kept else pack.backward_bytes)[again]
+        backward = (
+            self._held_by(task) + excess + (pack.backward_from_graph_bytes if kept else pack.backward_bytes)[again]
+        )
         if task.micro_batch in self._suspended and pack.is_last:
             backward = max(backward, pack.forward_bytes)  # which holds the loss
         most = self._between + backward

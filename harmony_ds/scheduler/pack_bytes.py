@@ -43,9 +43,9 @@ class PackBytes:
         self.excess_bytes = self.returning_bytes - self.stash_bytes
         self.alive_after_forward_bytes = self._calls[0].alive_after_forward_bytes
         self.shared_bytes = self._calls[0].shared_bytes
-        graphs = [0, *accumulate(call.graph_bytes for call in self._calls)]
+        graphs = [0, *accumulate(call.kept_bytes for call in self._calls)]
         none = [0] * len(graphs)
-        self.graph_bytes = graphs[-1]
+        self.kept_bytes = graphs[-1]
         self.forward_bytes = self._forward(none)
         self.forward_for_graph_bytes = self._forward(graphs)
         # The first micro-batch finds no sums of gradients there, the others all of them.

@@ -51,9 +51,7 @@ class Policies:
         away, prefetch = int(self.away[place]), bool(self.prefetch[place])
         counts = () if self.graphs is None else tuple(self.graphs[:, place].tolist())
         graphs = counts if any(counts) else ()
-        return replace(
-            self.base, resident=resident, kept=kept, graphs=graphs, stash_on_host=away, prefetch=prefetch
-        )
+        return replace(self.base, resident=resident, kept=kept, graphs=graphs, stash_on_host=away, prefetch=prefetch)
 
     def only(self, chosen: Flags | NDArray[np.int_]) -> Policies:
         """Those that are chosen."""

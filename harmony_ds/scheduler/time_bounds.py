@@ -88,7 +88,7 @@ class TimeBounds:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
                 run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
-                saved_ms = walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
+                saved_ms: _Times = walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
                 walk.run(index, backward, run_ms - saved_ms, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]

@@ -23,8 +23,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     swapped out once (without grouping, once for each micro-batch), behind the last backward, freed as often, and updated
     once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
-    swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph is
-    kept stays until that has been propagated through, and is not recomputed.
+    swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
+    is kept stays until that has been propagated through, and is not recomputed.
     """
     resident = policy.resident
     _check_cover(packing)
@@ -184,16 +184,19 @@ class _Walk:
         fused = fresh and self._policy.fuse_last_pack
         if fused != (task.kind is TaskKind.FUSED):
             return "fused where it must not be, or not fused where it must"
-        if any((p, task.micro_batch) in self._away for p in self._positions(task)):
-            return "its stash is on the host"
         kept = (task.pack, task.micro_batch) in self._graphs
         if kept != (task.kind is TaskKind.BACKWARD_FROM_GRAPH):
             return "recomputed though its graph is kept, or not recomputed though it is not"
-        self._graphs.discard((task.pack, task.micro_batch))
+        if any((p, task.micro_batch) in self._away for p in self._positions(task)):
+            return "its stash is on the host"
+        return self._propagate(task)
+
+    def _propagate(self, task: Task) -> str | None:
         order = self._backward[task.micro_batch]
         if order[:1] != [task.pack]:
             return "out of backward order"
         order.pop(0)
+        self._graphs.discard((task.pack, task.micro_batch))
         self._gathered.update((task.pack, *self._always))
         return None
 
