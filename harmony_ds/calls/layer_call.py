@@ -110,7 +110,6 @@ class LayerCalls:
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
         rows: Rows = WHOLE_CALLS,
-        keep_graph: bool = False,
     ) -> tuple[Any, RecordedCall | None]:
         """Runs the call and cuts its outputs from its graph.
 
@@ -118,46 +117,76 @@ class LayerCalls:
             number: place among the calls of its micro-batch.
             state: where the generators stand.
             rows: how calls are cut into slices.
-            keep_graph: `copies` will be there until `backward`, which need not recompute.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows), None
-        inter_layer.origin.model = id(self)
-        layer = self._layers[request.layer]
-        request = without_unknown(request)
         call, tensors = self._recorded(request, number, inter_layer, rows)
-        # What calls write into, other micro-batches' would write into as well before this one is propagated back.
-        keep_graph = keep_graph and call.cut is None and not (layer.replayed or layer.places)
+        given, layer = tensors, self._layers[request.layer]
+        if layer.changes_inputs:
+            given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]
-        if keep_graph:
-            outcome = layer.run(call, [t.detach() for t in tensors], copies, call.targets)
-            call.states.append(state())  # behind it, as behind a recomputation
-        else:
-            given = tensors
-            if layer.changes_inputs:
-                given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            call.tensors = [self._keep(tensor, layer.name) for tensor in given]
-            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
-        leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
-        if keep_graph:
-            call.keep_graph(outcome.tensors)
-        outputs = layer.hand_over(call, outcome, leaves, tensors)
-        forget_collected(request)
-        call.arguments.shape.forget_originals()
+        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
         self._check_seen(layer, call, [t._version for t in tensors] != before)
-        if not any(call.output_gradients):
-            self.forget(call)
-            return outputs, None
-        return outputs, call
+        return outputs, self._wanted(call)
+
+    def forward_for_graph(
+        self,
+        request: Request,
+        number: int,
+        copies: Mapping[str, Tensor],
+        inter_layer: InterLayerGraph,
+        state: Callable[[], State],
+    ) -> tuple[Any, RecordedCall | None]:
+        """The same, of a call whose `copies` will be there until `backward`: its graph is kept, and nothing is stashed.
+
+        But not where the call writes into what it goes on from: others do so before this one is propagated back.
+        """
+        layer = self._layers[request.layer]
+        if not request.grad or layer.replayed or layer.places:
+            return self.forward(request, number, copies, inter_layer, state)
+        call, tensors = self._recorded(request, number, inter_layer, WHOLE_CALLS)
+        outcome = layer.run(call, [t.detach() for t in tensors], copies, call.targets)
+        call.states.append(state())  # behind it, as behind a recomputation
+        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
+        self._check_seen(layer, call, inputs_changed=False)
+        call.keep_graph(outcome.tensors)
+        return outputs, self._wanted(call)
+
+    def _hand_over(
+        self,
+        call: RecordedCall,
+        outcome: Outcome,
+        tensors: list[Tensor],
+        copies: Mapping[str, Tensor],
+        inter_layer: InterLayerGraph,
+    ) -> Any:
+        """What the model gets of a call that has run."""
+        layer = self._layers[call.request.layer]
+        leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        outputs = layer.hand_over(call, outcome, leaves, tensors)
+        forget_collected(call.request)
+        call.arguments.shape.forget_originals()
+        return outputs
+
+    def _wanted(self, call: RecordedCall) -> RecordedCall | None:
+        """`call`, if any gradient can flow."""
+        if any(call.output_gradients):
+            return call
+        self.forget(call)
+        return None
 
     def _recorded(
         self, request: Request, number: int, inter_layer: InterLayerGraph, rows: Rows
     ) -> tuple[RecordedCall, list[Tensor]]:
         """A call that is about to run, and the tensors that it takes."""
         layer = self._layers[request.layer]
+        inter_layer.origin.model = id(self)
+        request = without_unknown(request)
         arguments, tensors = layer.take(request)
         call = RecordedCall(
             request=replace(request, args=(), kwargs={}),

@@ -37,7 +37,7 @@ class RecordedCall:
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
-        graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: it is to be made again.
+        graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
         watched: outputs of the graph whose `.grad` is asked for, by place.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """

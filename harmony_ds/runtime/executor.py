@@ -267,15 +267,11 @@ class Executor:
             if position > pack.positions[-1]:
                 return
             number = micro_batch.pass_position(position)
-            outputs, call = self._parts.layer_calls.forward(
-                lane.request,
-                number,
-                leaves,
-                micro_batch.inter_layer,
-                self._parts.random.snapshot,
-                plan.rows,
-                keep_graph=task.kind is TaskKind.FORWARD_FOR_GRAPH,
-            )
+            given = (lane.request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
+            if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+                outputs, call = self._parts.layer_calls.forward_for_graph(*given)
+            else:
+                outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
             if call is not None:
                 if not pack.needs_backward:  # it returned its input when it was measured
                     raise OffPlanError

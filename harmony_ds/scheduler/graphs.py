@@ -19,7 +19,8 @@ class Graphs:
 
     def __init__(self, costs: CostTable, request: PlanRequest) -> None:
         self._costs = costs
-        self._micro_batches = request.micro_batches
+        self._at_once = request.micro_batches if request.policy.grouping else 1
+        self._rounds = request.micro_batches // self._at_once
         self._wanted = may_stay(request) and request.settings.keep_graphs and not costs.in_slices
 
     def saved_ms(self, packing: Packing, index: int) -> float:
@@ -35,16 +36,17 @@ class Graphs:
         spare = np.maximum(0.0, spare_bytes)
         for index, nbytes in self._most_worth(packing):
             stays = policies.resident[index] | policies.kept[index]
-            counts[index] = stays * np.minimum(self._micro_batches, spare // nbytes)
-            spare = spare - counts[index] * nbytes
+            there = stays * np.minimum(self._at_once, spare // nbytes)
+            counts[index] = there * self._rounds
+            spare = spare - there * nbytes
         return replace(policies, graphs=counts)
 
     def less(self, packing: Packing, policy: Policy, nbytes: float) -> Policy:
         """`policy` without graphs of so many bytes, those that save least; without any if it has no more."""
         counts = [*policy.graphs]
         for index, of_one in reversed(self._most_worth(packing)):
-            gone = min(counts[index], -int(-nbytes // of_one)) if nbytes > 0 else 0
-            counts[index] -= gone
+            gone = min(counts[index] // self._rounds, -int(-nbytes // of_one)) if nbytes > 0 else 0
+            counts[index] -= gone * self._rounds
             nbytes -= gone * of_one
         return replace(policy, graphs=tuple(counts) if any(counts) else ())
 

@@ -116,8 +116,8 @@ class PackBytes:
         return [*waiting[:-1], 0]  # nothing has been propagated before the last call
 
     def _backward(self, sums: list[int], graphs: list[int]) -> int:
-        """Beside what the micro-batch holds between its passes and the stash of earlier packs. What is kept of a graph takes
-        no more than making it again, and no less room for its call's inputs.
+        """Beside what the micro-batch holds between its passes and the stash of earlier packs. `graphs`: as in `_forward`;
+        a call's own is in what running it backward takes.
         """
         stash, gathered = self.stash_bytes, 0
         most = stash + sums[-1] + graphs[-1]

@@ -41,7 +41,7 @@ class Peaks:
         wanted = self._request.micro_batches
         graphs = tuple(ALL if count >= wanted else count for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
-        # What each has left behind grows between their tasks, not only within a pack; where some keep their graphs, not evenly.
+        # What each has left behind grows between their tasks, not only within a pack; where some keep graphs, unevenly.
         if not policy.grouping or not {0, ALL}.issuperset(graphs):
             tasks = compose_step(packing, Group.of(wanted), policy)
             return base + self._walks_of(packing).walk(tasks).peak_bytes

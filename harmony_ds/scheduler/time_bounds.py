@@ -88,8 +88,8 @@ class TimeBounds:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
                 run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
-                saved_ms: _Times = walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
-                walk.run(index, backward, run_ms - saved_ms, self._stash_of(pack))
+                times = run_ms - walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
+                walk.run(index, backward, times, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
 
@@ -174,10 +174,11 @@ class _Walk:
         # that before the last run.
         self._freed = self._freed_earlier = self._evicted = self._evicted_earlier = np.zeros(count)
 
-    def graphs(self, index: int) -> NDArray[np.int_]:
+    def graphs(self, index: int) -> _Times:
         """Of how many micro-batches they are kept."""
         known = self._graphs
-        return np.zeros(len(self._prefetch), int) if known is None or index >= len(known) else known[index]
+        none = np.zeros(len(self._prefetch))
+        return none if known is None or index >= len(known) else known[index].astype(float)
 
     def swap_in(self, index: int, backward: bool) -> None:
         machine = self._machine
