@@ -41,6 +41,20 @@ class Graphs:
             spare = spare - there * nbytes
         return replace(policies, graphs=counts)
 
+    def within(self, packing: Packing, policy: Policy, spare_bytes: float) -> Policy:
+        """`policy` with no more graphs than so many bytes hold for certain: as if all were there when most else is."""
+        if not policy.graphs:
+            return policy
+        away = {*packing.forward[: policy.stash_on_host]}  # what has its graph kept does not leave
+        stash = sum(
+            count // self._rounds * self._costs.costs[p].stashed_bytes
+            for index, count in enumerate(policy.graphs)
+            if index in away
+            for p in packing.packs[index].positions
+        )
+        kept = sum(policy.graphs[index] // self._rounds * nbytes for index, nbytes in self._most_worth(packing))
+        return self.less(packing, policy, stash + kept - spare_bytes)
+
     def less(self, packing: Packing, policy: Policy, nbytes: float) -> Policy:
         """`policy` without graphs of so many bytes, those that save least; without any if it has no more."""
         counts = [*policy.graphs]

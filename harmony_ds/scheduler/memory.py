@@ -203,10 +203,10 @@ class _Walk:
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        kept = self._graphs.take(key)
-        backward = (
-            self._held_by(task) + excess + (pack.backward_from_graph_bytes if kept else pack.backward_bytes)[again]
-        )
+        self._graphs.take(key)
+        kept = task.kind is TaskKind.BACKWARD_FROM_GRAPH
+        running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
+        backward = self._held_by(task) + excess + running[again]
         if task.micro_batch in self._suspended and pack.is_last:
             backward = max(backward, pack.forward_bytes)  # which holds the loss
         most = self._between + backward

@@ -49,7 +49,7 @@ _PATIENT_TASKS = 15_000
 """After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
 bounds have been seen. Long plans take long to simulate, and are more alike."""
 _TRIALS = 4
-"""So often graphs are given up until a plan fits; then all of them."""
+"""So often graphs are given up until a plan fits; at last, it has those that it was found with."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -100,7 +100,7 @@ def _search_one(
         others = _Search(costs, machine, packer, swapped, top).run(cuts)
         if others.choices and found.add(others.choices[0]):
             search.improve(_MORE_WORK)
-    return tuple(_checked(search.leaner(choice), costs, request) for choice in found.choices[:top])
+    return tuple(_checked(search.settled(choice), costs, request) for choice in found.choices[:top])
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
@@ -190,29 +190,32 @@ class _Search:
         return self.found.add(choice), len(choice.plan.tasks)
 
     def _fitting(self, packing: Packing, policy: Policy) -> tuple[Policy, int] | None:
-        """The policy, with as many of its graphs as fit, and its peak; None: it does not fit without any."""
+        """The policy with graphs that fit for certain, and its peak without them; None: it does not fit without any."""
         least = self._peaks.of(packing, replace(policy, graphs=()))
         if least > self._budget:
             return None
-        for _ in range(_TRIALS if policy.graphs else 0):
-            peak = self._peaks.of(packing, policy)
-            if peak <= self._budget:
-                return policy, peak
-            policy = self._graphs.less(packing, policy, peak - self._budget)
-        return replace(policy, graphs=()), least
+        return self._graphs.within(packing, policy, self._budget - least), least
 
     def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
         plan = draft_plan(packing, self._costs, self._request, policy, peak)
         return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
 
-    def leaner(self, choice: Choice) -> Choice:
-        """Without the graphs, if they bring nothing."""
-        packing, policy = choice.plan.packing, choice.plan.policy
-        if not policy.graphs:
-            return choice
-        policy = replace(policy, graphs=())
-        without = self._choice(packing, policy, self._peaks.of(packing, policy), choice.reason.partition("; ")[0])
-        return without if steps(without.prediction.step_ms) <= steps(choice.prediction.step_ms) else choice
+    def settled(self, choice: Choice) -> Choice:
+        """With as many graphs as fit to the byte; without any, if they bring nothing."""
+        packing, cut = choice.plan.packing, choice.reason.partition("; ")[0]
+        without = replace(choice.plan.policy, graphs=())
+        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
+        one = Policies.of(packing, [without])
+        policy = self._graphs.filling(packing, one, self._peaks.spare(packing, one, self._budget))[0]
+        peak = self._peaks.of(packing, policy)
+        for trial in reversed(range(_TRIALS)):
+            if peak <= self._budget:
+                break
+            policy = self._graphs.less(packing, policy, peak - self._budget) if trial else choice.plan.policy
+            peak = self._peaks.of(packing, policy)
+        most = self._choice(packing, policy, peak, cut)
+        worth = steps(most.prediction.step_ms) < steps(least.prediction.step_ms)
+        return most if worth and peak <= self._budget else least
 
     def improve(self, work: int) -> None:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""
