@@ -151,7 +151,11 @@ def use_of(packing: Packing, policy: Policy) -> str:
         text = f"stash of {away} of {count} packs on the host" if away < count else "stash on the host"
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
-    return text + (", prefetch" if policy.prefetch else "")
+    text += ", prefetch" if policy.prefetch else ""
+    if policy.alone:
+        return text
+    weights = "shares of the weights" if policy.shared else "whole weights"
+    return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
 def may_stay(request: PlanRequest) -> bool:
