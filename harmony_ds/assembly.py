@@ -127,7 +127,7 @@ def assemble(
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if device.host_type == "cpu":
-        check_host_memory(host_need(decomposition, model, config, (client_optimizer, given), device))
+        _check_room(host_need(decomposition, model, config, (client_optimizer, given), device), world)
         fill_meta(model)
     store = _to_slabs(model, decomposition, config, device, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
@@ -143,6 +143,13 @@ def assemble(
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
     device.limit_process()
     return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
+
+
+def _check_room(need: HostNeed, world: Alone) -> None:
+    """Raises HostMemoryError if a server has too little: asked once for all of its processes, before any takes some."""
+    if world.leads:
+        check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
+    world.agree("the host has room")
 
 
 def _check_parallel(config: Config, world: Alone) -> None:

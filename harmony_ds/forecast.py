@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
+from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
@@ -118,7 +121,7 @@ def forecast(situation: Situation) -> Forecast:
         DoesNotFitError: nothing fits the device.
     """
     survey = situation.survey
-    choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, survey.request)[0]
+    choice = _searched(situation)
     weight = survey.element.weight
     return Forecast(
         choice=choice,
@@ -131,26 +134,44 @@ def forecast(situation: Situation) -> Forecast:
     )
 
 
+def _searched(situation: Situation) -> Choice:
+    """The fastest plan; if the host has no room for it, the fastest that it has room for, if there is any."""
+    survey, request = situation.survey, situation.survey.request
+    search_for = partial(search, survey.graph, survey.costs, survey.profile.machine, survey.element)
+    fastest = search_for(request)[0]
+    room = situation.host_budget_bytes
+    if room is None or sum(host_bytes(situation, fastest).values()) <= room:
+        return fastest
+    left = max(0, room - sum(_state_bytes(situation).values()))
+    try:
+        return search_for(replace(request, host_bytes=left // request.policy.devices))[0]
+    except DoesNotFitError:
+        return fastest
+
+
 def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     """What lies in host memory while the plan runs, by kind (see docs/memory.md), for all devices: weights, masters and
     optimizer state are there once.
     """
-    weight, plan, parameters = situation.survey.element.weight, choice.plan, situation.survey.graph.parameters
+    plan = choice.plan
+    policies = Policies.of(plan.packing, [plan.policy])
+    gradients = gradient_bytes(plan.packing, policies)[0]
+    stash = away_bytes(plan.packing, policies, situation.survey.costs, plan.micro_batches)[0]
+    return {
+        **_state_bytes(situation),
+        "gradients": plan.policy.devices * int(gradients),
+        "stash": plan.policy.devices * int(stash),
+    }
+
+
+def _state_bytes(situation: Situation) -> dict[str, int]:
+    """What is there whatever the plan is."""
+    weight, parameters = situation.survey.element.weight, situation.survey.graph.parameters
     elements = sum(spec.numel for spec in parameters if spec.trainable)
-    devices = plan.policy.devices
-    swapped = [plan.packs[index] for index in plan.packing.backward if index not in plan.policy.resident]
-    waiting = [pack.piece_bytes() for pack in swapped]
-    few = plan.policy.gradient_slabs * max(waiting, default=0)
-    slabs = sum(waiting) if plan.policy.gradients_wait else min(sum(waiting), few)
-    slabs += sum(pack.piece_bytes() for pack in plan.packing.always)
-    if plan.policy.reduce_on_host:
-        slabs += plan.policy.gradient_slabs * max(pack.gradient_bytes for pack in plan.packs)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
         "optimizer": _STATE_BYTES * situation.states * elements,
-        "gradients": devices * slabs,
-        "stash": devices * choice.prediction.swaps.stash_out,
     }
 
 

@@ -51,6 +51,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": {"zzz": 2}}, r'unknown key "zzz" in "harmony". Known keys: device, device_memory_gib'),
     ({"warmup_steps": 3}, 'Did you mean "scheduler.params.warmup_num_steps".*"harmony": {"unknown_keys": "warn"}'),
     ({"lr": 3}, 'Did you mean "optimizer.params.lr"'),
+    ({"optimizer": {"type": "AdamW", "torch_adam": True}}, 'Did you mean "optimizer.params.torch_adam"'),
     ({"harmony": {"unknown_keys": "warn", "pack_layer": 2}}, 'unknown key "pack_layer" in "harmony"'),
     # numbers in quotes
     ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params.lr\" is the text '1e-4': write the"),

@@ -16,6 +16,7 @@ from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Policy
+from harmony_ds.scheduler.search import Choice
 from harmony_ds.survey import Survey
 
 LAYERS = 8
@@ -186,6 +187,30 @@ def test_traffic_is_compared_with_the_bound_and_with_zero3() -> None:
     assert found.zero3_offload_bytes == LAYERS * ELEMENTS * (4 * (2 + 2 + 2 + 2) + 4)
 
 
+def test_the_host_is_given_a_plan_that_it_has_room_for_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = forecast(tight())
+    small = replace(fastest.choice, reason="small")
+    asked: list[int | None] = []
+
+    def searched(*arguments: Any) -> tuple[Choice, ...]:
+        asked.append(arguments[-1].host_bytes)
+        if asked[-1] is not None and asked[-1] < fastest.host_bytes["gradients"] // 2:
+            raise DoesNotFitError("no room")
+        return (small if asked[-1] is not None else fastest.choice,)
+
+    monkeypatch.setattr("harmony_ds.forecast.search", searched)
+    total, state = fastest.host_total_bytes, fastest.host_total_bytes - fastest.host_bytes["gradients"]
+    for budget, reason, hosts in (
+        (None, fastest.choice.reason, [None]),
+        (total, fastest.choice.reason, [None]),
+        (total - 1, "small", [None, total - 1 - state]),
+        (state, fastest.choice.reason, [None, 0]),
+    ):
+        asked.clear()
+        assert forecast(replace(tight(), host_budget_bytes=budget)).choice.reason == reason
+        assert asked == hosts
+
+
 def test_several_devices_hold_weights_and_state_once_and_take_their_pieces_of_the_gradients() -> None:
     one = tight()
     two = replace(one, survey=one.survey.among(2))
@@ -202,8 +227,8 @@ def test_what_the_exchange_takes_is_not_planned_with() -> None:
     survey = situation(2**30).survey
     assert survey.among(1) is survey
     request = survey.among(4).request
-    assert request.budget_bytes == 2**30 - 3 * 2**24
-    assert request.beside_bytes == 3 * 2**24
+    assert request.budget_bytes == 2**30  # of which the search takes it off, where devices exchange at all
+    assert request.exchange_bytes == 3 * 2**24
     assert request.policy.devices == 4
 
 

@@ -17,7 +17,7 @@ Values = dict[str, Any]
 _ZERO = "zero_optimization"
 _SPOKEN = {"": "the ds_config", "harmony": '"harmony"'}
 _IN_PARAMS = (
-    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum")),
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum", "torch_adam")),
     *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
     "scheduler.params.total_num_steps",
 )

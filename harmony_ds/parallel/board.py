@@ -75,11 +75,12 @@ class Board:
         timeout_s: float,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Args:
-        file: of the shared memory, whose first bytes the board has.
-        rank: of this process, among those of its server.
-        pids: of all of them, by rank.
-        numbers: as errors call them: their ranks in the training.
+        """What one of the processes `pids` of a server sees.
+
+        Args:
+            file: of the shared memory, whose first bytes the board has.
+            rank: of this process, among them.
+            numbers: as errors call them: their ranks in the training.
         """
         self._file = file
         self.rank, self.size = rank, len(pids)

@@ -80,9 +80,11 @@ class Exchange:
     """Reduces and scatters among the processes of a group."""
 
     def __init__(self, groups: Groups, rank: int, size: int, in_order: bool = True) -> None:
-        """Args:
-        rank, size: of this process on its server.
-        in_order: gradients are added up in the order of the ranks; else as the group's library likes.
+        """What one of the processes of `groups` does.
+
+        Args:
+            rank, size: of this process on its server.
+            in_order: gradients are added up in the order of the ranks; else as the group's library likes.
         """
         self._group = groups.server
         self._groups = groups

@@ -55,10 +55,12 @@ class Servers:
         first: dist.ProcessGroup | None,
         collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Args:
-        ranks: of the processes of every server.
-        first: a process group of the servers' first processes; None: this is none of them.
-        collective: makes what is put around calls that only other servers can end.
+        """What a process of `board` sees.
+
+        Args:
+            ranks: of the processes of every server.
+            first: a process group of the servers' first processes; None: this is none of them.
+            collective: makes what is put around calls that only other servers can end.
         """
         self._board = board
         self._ranks = ranks

@@ -153,7 +153,11 @@ def use_of(packing: Packing, policy: Policy) -> str:
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
     if any(policy.graphs):
         text += f", {sum(policy.graphs)} graphs of {sum(map(bool, policy.graphs))} packs"
-    return text + (", prefetch" if policy.prefetch else "")
+    text += ", prefetch" if policy.prefetch else ""
+    if policy.alone:
+        return text
+    weights = "shares of the weights" if policy.shared else "whole weights"
+    return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
 def may_stay(request: PlanRequest) -> bool:

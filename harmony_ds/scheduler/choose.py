@@ -24,6 +24,7 @@ class PlanRequest:
         beside_bytes: what was taken off for what is no part of a plan.
         exchange_bytes: what is to be taken off if several devices reduce gradients on the device.
         resident_bytes: what stays on the device besides packs: buffers.
+        host_bytes: host memory for what waits there, of one device (None: unlimited).
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
     """
 
@@ -34,6 +35,7 @@ class PlanRequest:
     policy: Policy
     beside_bytes: int = 0
     exchange_bytes: int = 0
+    host_bytes: int | None = None
 
     @property
     def budget(self) -> str:

@@ -5,8 +5,9 @@ it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` reco
 forward and keeps the graph, through which `P2.0` propagates back; `O2` swaps the pack's gradients out, `U2` lets the host
 update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and `T1.0` move the stash of micro-batch 0
 for pack 1 to the host and back; `N` is the point where the gradient norm of the whole model is known; `D2` updates pack 2,
-which never leaves the device, there; `R2` adds up the gradients of pack 2 that several devices have, so that each swaps
-out, and updates, its own piece; `A2` brings together the weights of pack 2 of which each has swapped in its share.
+which never leaves the device, there; `R2` adds up the gradients of pack 2 that several devices have, so that each updates
+its own piece: in front of `O2`, or on the host behind it; `A2` brings together the weights of pack 2 of which each has
+swapped in its share.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.

@@ -27,6 +27,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
+from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
 from harmony_ds.scheduler.neighbours import Point, neighbours
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
@@ -166,6 +167,10 @@ class _Search:
     def _ranked(self, packing: Packing, cut: str, every: Policies) -> Iterator[_Candidate]:
         """Those that may fit."""
         every = every.only(self._peaks.at_least(packing, every) <= self._budget)
+        if self._request.host_bytes is not None and len(every):
+            gradients = gradient_bytes(packing, every)
+            stash = away_bytes(packing, every, self._costs, self._request.micro_batches)
+            every = every.only(gradients + stash <= self._request.host_bytes)
         if not len(every):
             return
         self._work += len(packing.forward) + len(packing.backward)
@@ -204,9 +209,11 @@ class _Search:
         """With as many graphs as fit to the byte; without any, if they bring nothing."""
         packing, cut = choice.plan.packing, choice.reason.partition("; ")[0]
         without = replace(choice.plan.policy, graphs=())
-        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
         one = Policies.of(packing, [without])
         policy = self._graphs.filling(packing, one, self._peaks.spare(packing, one, self._budget))[0]
+        if not policy.graphs:
+            return choice
+        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
         peak = self._peaks.of(packing, policy)
         for trial in reversed(range(_TRIALS)):
             if peak <= self._budget:

@@ -1,5 +1,6 @@
 """Several processes train to the bits of plain PyTorch, with gradients added up in the order of the ranks."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,45 @@ CLOSE = (
     # Its embeddings are tied: their gradient comes from two packs, and its additions are regrouped.
     Training(model="gpt2", clip=0.05, steps=2, optimizer="SGD"),
 )
+
+
+def _at_random(seed: int) -> Training:
+    """A plan that nobody would ask for."""
+    chance = random.Random(seed)
+    layers = chance.choice([None, 1, 2, 3])
+    harmony = {
+        "grouping": chance.random() < 0.8,
+        "prefetch": chance.random() < 0.5,
+        "just_in_time_update": chance.random() < 0.5,
+        "overlap_update": chance.random() < 0.7,
+        "fuse_last_pack": chance.random() < 0.5,
+        "gradient_slabs": chance.choice([1, 2, 3]),
+        "stash": chance.choice(["auto", "device", "host"]),
+        "weights": chance.choice(["whole", "share"]),
+        "reduce": chance.choice(["device", "host"]),
+        "pack_layers": layers,
+        "device_memory_gib": chance.choice([0.0008, 0.002, 0.01]) if layers is None else None,
+    }
+    return Training(
+        model=chance.choice(["mlp", "mlp", "experts"]),
+        optimizer=chance.choice(["AdamW", "SGD", "Adagrad"]),
+        clip=chance.choice([0.0, 0.01]),
+        accumulation=chance.choice([1, 2, 5]) if harmony["grouping"] else 1,
+        steps=2,
+        bf16=chance.random() < 0.3,
+        loop=chance.choice(["train_batch", "familiar"]),
+        harmony=harmony,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_plans_at_random_train_to_the_bits(size: int) -> None:
+    several = [_at_random(100 * size + number) for number in range(24)]
+    found = run(size, trainings, several, limit_s=300)
+    told = {}
+    for index, training in enumerate(several):
+        told[str(training)] = differences([of_rank[index] for of_rank in found], train_plainly(training, size))
+    assert not {training: what for training, what in told.items() if what}
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import harmony_ds
 from harmony_ds.errors import HarmonyError, PeerFailedError, ProcessesDifferError
+from harmony_ds.offload import host_limits
+from harmony_ds.offload.host_limits import HostRoom
 from harmony_ds.parallel import heart
 from tests.parallel.processes import LIMIT_S, run, run_to_end
 from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
@@ -389,3 +391,19 @@ def test_reading_is_right_in_every_process() -> None:
         assert torch.equal(output, model(**batch("mlp", 7)).detach())
         assert loss == float(mean)
         assert torch.equal(after, right[0].weights["head.weight"].detach() + (1.0 + rank))
+
+
+# ---- host memory
+
+
+def has_no_room(rank: int) -> tuple[str, str]:
+    if dist.get_rank() == rank:
+        host_limits.host_rooms = lambda: [HostRoom(0, 0, "nothing is free")]  # type: ignore[assignment]
+    return said(lambda: engine_of(MLP).destroy())
+
+
+def test_host_memory_is_asked_for_once_for_all_processes_of_a_server() -> None:
+    first, second = run(2, has_no_room, 0)
+    assert first[0] == "HostMemoryError" and second[0] == "PeerFailedError" and "rank 0" in second[1]
+    assert "host memory" in second[1]
+    assert run(2, has_no_room, 1) == [("", "")] * 2

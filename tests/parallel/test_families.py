@@ -13,9 +13,9 @@ _TIED = frozenset("gpt2 gemma3 gemma4 opt bert roberta t5 bart whisper mamba".sp
 
 
 def _training(place: int, name: str) -> Training:
-    """With dropout; clipping, half precision and shares of weights in turn. What is regrouped is compared in fp32,
-    without Adam, which makes large numbers of gradients that are nothing but rounding, and clipped: after a long step
-    of gemma4's, the last bit of an embedding is the fourth digit of plain PyTorch's next gradients.
+    """With dropout; clipping, half precision, shares and both ways to reduce in turn. What is regrouped is compared
+    in fp32, without Adam, which makes large numbers of gradients that are nothing but rounding, and clipped: after a long
+    step of gemma4's, the last bit of an embedding is the fourth digit of plain PyTorch's next gradients.
     """
     tied = name in _TIED
     return Training(
@@ -24,7 +24,10 @@ def _training(place: int, name: str) -> Training:
         clip=0.05 if tied or place % 2 else 0.0,
         bf16=place % 3 == 2 and not tied,
         optimizer="SGD" if tied else "AdamW",
-        harmony={"weights": "whole" if place // 2 % 2 else "share"},
+        harmony={
+            "weights": "whole" if place // 2 % 2 else "share",
+            "reduce": "device" if place // 4 % 2 else "host",
+        },
     )
 
 

@@ -202,9 +202,10 @@ def test_the_faster_way_to_reduce_is_taken() -> None:
     request = PlanRequest(HarmonySettings(), 3, None, 0, Policy(deferred_update=False, devices=2))
     slow_peers = replace(GPU, peer_bytes_per_ms=50.0)
     slow_host = replace(GPU, peer_bytes_per_ms=900.0, norm_elements_per_ms=20.0)
-    for machine, on_host in ((slow_peers, True), (slow_host, False)):
+    for machine, on_host, place in ((slow_peers, True, "host"), (slow_host, False, "devices")):
         choices = search(graph, costs, machine, FP32, request, top=10)
         assert choices[0].plan.policy.reduce_on_host is on_host
+        assert choices[0].reason.endswith(f"; whole weights, gradients reduced on the {place}")
         both = [
             search(graph, costs, machine, FP32, replace(request, settings=HarmonySettings(reduce=place)))[0]
             for place in ("device", "host")

@@ -1,0 +1,73 @@
+"""What waits in host memory, told from packs and policies before anything is composed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harmony_ds.config import HarmonySettings
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiler.costs import CallCost
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.plan import Policy
+from harmony_ds.scheduler.policies import Policies
+from harmony_ds.scheduler.search import search
+from harmony_ds.scheduler.simulate import simulate
+from tests.scheduler.examples import FP32, GPU, costs_of, graph_of
+
+NUMELS = [1000, 3000, 1000, 2000]
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+GRAPH = graph_of(NUMELS)
+COSTS = costs_of(GRAPH.calls, COST)
+PACKING = Packer(GRAPH, COSTS, FP32).packing(tuple(range(len(NUMELS) + 1)))
+OWN = [pack.gradient_bytes for pack in PACKING.packs]
+
+
+def gradients(*policies: Policy) -> list[float]:
+    return gradient_bytes(PACKING, Policies.of(PACKING, policies)).tolist()
+
+
+def test_all_gradients_wait_for_their_norm_but_those_of_resident_packs() -> None:
+    assert gradients(Policy(), Policy(resident=(1,))) == [sum(OWN), sum(OWN) - OWN[1]]
+
+
+def test_without_a_norm_a_few_wait() -> None:
+    few = Policy(deferred_update=False, gradient_slabs=2)
+    assert gradients(few, replace(few, resident=(1,)), replace(few, resident=(0, 1, 2))) == [
+        2 * max(OWN),
+        2 * OWN[3],
+        OWN[3],  # there are no more
+    ]
+
+
+def test_where_the_host_reduces_every_device_leaves_whole_packs_beside_its_pieces() -> None:
+    policy = Policy(devices=2, reduce_on_host=True, gradient_slabs=3)
+    packing = Packer(GRAPH, COSTS, FP32, policy).packing(tuple(range(len(NUMELS) + 1)))
+    found = gradient_bytes(packing, Policies.of(packing, [policy])).item()
+    assert found == sum(pack.piece_bytes() for pack in packing.packs) + 3 * max(OWN)
+
+
+@pytest.mark.parametrize("away", [0, 1, 3])
+def test_the_stash_on_the_host_is_what_the_plan_moves_there(away: int) -> None:
+    policy = Policy(stash_on_host=away)
+    plan = make_plan(PACKING, COSTS, PlanRequest(HarmonySettings(), 5, None, 0, policy), policy)
+    moved = simulate(plan, COSTS, GPU).swaps.stash_out
+    assert away_bytes(PACKING, Policies.of(PACKING, [policy]), COSTS, 5).tolist() == [moved]
+    assert moved == 5 * 256 * away
+
+
+def test_a_plan_is_found_for_which_the_host_has_room() -> None:
+    costs = costs_of(GRAPH.calls, replace(COST, stash_bytes=3_000))
+    policy = Policy()
+    request = PlanRequest(HarmonySettings(residency="off"), 6, 64_000, 0, policy)
+    fastest = search(GRAPH, costs, GPU, FP32, request)[0]
+    assert fastest.prediction.swaps.stash_out > 0
+    room = sum(OWN) + fastest.prediction.swaps.stash_out - 1
+    fits = search(GRAPH, costs, GPU, FP32, replace(request, host_bytes=room))[0]
+    assert sum(OWN) + fits.prediction.swaps.stash_out <= room
+    assert fits.prediction.step_ms > fastest.prediction.step_ms
+    with pytest.raises(DoesNotFitError):
+        search(GRAPH, costs, GPU, FP32, replace(request, host_bytes=sum(OWN) - 1))
