@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import harmony_ds
-from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.plan import TaskKind
-from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.stepping import planner
 from tests.cover import spread
+from tests.graphs import graphs_in, keep_graphs
 from tests.oracle import assert_same, train_plainly
 from tests.simdevice.device import SimDevice
 from tests.simdevice.test_engine_exactness import ALL, GROUP, SEED, STEPS, optimizer_for
@@ -41,28 +37,9 @@ WAYS = (
 )
 
 
-@pytest.fixture
-def keeping(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, ...]], None]:
-    """From now on, every pack of a plan stays from forward to backward and keeps so many graphs."""
-
-    def keep(counts: tuple[int, ...]) -> None:
-        def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
-            choice, (_, costs, _, _, request) = search(*args, **more)[0], args
-            packing, policy = choice.plan.packing, choice.plan.policy
-            both = tuple(i for i in packing.forward if packing.packs[i].needs_backward)
-            graphs = tuple(counts[i % len(counts)] for i in packing.backward)
-            return (
-                replace(choice, plan=make_plan(packing, costs, request, replace(policy, kept=both, graphs=graphs))),
-            )
-
-        monkeypatch.setattr(planner, "search", found)
-
-    return keep
-
-
 @pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS), ids=str)
 def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(
-    name: str, way: Way, keeping: Callable[[tuple[int, ...]], None]
+    name: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = ALL[name]
     plain = family.build(way.dropout).train()
@@ -77,7 +54,7 @@ def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(
         seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
     )
 
-    keeping(way.graphs)
+    keep_graphs(monkeypatch, way.graphs)
     model = family.build(way.dropout).train()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -94,8 +71,5 @@ def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(
     report, plan = engine.memory_report(), engine.plan
     engine.destroy()
     assert_same(model, plain, family.bitwise)
-    kept = sum(task.kind is TaskKind.FORWARD_FOR_GRAPH for task in plan.tasks)
-    assert kept == sum(task.kind is TaskKind.BACKWARD_FROM_GRAPH for task in plan.tasks)
-    assert kept or len(plan.packing.forward) < 2
+    assert graphs_in(plan) or len(plan.packing.forward) < 2
     assert report.device_peak_bytes <= report.planned_peak_bytes
-    print(name, way, kept, report.device_peak_bytes / report.planned_peak_bytes)
