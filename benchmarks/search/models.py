@@ -68,6 +68,7 @@ def _call(draw: Random, numel: int, pace: float) -> CallCost:
         shared_bytes=boundary,
         forward_bytes=boundary * 2,
         graph_bytes=graph,
+        kept_bytes=graph,
         backward_bytes=graph + boundary,
         needs_backward=True,
         forward_ms=forward_ms,

@@ -1,14 +1,14 @@
 """Runs one layer for one micro-batch: forward and cut, again in backward, or attached to the micro-batch's own graph.
 
-The forward pass builds an autograd graph and throws it away: kernels are chosen by whether a gradient is required, and
-the recomputation must give the same bits.
+The forward pass builds an autograd graph and throws it away, or keeps it: kernels are chosen by whether a gradient is
+required, and the recomputation must give the same bits.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -123,31 +123,70 @@ class LayerCalls:
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows), None
-        inter_layer.origin.model = id(self)
-        layer = self._layers[request.layer]
-        request = without_unknown(request)
         call, tensors = self._recorded(request, number, inter_layer, rows)
-        given = tensors
+        given, layer = tensors, self._layers[request.layer]
         if layer.changes_inputs:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]
         outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
+        self._check_seen(layer, call, [t._version for t in tensors] != before)
+        return outputs, self._wanted(call)
+
+    def forward_for_graph(
+        self,
+        request: Request,
+        number: int,
+        copies: Mapping[str, Tensor],
+        inter_layer: InterLayerGraph,
+        state: Callable[[], State],
+    ) -> tuple[Any, RecordedCall | None]:
+        """The same, of a call whose `copies` will be there until `backward`: its graph is kept, and nothing is stashed.
+
+        But not where the call writes into what it goes on from: others do so before this one is propagated back.
+        """
+        layer = self._layers[request.layer]
+        if not request.grad or layer.replayed or layer.places:
+            return self.forward(request, number, copies, inter_layer, state)
+        call, tensors = self._recorded(request, number, inter_layer, WHOLE_CALLS)
+        outcome = layer.run(call, [t.detach() for t in tensors], copies, call.targets)
+        call.states.append(state())  # behind it, as behind a recomputation
+        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
+        self._check_seen(layer, call, inputs_changed=False)
+        call.keep_graph(outcome.tensors)
+        return outputs, self._wanted(call)
+
+    def _hand_over(
+        self,
+        call: RecordedCall,
+        outcome: Outcome,
+        tensors: list[Tensor],
+        copies: Mapping[str, Tensor],
+        inter_layer: InterLayerGraph,
+    ) -> Any:
+        """What the model gets of a call that has run."""
+        layer = self._layers[call.request.layer]
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
         outputs = layer.hand_over(call, outcome, leaves, tensors)
-        forget_collected(request)
+        forget_collected(call.request)
         call.arguments.shape.forget_originals()
-        self._check_seen(layer, call, [t._version for t in tensors] != before)
-        if not any(call.output_gradients):
-            self.forget(call)
-            return outputs, None
-        return outputs, call
+        return outputs
+
+    def _wanted(self, call: RecordedCall) -> RecordedCall | None:
+        """`call`, if any gradient can flow."""
+        if any(call.output_gradients):
+            return call
+        self.forget(call)
+        return None
 
     def _recorded(
         self, request: Request, number: int, inter_layer: InterLayerGraph, rows: Rows
     ) -> tuple[RecordedCall, list[Tensor]]:
         """A call that is about to run, and the tensors that it takes."""
         layer = self._layers[request.layer]
+        inter_layer.origin.model = id(self)
+        request = without_unknown(request)
         arguments, tensors = layer.take(request)
         call = RecordedCall(
             request=replace(request, args=(), kwargs={}),
@@ -192,8 +231,8 @@ class LayerCalls:
         replay: Callable[[State], None],
         gather: Callable[[], None],
     ) -> bool:
-        """Runs the call again and propagates the gradients of its outputs to its inputs and to `copies`; whether there was
-        anything to propagate.
+        """Runs the call again, unless its graph was kept, and propagates the gradients of its outputs to its inputs and to
+        `copies`; whether there was anything to propagate.
 
         Args:
             gather: called between the slices of a call that is cut: adds up what has reached `copies`.
@@ -205,25 +244,29 @@ class LayerCalls:
             self.forget(call)
             return False
         layer = self._layers[call.request.layer]
-        tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
-        if layer.changes_inputs:
-            tensors = [t.clone() for t in tensors]
-        buffers = call.buffers
-        if buffers is None and layer.changes_buffers:
-            buffers = copied_buffers(layer.buffered)  # nobody reads them; statistics must not be gathered twice
-        with buffers_apart(buffers) if buffers else nullcontext(), self._in_layer():
-            if call.cut is None:
-                replay(call.states[0])
-                _propagate(layer, call, tensors, gradients, copies, call.targets)
-            else:
-                slices = call.cut.propagated(tensors, call.targets, gradients)
+        with self._in_layer(), nullcontext() if call.graph else _apart(layer, call):
+            if call.cut is not None:
+                slices = call.cut.propagated(self._tensors(call), call.targets, gradients)
                 for number, (own, targets, given) in enumerate(slices):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    _propagate(layer, call, own, given, copies, targets)
+                    _run_again(layer, call, own, copies, targets)
+                    _propagate(call, given)
+            else:
+                replay(call.states[0])
+                if not call.graph:
+                    _run_again(layer, call, self._tensors(call), copies, call.targets)
+                _propagate(call, gradients)
         self.forget(call)
         return True
+
+    def recompute(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> None:
+        """Runs the call again, whole, and keeps its graph for `backward`."""
+        layer = self._layers[call.request.layer]
+        with _apart(layer, call):
+            replay(call.states[0])
+            _run_again(layer, call, self._tensors(call), copies, call.targets)
 
     @contextmanager
     def _in_layer(self) -> Iterator[None]:
@@ -280,6 +323,12 @@ class LayerCalls:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version)
 
+    def _tensors(self, call: RecordedCall) -> list[Tensor]:
+        """What the call is run again over."""
+        layer = self._layers[call.request.layer]
+        tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
+        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
+
     def _tensor(self, name: str, kept: StashEntry | Kept) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
@@ -295,32 +344,44 @@ class LayerCalls:
         for entry in call.entries:
             self._stash.release(entry)
         call.tensors = []
+        call.graph = []
+        call.watched = {}
 
 
-def _propagate(
+def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
+    """While open, the layer has buffers that nobody reads: statistics must not be gathered twice."""
+    buffers = call.buffers
+    if buffers is None and layer.changes_buffers:
+        buffers = copied_buffers(layer.buffered)
+    return buffers_apart(buffers) if buffers else nullcontext()
+
+
+def _run_again(
     layer: CalledLayer,
     call: RecordedCall,
     tensors: list[Tensor],
-    gradients: list[Tensor | None],
     copies: Mapping[str, Tensor],
     targets: list[GradientTarget | None],
 ) -> None:
-    """Runs the call (or one piece of it) again, and propagates `gradients` of its outputs."""
+    """Runs the call (or one piece of it) again, and keeps its graph."""
     outputs = layer.run(call, tensors, copies, targets).tensors
     call.check(outputs, layer.name)
+    call.keep_graph(outputs)
+
+
+def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
+    """Through the graph that was kept, from the gradients of its outputs."""
     pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
+        (edge, gradient)
+        for edge, gradient in zip(call.graph, gradients, strict=True)
+        if edge is not None and gradient is not None
     ]
-    retained = [(outputs[place], handed) for place, handed in call.retained]
-    del outputs
     with backward_of_engine():
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-    for output, reference in retained:
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    for place, reference in call.retained:
         handed = reference()
         if handed is not None:
-            handed.grad = output.grad
+            handed.grad = call.watched[place].grad
 
 
 def _cut_outputs(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.boundary import GradientTarget, OutputGradient
@@ -36,6 +37,8 @@ class RecordedCall:
         tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
+        graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
+        watched: outputs of the graph whose `.grad` is asked for, by place.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
@@ -48,11 +51,21 @@ class RecordedCall:
     tensors: list[StashEntry | Kept] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
+    graph: list[GradientEdge | None] = field(default_factory=list)
+    watched: dict[int, Tensor] = field(default_factory=dict)
     retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
     def entries(self) -> list[StashEntry]:
         return [t for t in self.tensors if isinstance(t, StashEntry)]
+
+    def keep_graph(self, outputs: list[Tensor]) -> None:
+        """What it takes to propagate back from `outputs`; not those themselves, which autograd may not need."""
+        self.graph = [
+            get_gradient_edge(output) if target is not None and output.requires_grad else None
+            for output, target in zip(outputs, self.output_gradients, strict=True)
+        ]
+        self.watched = {place: outputs[place] for place, _ in self.retained}
 
     def propagated(self) -> None:
         """From now on, a gradient of an output is an error."""

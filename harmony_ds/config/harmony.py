@@ -29,6 +29,7 @@ class HarmonySettings(PlanSwitches):
     layers: tuple[str, ...] = ()
     stash: str = "auto"
     residency: str | int = "auto"
+    keep_graphs: bool = True
     micro_batch: str | tuple[int, int] = "config"
     pin_memory: bool = True
     seed: int | None = None

@@ -25,9 +25,9 @@ Event = tuple[str, float, int]
 _FIRST_TIMED = 2  # DeepSpeed's throughput leaves two steps out
 
 _TIMERS = {
-    "fwd": (TaskKind.FORWARD,),
+    "fwd": (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH),
     "fwd_bwd": (TaskKind.FUSED,),
-    "bwd": (TaskKind.BACKWARD,),
+    "bwd": (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH),
     "swap_in": (TaskKind.SWAP_IN, TaskKind.GATHER, TaskKind.STASH_IN),
     "swap_out": (TaskKind.REDUCE, TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
     "step": (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE, TaskKind.NORM),

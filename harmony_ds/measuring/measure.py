@@ -212,6 +212,9 @@ class Measurement(Passes):
 
         with self._made_up_gradients(recorded) as reached:
             self._stretch.begin()
+            if recorded.cut is None:
+                self._parts.layer_calls.recompute(recorded, copy.leaves, self._parts.random.replay)
+                call.kept = max(call.kept, self._stretch.left())
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()

@@ -21,6 +21,7 @@ class SeenCall:
         gone: inputs that no earlier call took, and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
+        kept: what its graph held then, its inputs and outputs apart.
         inter_layer, inter_layer_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
@@ -37,6 +38,7 @@ class SeenCall:
     gone: int = 0
     forward: int = 0
     graph: int = 0
+    kept: int = 0
     inter_layer: int = 0
     inter_layer_kept: int = 0
     backward: int = 0
@@ -114,6 +116,7 @@ class Seen:
             shared_bytes=waiting,
             forward_bytes=forward,
             graph_bytes=call.graph + call.inter_layer_kept,
+            kept_bytes=call.kept,
             settle_bytes=settle,
             backward_bytes=backward if call.needs_backward or position == 0 else 0,
             leaf_bytes=call.leaf,

@@ -32,6 +32,8 @@ class CallCost:
         shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
         forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
         graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
+        kept_bytes: what its autograd graph alone holds, where it is kept from forward to backward; its inputs are counted
+            as stashed, its outputs by who takes them.
         settle_bytes: the most that propagating through the code behind it takes, gradients of later calls included.
         backward_bytes: the most that recomputing it and propagating back takes, its graph and the gradients of later
             calls included.
@@ -55,6 +57,7 @@ class CallCost:
     shared_bytes: int = 0
     forward_bytes: int = 0
     graph_bytes: int = 0
+    kept_bytes: int = 0
     settle_bytes: int = 0
     backward_bytes: int = 0
     leaf_bytes: int = 0
@@ -64,6 +67,11 @@ class CallCost:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     fused_ms: float = 0.0
+
+    @property
+    def propagate_ms(self) -> float:
+        """Propagating backward through a graph that was kept."""
+        return max(0.0, min(self.backward_ms, self.fused_ms - self.forward_ms))
 
     @property
     def stashed_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Executes a plan: a handler per kind of task, and no policy of its own.
 
-SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it
+SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it;
+                                              FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
 GATHER         world.gather                   FUSED      lane -> layer_calls.attached, loss, backward
 EVICT          residency.evict                BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
 REDUCE         world.reduce, .reduce_on_host  STASH_*    stash.move_out, stash.bring_in
@@ -64,6 +65,8 @@ class Executor:
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
+            TaskKind.FORWARD_FOR_GRAPH: self._forward,
+            TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
             TaskKind.UPDATE: self._update,
@@ -264,14 +267,11 @@ class Executor:
             if position > pack.positions[-1]:
                 return
             number = micro_batch.pass_position(position)
-            outputs, call = self._parts.layer_calls.forward(
-                lane.request,
-                number,
-                leaves,
-                micro_batch.inter_layer,
-                self._parts.random.snapshot,
-                plan.rows,
-            )
+            given = (lane.request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
+            if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+                outputs, call = self._parts.layer_calls.forward_for_graph(*given)
+            else:
+                outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
             if call is not None:
                 if not pack.needs_backward:  # it returned its input when it was measured
                     raise OffPlanError

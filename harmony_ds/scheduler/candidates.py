@@ -151,6 +151,8 @@ def use_of(packing: Packing, policy: Policy) -> str:
         text = f"stash of {away} of {count} packs on the host" if away < count else "stash on the host"
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
+    if any(policy.graphs):
+        text += f", {sum(policy.graphs)} graphs of {sum(map(bool, policy.graphs))} packs"
     text += ", prefetch" if policy.prefetch else ""
     if policy.alone:
         return text

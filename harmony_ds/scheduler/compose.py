@@ -16,7 +16,8 @@ where each swaps in a share.
 
 In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
-its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U.
+its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U. Of both, the first micro-batches may
+have K in the place of F, which keeps the graph, and P in the place of B; their stash never moves.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class _Composer:
         self._policy = policy
         self._out, self._in = stash_moves(packing, policy)
         self._swap_ins: Iterator[list[Task]] = iter(())
+        self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
 
     def forward_alone(self) -> Iterator[Task]:
         fused = self._packing.backward[-1]
@@ -158,6 +160,12 @@ class _Composer:
         # Without a pass there and a pass back there is nothing to be kept for. What ends one pass begins the other.
         stays = (*policy.kept, end)
         kept = {*policy.resident, *(index for index in stays if index in forward and index in backward)}
+        self._graphs = {
+            (index, m)
+            for index, count in enumerate(policy.graphs)
+            if index in kept and index in forward and packs[index].needs_backward and index != end
+            for m in self._group.fresh[:count]
+        }
         # One sequence, so that the last pack is swapped in while the one before it computes.
         self._swap_ins = self._issue(
             [(index, index not in policy.resident) for index in forward]
@@ -170,6 +178,9 @@ class _Composer:
         for index in order:
             yield from next(self._swap_ins)
             for m in self._group.fresh:
+                if (index, m) in self._graphs:
+                    yield Task(TaskKind.FORWARD_FOR_GRAPH, index, m)
+                    continue
                 yield Task(TaskKind.FORWARD, index, m)
                 if index in self._out:
                     yield Task(TaskKind.STASH_OUT, index, m)
@@ -205,11 +216,16 @@ class _Composer:
             if m in fused:
                 yield Task(TaskKind.FUSED, pack.index, m)
                 continue
+            if (pack.index, m) in self._graphs:
+                yield Task(TaskKind.BACKWARD_FROM_GRAPH, pack.index, m)
+                continue
             if back:
                 yield Task(TaskKind.STASH_IN, pack.index, back.pop(0))
             yield Task(TaskKind.BACKWARD, pack.index, m)
 
     def _stash_is_away(self, pack: Pack, micro_batch: int) -> bool:
+        if (pack.index, micro_batch) in self._graphs:
+            return False
         if pack.index in self._in:
             return True
         # A forward pass that ran alone has cut, and stashed, the last pack too.

@@ -58,8 +58,13 @@ def _with_times(plan: Plan, costs: CostTable, ratios: _Times) -> CostTable:
     first = last = 1.0
     for position in range(len(calls)):
         forward = _of_call(plan, ratios, TaskKind.FORWARD, plan.packing.forward, position)
+        forward = forward or _of_call(plan, ratios, TaskKind.FORWARD_FOR_GRAPH, plan.packing.forward, position)
         backward = _of_call(plan, ratios, TaskKind.BACKWARD, plan.packing.backward, position)
         at_once = ratios.get((COMPUTE, TaskKind.FUSED, fused.index)) if position in fused.positions else None
+        through = _of_call(plan, ratios, TaskKind.BACKWARD_FROM_GRAPH, plan.packing.backward, position)
+        if through is not None and calls[position].fused_ms:  # forward and through the graph: what is fused elsewhere
+            back_ms, there_ms = calls[position].propagate_ms, calls[position].fused_ms - calls[position].propagate_ms
+            at_once = (there_ms * (forward or through) + back_ms * through) / calls[position].fused_ms
         known = [ratio for ratio in (at_once, backward, forward) if ratio is not None]
         if not known:
             continue

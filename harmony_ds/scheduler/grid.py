@@ -11,7 +11,13 @@ from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
 _WIDTH = 120
 _WIDEST_CELL = 24
 _ROWS_SHOWN = 48  # of each pass; of more, the first and the last
-_RUNS = {TaskKind.FORWARD: "forward", TaskKind.FUSED: "fused", TaskKind.BACKWARD: "backward"}
+_RUNS = {
+    TaskKind.FORWARD: "forward",
+    TaskKind.FORWARD_FOR_GRAPH: "forward",
+    TaskKind.FUSED: "fused",
+    TaskKind.BACKWARD: "backward",
+    TaskKind.BACKWARD_FROM_GRAPH: "backward",
+}
 _UPDATES = (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 _HEADINGS = ("pass", "pack", "calls", "weights", "gradients", "swap in", "runs", "stash", "swap out", "update", "then")
 _RIGHT = ("pack", "weights", "gradients")
@@ -138,7 +144,7 @@ def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
         str(pack.index),
         ranges(pack.positions) if len(pack.positions) > 1 else str(pack.positions[0]),
         amount(pack.weight_bytes),
-        "" if runs.kind is TaskKind.FORWARD else amount(pack.gradient_bytes),
+        "" if _RUNS[runs.kind] == "forward" else amount(pack.gradient_bytes),
         ranges(numbers(TaskKind.SWAP_IN)),
         f"{runs.kind.value} {ranges(numbers(runs.kind))}",
         " ".join(stash),
@@ -184,7 +190,8 @@ def _legend(plan: Plan) -> Iterator[str]:
     yield "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,"
     stays = plan.policy.kept or not plan.policy.fuse_last_pack
     kept = " A kept pack waits on the device for its backward pass." if stays else ""
-    yield f"B recompute and backward.{kept}"
+    graphs = " K forward, its graph is kept; P back through that." if any(plan.policy.graphs) else ""
+    yield f"B recompute and backward.{graphs}{kept}"
     if plan.packing.unlayered is not None:
         yield f"pack {plan.packing.unlayered}: parameters that no layer call covers, on the device for the whole step"
     if plan.packing.uncalled is not None:

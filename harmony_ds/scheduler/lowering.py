@@ -2,7 +2,7 @@
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
-    compute   F, L, B, D     waits for the weights of its pack and stash, and behind a G for the gradients on their way
+    compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and behind a G for the gradients on their way
     peer      R, A           waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
@@ -25,8 +25,10 @@ from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import stash_bytes
 
-_RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
-_THROUGH = (*_RUNS, TaskKind.STASH_OUT, TaskKind.STASH_IN)
+_STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
+_THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
+_BACK = (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
+_RUNS = (*_STASHING, TaskKind.FORWARD_FOR_GRAPH, TaskKind.BACKWARD_FROM_GRAPH)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION = 3.0
@@ -79,7 +81,7 @@ class Lowering:
     def _issue(self, tasks: _Tasks) -> None:
         task, pack = tasks[0], self._plan.packs[tasks[0].pack]
         match task.kind:
-            case TaskKind.FORWARD | TaskKind.FUSED | TaskKind.BACKWARD:
+            case kind if kind in _RUNS:
                 self._run(tasks, pack)
             case TaskKind.SWAP_IN:
                 after = self._owner_updates(pack.parameters)
@@ -131,7 +133,7 @@ class Lowering:
         after = (*arrived, *self._compute_after, *sorted(stash))
         self._compute_after = []
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
-        duration = self._times.of(task.kind, pack, first and task.kind is not TaskKind.BACKWARD)
+        duration = self._times.of(task.kind, pack, first and task.kind not in _BACK)
         self._compute(tasks, len(tasks) * duration, after)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
@@ -261,8 +263,10 @@ class _PackTimes:
 
     def _sum(self, kind: TaskKind, pack: Pack) -> float:
         costs = [self._costs.costs[p] for p in pack.positions]
-        if kind is TaskKind.FORWARD:
+        if kind in (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH):
             return sum(cost.forward_ms for cost in costs)
+        if kind is TaskKind.BACKWARD_FROM_GRAPH:
+            return sum(cost.propagate_ms for cost in costs)
         if kind is TaskKind.BACKWARD:
             tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
             return tail_ms + sum(cost.backward_ms for cost in costs)

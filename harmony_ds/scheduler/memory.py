@@ -100,6 +100,7 @@ class _Walk:
         self._gradients = _Total()
         self._waiting = _Total()  # by micro-batch: what it holds while others run
         self._stash = _Total()  # by micro-batch: what of it is on the device
+        self._graphs = _Total()  # by (pack, micro-batch), where it is kept
         self._known: set[int] = set()  # micro-batches whose forward pass is among the tasks
         self._arrived = _Total()  # by (pack, micro-batch): stash that came back from the host
         self._leaving = 0  # stash on its way to the host
@@ -107,6 +108,8 @@ class _Walk:
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
+            TaskKind.FORWARD_FOR_GRAPH: self._forward,
+            TaskKind.BACKWARD_FROM_GRAPH: self._backward,
         }
 
     def step(self, task: Task) -> tuple[int, int]:
@@ -150,12 +153,15 @@ class _Walk:
     @property
     def _between(self) -> int:
         """What all micro-batches hold while none runs."""
-        return self._waiting.total + self._stash.total + self._arrived.total + self._leaving
+        return self._waiting.total + self._stash.total + self._graphs.total + self._arrived.total + self._leaving
 
     def _forward(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        most = self._between + pack.forward_bytes
+        keeps = task.kind is TaskKind.FORWARD_FOR_GRAPH
+        most = self._between + (pack.forward_for_graph_bytes if keeps else pack.forward_bytes)
+        if keeps:
+            self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes)
         self._waiting.put(task.micro_batch, self._held_behind(pack, task))
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
         return max(most, self._between)
@@ -197,7 +203,10 @@ class _Walk:
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
-        backward = self._held_by(task) + excess + pack.backward_bytes[again]
+        self._graphs.take(key)
+        kept = task.kind is TaskKind.BACKWARD_FROM_GRAPH
+        running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
+        backward = self._held_by(task) + excess + running[again]
         if task.micro_batch in self._suspended and pack.is_last:
             backward = max(backward, pack.forward_bytes)  # which holds the loss
         most = self._between + backward

@@ -43,11 +43,16 @@ class PackBytes:
         self.excess_bytes = self.returning_bytes - self.stash_bytes
         self.alive_after_forward_bytes = self._calls[0].alive_after_forward_bytes
         self.shared_bytes = self._calls[0].shared_bytes
-        self.forward_bytes = self._forward()
+        graphs = [0, *accumulate(call.kept_bytes for call in self._calls)]
+        none = [0] * len(graphs)
+        self.kept_bytes = graphs[-1]
+        self.forward_bytes = self._forward(none)
+        self.forward_for_graph_bytes = self._forward(graphs)
         # The first micro-batch finds no sums of gradients there, the others all of them.
         all_there, first = [0] * (len(self._calls) + 1), self._sums(pack)
         tied = self._tied(pack)
-        self.backward_bytes = (self._backward(first), self._backward(all_there))
+        self.backward_bytes = (self._backward(first, none), self._backward(all_there, none))
+        self.backward_from_graph_bytes = (self._backward(first, graphs), self._backward(all_there, graphs))
         self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
         if costs.in_slices:
             held = costs.held_bytes + 2 * costs.scalar_bytes
@@ -60,11 +65,11 @@ class PackBytes:
     def is_last(self) -> bool:
         return self.last == len(self._costs.costs) - 1
 
-    def _forward(self) -> int:
-        """Beside the stash of earlier packs."""
+    def _forward(self, graphs: list[int]) -> int:
+        """Beside the stash of earlier packs. `graphs`: what is kept of those of the calls before each."""
         stash, most = 0, 0
-        for call in self._calls:
-            most = max(most, stash + call.alive_bytes + call.forward_bytes)
+        for graph, call in zip(graphs, self._calls, strict=False):
+            most = max(most, stash + graph + call.alive_bytes + call.forward_bytes)
             stash += call.stashed_bytes
         if self.is_last:
             call = self._calls[-1]
@@ -110,12 +115,15 @@ class PackBytes:
         waiting = [nbytes + across for nbytes in repeated]
         return [*waiting[:-1], 0]  # nothing has been propagated before the last call
 
-    def _backward(self, sums: list[int]) -> int:
-        """Beside what the micro-batch holds between its passes and the stash of earlier packs."""
+    def _backward(self, sums: list[int], graphs: list[int]) -> int:
+        """Beside what the micro-batch holds between its passes and the stash of earlier packs. `graphs`: as in `_forward`;
+        a call's own is in what running it backward takes.
+        """
         stash, gathered = self.stash_bytes, 0
-        most = stash + sums[-1]
+        most = stash + sums[-1] + graphs[-1]
         for place, call in reversed(list(enumerate(self._calls))):
-            most = max(most, stash + max(call.settle_bytes, call.backward_bytes) + gathered + sums[place])
+            here = max(graphs[place + 1] + call.settle_bytes, graphs[place] + call.backward_bytes)
+            most = max(most, stash + here + gathered + sums[place])
             stash -= call.stashed_bytes
             gathered += call.leaf_bytes
         return max(most, gathered + sums[0])

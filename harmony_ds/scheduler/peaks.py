@@ -8,6 +8,7 @@ groups are walked, and what each of those tasks holds is continued to the group 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -21,6 +22,7 @@ from harmony_ds.scheduler.plan import Packing, Policy, TaskKind
 from harmony_ds.scheduler.policies import Policies
 
 _SHORT = 4
+ALL = 2**31
 _Place = tuple[tuple[TaskKind, int, int], int]
 
 
@@ -37,7 +39,10 @@ class Peaks:
         """The peak in bytes."""
         base = resident_bytes(packing, policy, self._request)
         wanted = self._request.micro_batches
-        if not policy.grouping:  # what each has left behind grows between their tasks, not only within a pack
+        graphs = tuple(ALL if count >= wanted else count for count in policy.graphs)
+        policy = replace(policy, graphs=graphs)
+        # What each has left behind grows between their tasks, not only within a pack; where some keep graphs, unevenly.
+        if not policy.grouping or not {0, ALL}.issuperset(graphs):
             tasks = compose_step(packing, Group.of(wanted), policy)
             return base + self._walks_of(packing).walk(tasks).peak_bytes
         if wanted <= _SHORT + 1:
@@ -47,7 +52,15 @@ class Peaks:
         return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
 
     def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """Bytes below which the peaks cannot be: weights, gradients and stash while each pack runs back."""
+        """Bytes below which the peaks cannot be: weights, gradients and stash while each pack runs back. Without graphs."""
+        return np.maximum(*self._at_least(packing, policies))
+
+    def spare(self, packing: Packing, policies: Policies, budget_bytes: float) -> NDArray[np.float64]:
+        """Bytes that there are at most for graphs, which are all there when the fused pack runs back."""
+        return budget_bytes - self._at_least(packing, policies)[1]
+
+    def _at_least(self, packing: Packing, policies: Policies) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """While each pack runs back, and while the fused one does."""
         packs = [packing.packs[index] for index in packing.backward]
         swapped = ~policies.resident
         wanted = self._request.micro_batches if policies.base.grouping else 1
@@ -62,11 +75,10 @@ class Peaks:
         stash = wanted * np.maximum(0, np.array(self._stash)[begin] - np.array(self._stash)[np.minimum(ends, begin)])
         kept = np.array([pack.weight_bytes for pack in packs]) @ policies.kept
         full = kept + weights[-1] + fused.gradient_bytes + stash + self._working(fused.positions)
-        most = np.maximum(busy.max(axis=0), full)
         always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
         resident = np.array([pack.resident_bytes for pack in packs]) @ policies.resident
-        peaks: NDArray[np.float64] = most + always + self._request.resident_bytes + resident
-        return peaks
+        stays: NDArray[np.float64] = always + self._request.resident_bytes + resident
+        return busy.max(axis=0) + stays, full + stays
 
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))

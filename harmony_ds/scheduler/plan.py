@@ -1,12 +1,13 @@
 """A `Plan` is the finished list of tasks of one optimizer step. Pure data: it compares and saves as JSON.
 
 A task prints, and is parsed, as its kind, pack and micro-batch: `I2` swaps pack 2 in, `F2.0` runs micro-batch 0 through
-it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back, `O2` swaps the
-pack's gradients out, `U2` lets the host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0`
-and `T1.0` move the stash of micro-batch 0 for pack 1 to the host and back; `N` is the point where the gradient norm of
-the whole model is known; `D2` updates pack 2, which never leaves the device, there; `R2` adds up the gradients of pack 2
-that several devices have, so that each updates its own piece: in front of `O2`, or on the host behind it; `A2` brings
-together the weights of pack 2 of which each has swapped in its share.
+it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back; `K2.0` runs
+forward and keeps the graph, through which `P2.0` propagates back; `O2` swaps the pack's gradients out, `U2` lets the host
+update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and `T1.0` move the stash of micro-batch 0
+for pack 1 to the host and back; `N` is the point where the gradient norm of the whole model is known; `D2` updates pack 2,
+which never leaves the device, there; `R2` adds up the gradients of pack 2 that several devices have, so that each updates
+its own piece: in front of `O2`, or on the host behind it; `A2` brings together the weights of pack 2 of which each has
+swapped in its share.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.
@@ -29,6 +30,8 @@ class TaskKind(Enum):
     FORWARD = "F"
     FUSED = "L"
     BACKWARD = "B"
+    FORWARD_FOR_GRAPH = "K"
+    BACKWARD_FROM_GRAPH = "P"
     SWAP_OUT = "O"
     UPDATE = "U"
     EVICT = "E"
@@ -178,6 +181,8 @@ class Policy(PlanSwitches):
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
+        graphs: by pack of the backward pass, of how many micro-batches (the first ones) the autograd graph is kept from
+            forward to backward, so that nothing is recomputed; empty: of none. Packs that are kept or resident alone.
         forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
@@ -189,6 +194,7 @@ class Policy(PlanSwitches):
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
+    graphs: tuple[int, ...] = ()
     forward_rows: int = 0
     backward_rows: int = 0
     devices: int = 1

@@ -22,6 +22,7 @@ class Policies:
         resident, kept: by pack of the backward pass, then by policy: shape (packs, policies).
         away: how many forward packs have their stash on the host: shape (policies,).
         prefetch: shape (policies,).
+        graphs: of how many micro-batches graphs are kept: shape (packs, policies); None: of none.
     """
 
     base: Policy
@@ -29,6 +30,7 @@ class Policies:
     kept: Flags
     away: NDArray[np.int_]
     prefetch: Flags
+    graphs: NDArray[np.int_] | None = None
 
     @staticmethod
     def of(packing: Packing, policies: Sequence[Policy]) -> Policies:
@@ -47,9 +49,12 @@ class Policies:
     def __getitem__(self, place: int) -> Policy:
         resident, kept = (tuple(np.flatnonzero(flags[:, place]).tolist()) for flags in (self.resident, self.kept))
         away, prefetch = int(self.away[place]), bool(self.prefetch[place])
-        return replace(self.base, resident=resident, kept=kept, stash_on_host=away, prefetch=prefetch)
+        counts = () if self.graphs is None else tuple(self.graphs[:, place].tolist())
+        graphs = counts if any(counts) else ()
+        return replace(self.base, resident=resident, kept=kept, graphs=graphs, stash_on_host=away, prefetch=prefetch)
 
     def only(self, chosen: Flags | NDArray[np.int_]) -> Policies:
         """Those that are chosen."""
         resident, kept = self.resident[:, chosen], self.kept[:, chosen]
-        return Policies(self.base, resident, kept, self.away[chosen], self.prefetch[chosen])
+        graphs = None if self.graphs is None else self.graphs[:, chosen]
+        return Policies(self.base, resident, kept, self.away[chosen], self.prefetch[chosen], graphs)

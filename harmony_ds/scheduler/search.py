@@ -26,6 +26,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
+from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
 from harmony_ds.scheduler.neighbours import Point, neighbours
 from harmony_ds.scheduler.packing import ElementBytes, Packer
@@ -48,6 +49,8 @@ _PATIENCE = 24
 _PATIENT_TASKS = 15_000
 """After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
 bounds have been seen. Long plans take long to simulate, and are more alike."""
+_TRIALS = 4
+"""So often graphs are given up until a plan fits; at last, it has those that it was found with."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -98,7 +101,7 @@ def _search_one(
         others = _Search(costs, machine, packer, swapped, top).run(cuts)
         if others.choices and found.add(others.choices[0]):
             search.improve(_MORE_WORK)
-    return tuple(_checked(choice, costs, request) for choice in found.choices[:top])
+    return tuple(_checked(search.settled(choice), costs, request) for choice in found.choices[:top])
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
@@ -128,6 +131,7 @@ class _Search:
         self._request = request
         self._bounds = TimeBounds(costs, machine, request)
         self._peaks = Peaks(costs, request)
+        self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self.packer = packer
         self.found = _Found(top)
@@ -170,6 +174,7 @@ class _Search:
         if not len(every):
             return
         self._work += len(packing.forward) + len(packing.backward)
+        every = self._graphs.filling(packing, every, self._peaks.spare(packing, every, self._budget))
         bounds = self._bounds.tighter(packing, every)
         if not self._request.policy.grouping:
             bounds = np.array([self._bounds.of(packing, every[n]) for n in range(len(every))])
@@ -183,13 +188,41 @@ class _Search:
         if (*cuts, policy) in self._tried:
             return False, 0
         self._tried.add((*cuts, policy))
-        peak = self._peaks.of(packing, policy)
-        if peak > self._budget:
+        fitting = self._fitting(packing, policy)
+        if fitting is None:
             return False, 1
+        choice = self._choice(packing, *fitting, candidate.cut)
+        return self.found.add(choice), len(choice.plan.tasks)
+
+    def _fitting(self, packing: Packing, policy: Policy) -> tuple[Policy, int] | None:
+        """The policy with graphs that fit for certain, and its peak without them; None: it does not fit without any."""
+        least = self._peaks.of(packing, replace(policy, graphs=()))
+        if least > self._budget:
+            return None
+        return self._graphs.within(packing, policy, self._budget - least), least
+
+    def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
         plan = draft_plan(packing, self._costs, self._request, policy, peak)
-        prediction = simulate(plan, self._costs, self._machine)
-        best = self.found.add(Choice(plan, prediction, f"{candidate.cut}; {use_of(packing, policy)}"))
-        return best, len(plan.tasks)
+        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
+
+    def settled(self, choice: Choice) -> Choice:
+        """With as many graphs as fit to the byte; without any, if they bring nothing."""
+        packing, cut = choice.plan.packing, choice.reason.partition("; ")[0]
+        without = replace(choice.plan.policy, graphs=())
+        one = Policies.of(packing, [without])
+        policy = self._graphs.filling(packing, one, self._peaks.spare(packing, one, self._budget))[0]
+        if not policy.graphs:
+            return choice
+        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
+        peak = self._peaks.of(packing, policy)
+        for trial in reversed(range(_TRIALS)):
+            if peak <= self._budget:
+                break
+            policy = self._graphs.less(packing, policy, peak - self._budget) if trial else choice.plan.policy
+            peak = self._peaks.of(packing, policy)
+        most = self._choice(packing, policy, peak, cut)
+        worth = steps(most.prediction.step_ms) < steps(least.prediction.step_ms)
+        return most if worth and peak <= self._budget else least
 
     def improve(self, work: int) -> None:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""

@@ -36,6 +36,7 @@ class TimeBounds:
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)
         self._fused = _running(cost.fused_ms for cost in costs.costs)
+        self._kept = _running(max(0.0, cost.backward_ms - cost.propagate_ms) for cost in costs.costs)
         self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
     def of(self, packing: Packing, policy: Policy) -> float:
@@ -60,6 +61,7 @@ class TimeBounds:
         peer = rounds * sum(machine.peer_exchange_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
         peer += rounds * sum(self._gather_ms(p, shared) for p in (*there, *back))
         compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
+        compute -= sum(count * self._saved_ms(packs[i]) for i, count in enumerate(policy.graphs))
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) + self._sum_ms(p, policy) for p in out)
         update += sum(p.update_elements for p in always) / machine.update_elements_per_ms
@@ -86,7 +88,8 @@ class TimeBounds:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
                 run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
-                walk.run(index, backward, run_ms, self._stash_of(pack))
+                times = run_ms - walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
+                walk.run(index, backward, times, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
 
@@ -99,6 +102,10 @@ class TimeBounds:
     def _stash_of(self, pack: Pack) -> float:
         """Of one micro-batch, in bytes."""
         return self._stash[pack.positions[-1] + 1] - self._stash[pack.positions[0]]
+
+    def _saved_ms(self, pack: Pack) -> float:
+        """By not recomputing one micro-batch."""
+        return self._kept[pack.positions[-1] + 1] - self._kept[pack.positions[0]]
 
     def _run_ms(self, packing: Packing, pack: Pack, backward: bool, fuse: bool) -> float:
         """All micro-batches through one pack."""
@@ -145,6 +152,7 @@ class _Walk:
         self._policy = base
         self._packing = packing
         self._prefetch = policies.prefetch
+        self._graphs = policies.graphs
         self._micro_batches = micro_batches
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
@@ -166,6 +174,12 @@ class _Walk:
         # that before the last run.
         self._freed = self._freed_earlier = self._evicted = self._evicted_earlier = np.zeros(count)
 
+    def graphs(self, index: int) -> _Times:
+        """Of how many micro-batches they are kept."""
+        known = self._graphs
+        none = np.zeros(len(self._prefetch))
+        return none if known is None or index >= len(known) else known[index].astype(float)
+
     def swap_in(self, index: int, backward: bool) -> None:
         machine = self._machine
         moved = ~(self._stay[index] | self._kept[index]) if backward else ~self._stay[index]
@@ -183,7 +197,7 @@ class _Walk:
         self._came = np.where(moved, np.maximum(since, safe) + ms, self._came)
         self._computed = np.where(moved, np.maximum(self._computed, self._came + gather_ms), self._computed)
 
-    def run(self, index: int, backward: bool, run_ms: float, stash_bytes: float) -> None:
+    def run(self, index: int, backward: bool, run_ms: _Times, stash_bytes: float) -> None:
         """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
         begin = np.maximum(self._computed, self._freed_earlier)
         self._computed = begin + run_ms
@@ -196,8 +210,9 @@ class _Walk:
         if backward and pack.needs_backward:
             self._swap_out(pack)
 
-    def _move_stash(self, index: int, begin: _Times, one_ms: float, backward: bool, stash_bytes: float) -> None:
-        machine, away, count = self._machine, self._away[index], self._micro_batches
+    def _move_stash(self, index: int, begin: _Times, one_ms: _Times, backward: bool, stash_bytes: float) -> None:
+        machine, count = self._machine, self._micro_batches - self.graphs(index)
+        away = self._away[index] & (count > 0)
         one_copy = machine.swap_in_ms(stash_bytes) if backward else machine.swap_out_ms(stash_bytes)
         if not machine.copies_overlap:
             self._computed = self._computed + away * (count * one_copy)
@@ -208,9 +223,8 @@ class _Walk:
         else:
             # The first stash leaves when its micro-batch has computed, and each computes when the last but one has left.
             left = count - 2 * -(-count // STASH_PIECES)
-            if left > 0:
-                throttled = np.maximum(self._gone, begin + one_ms) + left * one_copy + one_ms
-                self._computed = np.where(away, np.maximum(self._computed, throttled), self._computed)
+            throttled = np.maximum(self._gone, begin + one_ms) + left * one_copy + one_ms
+            self._computed = np.where(away & (left > 0), np.maximum(self._computed, throttled), self._computed)
             self._gone = np.where(away, np.maximum(self._gone, begin + one_ms) + count * one_copy, self._gone)
 
     def _swap_out(self, pack: Pack) -> None:

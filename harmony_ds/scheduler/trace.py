@@ -21,8 +21,10 @@ from harmony_ds.scheduler.swaps import stash_bytes
 _COLOURS = {
     TaskKind.SWAP_IN: "rail_load",
     TaskKind.FORWARD: "thread_state_running",
+    TaskKind.FORWARD_FOR_GRAPH: "thread_state_running",
     TaskKind.FUSED: "rail_animation",
     TaskKind.BACKWARD: "thread_state_runnable",
+    TaskKind.BACKWARD_FROM_GRAPH: "thread_state_runnable",
     TaskKind.SWAP_OUT: "rail_response",
     TaskKind.UPDATE: "cq_build_running",
     TaskKind.EVICT: "grey",

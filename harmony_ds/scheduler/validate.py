@@ -23,7 +23,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     swapped out once (without grouping, once for each micro-batch), behind the last backward, freed as often, and updated
     once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
-    swapped and share no parameter with others. The unlayered parameters are there while anything runs.
+    swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
+    is kept stays until that has been propagated through, and is not recomputed.
     """
     resident = policy.resident
     _check_cover(packing)
@@ -90,6 +91,7 @@ class _Walk:
         self._reduced: set[int] = set()  # packs whose gradients are the sums of all devices'
         self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
+        self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
         self._out: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
         self._updated: Counter[int] = Counter()
@@ -100,6 +102,8 @@ class _Walk:
             TaskKind.FORWARD: self._run_forward,
             TaskKind.FUSED: self._run_backward,
             TaskKind.BACKWARD: self._run_backward,
+            TaskKind.FORWARD_FOR_GRAPH: self._run_forward,
+            TaskKind.BACKWARD_FROM_GRAPH: self._run_backward,
             TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
             TaskKind.FREE_GRADIENTS: self._free,
@@ -145,6 +149,8 @@ class _Walk:
     def _evict(self, task: Task) -> str | None:
         if task.pack not in self._inside or task.pack in self._resident:
             return "it is not on the device, or resident"
+        if any(pack == task.pack for pack, _ in self._graphs):
+            return "its graphs are kept"
         self._inside.discard(task.pack)
         return None
 
@@ -163,6 +169,8 @@ class _Walk:
         order = self._forward.get(task.micro_batch, [])
         if order[:1] == [task.pack] and self._inside.issuperset((task.pack, *self._always)):
             order.pop(0)
+            if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+                self._graphs.add((task.pack, task.micro_batch))
             return None
         return self._not_ready(task) or "out of forward order"
 
@@ -176,12 +184,19 @@ class _Walk:
         fused = fresh and self._policy.fuse_last_pack
         if fused != (task.kind is TaskKind.FUSED):
             return "fused where it must not be, or not fused where it must"
+        kept = (task.pack, task.micro_batch) in self._graphs
+        if kept != (task.kind is TaskKind.BACKWARD_FROM_GRAPH):
+            return "recomputed though its graph is kept, or not recomputed though it is not"
         if any((p, task.micro_batch) in self._away for p in self._positions(task)):
             return "its stash is on the host"
+        return self._propagate(task)
+
+    def _propagate(self, task: Task) -> str | None:
         order = self._backward[task.micro_batch]
         if order[:1] != [task.pack]:
             return "out of backward order"
         order.pop(0)
+        self._graphs.discard((task.pack, task.micro_batch))
         self._gathered.update((task.pack, *self._always))
         return None
 

@@ -32,6 +32,7 @@ from tests.engine.drive import (
     train_groups,
 )
 from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
+from tests.graphs import graphs_in, keep_graphs
 from tests.inside import updater_of
 from tests.late_device.device import LateDevice
 from tests.oracle import assert_same, train_plainly
@@ -107,6 +108,28 @@ def test_every_setting(setting: Setting) -> None:
         actual = loop(engine, GROUPS, lambda i: setting.looks and i == 1)
     assert_same(model, plain, bitwise=True)
     assert actual == losses
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "setting"),
+    [
+        ("llama", (3,), Setting({"stash": "device"}, clip=0.5)),
+        ("resnet", (3, 1), Setting({"stash": "host"}, seed=1)),
+        ("t5", (2, 0, 3), Setting({"stash": "host"}, clip=0.5, looks=True, seed=2)),
+        ("llama", (3, 2), Setting({"stash": "host", "residency": 3}, seed=3)),
+    ],
+)
+def test_kept_graphs(name: str, counts: tuple[int, ...], setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = family(name)
+    keep_graphs(monkeypatch, counts)
+    groups, make = groups_of(one, 2, 3), optimizer_for(one)
+    plain, _ = plainly(one, 0.1, groups, make, setting.clip)
+    model = one.build(0.1)
+    config = config_of(3, setting.clip, {"pack_layers": 1, **setting.harmony})
+    with late_engine(model, config, setting.seed, make) as engine:
+        loop(engine, groups, lambda i: setting.looks and i == 1)
+        assert graphs_in(engine.plan)
+    assert_same(model, plain, one.bitwise)
 
 
 # ---- failures in mid-step

@@ -77,6 +77,23 @@ def test_only_what_was_forwarded_is_fetched_from_the_host_for_the_last_pack() ->
     )
 
 
+def test_a_pack_that_stays_keeps_the_graphs_of_the_first_micro_batches_and_their_stash_never_moves() -> None:
+    policy = replace(PLAIN, stash_on_host=ALL_PACKS, kept=(1,), graphs=(2, 2))
+    assert step(THREE, Group((0, 1, 2, 3)), policy) == (
+        "I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 E0 I1 K1.0 K1.1 F1.2 S1.2 F1.3 S1.3 "
+        "I2 L2.0 L2.1 L2.2 L2.3 O2 U2 E2 T1.2 P1.0 P1.1 T1.3 B1.2 B1.3 G2 O1 U1 E1 "
+        "I0 T0.0 T0.1 B0.0 T0.2 B0.1 T0.3 B0.2 B0.3 G1 O0 U0 E0 G0"
+    )
+
+
+def test_what_ran_forward_early_has_no_graph() -> None:
+    policy = replace(PLAIN, kept=(0, 1), graphs=(2, 1, 9))
+    assert step(THREE, Group(fresh=(1, 2), forwarded=(0,)), policy) == (
+        "I0 K0.1 K0.2 I1 K1.1 F1.2 I2 B2.0 L2.1 L2.2 O2 U2 E2 B1.0 P1.1 B1.2 G2 O1 U1 E1 B0.0 P0.1 P0.2 G1 O0 U0 E0 G0"
+    )
+    assert "K" not in step(THREE, Group(fresh=(), forwarded=(0,)), policy)
+
+
 @pytest.mark.parametrize(
     ("deferred", "expected"),
     [

@@ -23,6 +23,7 @@ COST = CallCost(
     shared_bytes=4_000,
     forward_bytes=30_000,
     graph_bytes=20_000,
+    kept_bytes=15_000,
     backward_bytes=60_000,
     needs_backward=True,
 )
@@ -67,6 +68,36 @@ def test_activations_of_one_micro_batch_by_hand() -> None:
     assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
     assert at["O0"] == 500
     assert at["G0"] == 0
+
+
+def test_kept_graphs_by_hand() -> None:
+    """K0.0: what waited, and the call. From then on its graph is there, until it has been propagated through: P0.0 takes
+    what recomputing takes, beside the other micro-batch's graph.
+    """
+    costs = costs_of((0, 1), COST, tail_bytes=5_000, held_bytes=3_000)
+    policy = Policy(prefetch=False, deferred_update=False, kept=(0,), graphs=(2,))
+    tasks, profile = walk(TWO, costs, 2, policy)
+    at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
+    waiting, held = 10_000 + 8_000, HELD + 4_000 + 8_000
+
+    assert tasks == "I0 K0.0 K0.1 I1 L1.0 L1.1 O1 U1 E1 P0.0 P0.1 G1 O0 U0 E0 G0"
+    assert at["K0.0"] == 10_000 + 30_000
+    assert at["K0.1"] == waiting + 15_000 + 10_000 + 30_000
+    assert at["I1"] == 2 * (waiting + 15_000)
+    assert at["L1.0"] == at["I1"] + 500 + 60_000 - 0
+    assert at["E1"] == 500 + 2 * (held + 15_000)
+    assert at["P0.0"] == 2 * 500 + held + 15_000 + HELD + 60_000 + 8_000
+    assert at["P0.1"] == 2 * 500 + HELD + 60_000 + 8_000
+
+
+def test_a_kept_pack_of_several_calls_holds_the_graphs_of_the_calls_before() -> None:
+    packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
+    tasks, profile = walk(packs, costs_of((0, 1, 2), COST), 1, Policy(prefetch=False, kept=(0,), graphs=(1,)))
+    at = dict(zip(tasks.split(), profile.activation_bytes, strict=True))
+
+    assert at["K0.0"] == 8_000 + 15_000 + 10_000 + 30_000
+    assert at["I1"] == 10_000 + 2 * (8_000 + 15_000)
+    assert at["P0.0"] == 2 * 500 + 2 * 8_000 + 15_000 + 60_000
 
 
 def test_a_large_tail_counts_in_the_fused_pack() -> None:
@@ -281,6 +312,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
                 shared_bytes=draw(nbytes),
                 forward_bytes=graph_bytes + draw(nbytes),
                 graph_bytes=graph_bytes,
+                kept_bytes=draw(nbytes),
                 settle_bytes=draw(nbytes),
                 backward_bytes=draw(nbytes),
                 leaf_bytes=draw(nbytes),
@@ -291,7 +323,13 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
         )
     table = CostTable(graph.calls, tuple(costs), *(draw(nbytes) for _ in range(5)))
     flags = st.booleans()
-    policy = Policy(prefetch=draw(flags), stash_on_host=draw(st.integers(0, 3)), deferred_update=draw(flags))
+    policy = Policy(
+        prefetch=draw(flags),
+        stash_on_host=draw(st.integers(0, 3)),
+        deferred_update=draw(flags),
+        kept=(0, 2),
+        graphs=tuple(draw(st.lists(st.integers(0, 3), max_size=3))),
+    )
     return pack_uniformly(graph, table, FP32, draw(st.integers(1, count))), table, policy
 
 

@@ -41,6 +41,7 @@ COSTS = costs_of(
         shared_bytes=256,
         forward_bytes=500,
         graph_bytes=400,
+        kept_bytes=300,
         backward_bytes=900,
         needs_backward=True,
         forward_ms=1.0,
@@ -147,6 +148,37 @@ def test_a_plan_whose_peak_is_the_budget_fits_and_one_byte_less_does_not() -> No
     assert choose(request(smallest.peak_bytes, "host", 1)) == smallest
     with pytest.raises(DoesNotFitError, match=": 1 too many"):
         choose(request(smallest.peak_bytes - 1, "host", 1))
+
+
+def test_graphs_are_kept_where_that_saves_time_and_to_the_byte() -> None:
+    """A link so slow that all packs are kept: the rest of the memory is graphs'."""
+    slow = replace(GPU, swap_in_bytes_per_ms=10.0)
+    wanted = request(40_000, "device", 1, residency="kept")
+    wanted = replace(wanted, settings=replace(wanted.settings, residency="kept"))
+
+    def chosen(budget_bytes: int, **more: bool) -> Choice:
+        one = replace(wanted, budget_bytes=budget_bytes, settings=replace(wanted.settings, **more))
+        return search(GRAPH, COSTS, slow, FP32, one)[0]
+
+    found = chosen(21_000)
+    graphs, peak = sum(found.plan.policy.graphs), found.plan.peak_bytes
+    assert 0 < graphs < 4 * len(found.plan.packing.forward)
+    assert f"{graphs} graphs of" in found.reason
+    assert chosen(peak).plan == found.plan
+    assert sum(chosen(peak - 1).plan.policy.graphs) < graphs
+    assert sum(chosen(peak + 299).plan.policy.graphs) == graphs
+    without = chosen(peak, keep_graphs=False)
+    assert not without.plan.policy.graphs
+    saved_ms = graphs * 1.0  # of 3 ms for recomputing and propagating, 1 is the recomputation
+    assert found.prediction.step_ms == pytest.approx(without.prediction.step_ms - saved_ms)
+
+
+def test_graphs_that_save_no_time_are_not_kept() -> None:
+    """A link so slow that nothing else counts."""
+    slow = replace(GPU, swap_in_bytes_per_ms=0.5, swap_out_bytes_per_ms=0.5, link_bytes_per_ms=0.8)
+    wanted = request(14_000, "device", 1)
+    wanted = replace(wanted, settings=replace(wanted.settings, residency="kept"))
+    assert not any(search(GRAPH, COSTS, slow, FP32, wanted)[0].plan.policy.graphs)
 
 
 def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recomputes_nothing() -> None:

@@ -18,6 +18,9 @@ IMMEDIATE = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 E1 I2 L2.0 L2.1 O2 U2 E2 I1 B1.0 B1.1 
 DEFERRED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 N U0 U1"
 
 
+KEEPING = "I0 K0.0 F0.1 I1 L1.0 L1.1 O1 E1 P0.0 B0.1 G1 O0 E0 G0 N U0 U1"
+
+
 def check(tasks: str, packs: tuple[Pack, ...] = PACKS, group: Group = GROUP) -> None:
     validate(Packing.reused(packs), parse(tasks), group)
 
@@ -44,14 +47,30 @@ def test_parsing_is_the_inverse_of_printing() -> None:
 def test_the_lists_that_are_broken_below_are_valid() -> None:
     check(IMMEDIATE)
     check(DEFERRED, packs_of(True, True), Group((0,)))
+    check(KEEPING, packs_of(True, True))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("P0.0", "B0.0", r"\(B0.0\): recomputed though its graph is kept"),
+        ("B0.1", "P0.1", r"\(P0.1\): recomputed though its graph is kept, or not recomputed though it is not"),
+        ("L1.0", "K1.0", r"\(K1.0\): out of forward order"),
+        ("I1", "E0 I1", r"\(E0\): its graphs are kept"),
+        ("P0.0", "P0.0 P0.0", r"\(P0.0\): recomputed though its graph is kept, or not recomputed though it is not"),
+    ],
+)
+def test_a_graph_is_kept_until_its_backward_pass_and_not_longer(right: str, wrong: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check(KEEPING.replace(right, wrong, 1), packs_of(True, True))
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("group", [Group((0,)), Group((0, 1, 2)), Group((0, 2), (1,)), Group((), (0, 1))])
 def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
     packs = packs_of(*needs)
-    values = {"stash_on_host": [0, 1, ALL_PACKS]}
-    names = "prefetch stash_on_host deferred_update grouping just_in_time_update fuse_last_pack".split()
+    values = {"stash_on_host": [0, 1, ALL_PACKS], "graphs": [(), (1, 9)], "kept": [(0, 1)]}
+    names = "prefetch stash_on_host deferred_update grouping just_in_time_update fuse_last_pack graphs kept".split()
     for chosen in itertools.product(*(values.get(name, [False, True]) for name in names)):
         packing = Packing.reused(packs)
         policy = Policy(**dict(zip(names, chosen, strict=True)))
