@@ -374,6 +374,28 @@ def read_everything() -> Any:
     return result, own, kept.shape, early, output, alone, loss, after
 
 
+def reduces_losses() -> list[float]:
+    engine = engine_of(Training())
+    loss = engine(**batch("mlp", dist.get_rank()))
+    own = loss.detach().clone()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    of_first = loss.detach().clone()
+    dist.broadcast(of_first, 0)
+    kept = loss.detach()
+    dist.all_reduce(kept)
+    values = [float(value) for value in (own, total, of_first, kept, loss)]
+    engine.destroy()
+    return values
+
+
+def test_collectives_of_the_program_write_into_a_loss_that_waits() -> None:
+    (own, *reduced), (other, *same) = run(2, reduces_losses)
+    total = float(torch.tensor(own) + torch.tensor(other))
+    assert own != other
+    assert reduced == same == [total, own, total, total]
+
+
 def test_reading_is_right_in_every_process() -> None:
     found = run(2, read_everything)
     right = train_plainly(Training(clip=0.05), 2)
