@@ -374,6 +374,36 @@ def read_everything() -> Any:
     return result, own, kept.shape, early, output, alone, loss, after
 
 
+class Gathering(torch.nn.Module):
+    """Its forward waits for the other processes', as contrastive losses do, and Trainers that gather metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(7, 7), torch.nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x))).mean()
+        count = torch.ones(())
+        dist.all_reduce(count)
+        return x * count
+
+
+def gathers_in_forward() -> int:
+    engine, *_ = harmony_ds.initialize(model=Gathering(), config={**config_of(MLP, 2), "optimizer": SGD})
+    rank = engine.global_rank
+    for rows in ((2, 2), (2, 5), (9, 5), (2, 2), (3, 12)):  # what is larger than all before is measured
+        for _ in range(MLP.accumulation):
+            engine.backward(engine(torch.ones(rows[rank], 7)))
+            engine.step()
+    steps: int = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_a_model_that_waits_for_the_others_is_measured_by_all_as_often() -> None:
+    assert run(2, gathers_in_forward) == [5, 5]
+
+
 def reduces_losses() -> list[float]:
     engine = engine_of(Training())
     loss = engine(**batch("mlp", dist.get_rank()))
