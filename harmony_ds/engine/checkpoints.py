@@ -58,7 +58,7 @@ class Checkpoints:
             checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
 
         with self._world.together():
-            others = self._world.all("random states", checkpoint.capture_random(self._training.assembly.device))[1:]
+            others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.assembly.device))[1:]
             self._world.first(f"save the checkpoint {folder}", write)
         return True
 

@@ -1,13 +1,15 @@
 """A loss that has not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
 
 What stays pending: arithmetic with numbers and scalars, `detach`, `float`, `clone`, `mean`, ... and `backward`.
-Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting, and
-adding it in place to a plain tensor (`total += loss`), because nobody could tell that tensor's other owners later.
+Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting,
+collectives of `torch.distributed`, and adding it in place to a plain tensor (`total += loss`), because nobody could tell
+that tensor's other owners later.
+
+What is written into it in place stays, and whatever shares its memory (`loss.detach()`) shows it, as of any tensor.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,11 +25,11 @@ _LAZY = frozenset(
     "reshape squeeze __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ "
     "__neg__ __pos__ __abs__".split()
 )
-_IN_PLACE = {
-    "__iadd__": operator.add,
-    "__isub__": operator.sub,
-    "__imul__": operator.mul,
-    "__itruediv__": operator.truediv,
+_IN_PLACE: dict[str, Callable[..., Any]] = {
+    "__iadd__": torch.add,
+    "__isub__": torch.sub,
+    "__imul__": torch.mul,
+    "__itruediv__": torch.div,
     "add_": torch.add,
     "sub_": torch.sub,
     "mul_": torch.mul,
@@ -67,16 +69,29 @@ class _Applied:
         return self.args, self.kwargs
 
 
+@dataclass(slots=True)
+class _Memory:
+    """What a loss shares with all that is detached from it: how its value comes about and, once known, where it lies."""
+
+    source: Ticket | _Applied
+    value: Tensor | None = None
+
+
 class PendingLoss(torch.Tensor):
     """A scalar over the losses of queued micro-batches."""
 
-    _source: Ticket | _Applied
+    _graph: Ticket | _Applied  # what gradients go through
     _attached: bool
+    _memory: _Memory
 
     @staticmethod
     def of(ticket: Ticket, dtype: torch.dtype, device: torch.device) -> PendingLoss:
         """The loss of one micro-batch."""
         return _make(ticket, True, dtype, device)
+
+    @property
+    def _source(self) -> Ticket | _Applied:
+        return self._graph if self._attached else self._memory.source
 
     @property
     def tickets(self) -> set[Ticket]:
@@ -101,8 +116,18 @@ class PendingLoss(torch.Tensor):
         return value if self._attached or not isinstance(value, Tensor) else value.detach()
 
     def value(self) -> Any:
-        """Its value; computes what is not known yet."""
-        return self.evaluate(lambda ticket: ticket.loss(self._attached))
+        """Its value, in the memory that it has for good; computes what is not known yet."""
+        memory = self._memory
+        if memory.value is None:
+            known = _alias(self, self._graph, attached=False).evaluate(lambda ticket: ticket.loss(False))
+            memory.value = known.clone()  # the program may write into it
+        if self._attached:
+            value = self.evaluate(lambda ticket: ticket.loss(True))
+            if value.requires_grad:
+                if value.data_ptr() != memory.value.data_ptr():
+                    value.data = memory.value
+                return value
+        return memory.value.detach()
 
     def is_divided_by(self, number: int) -> bool:
         """Whether the program has divided it by `number`, and that is not all that `number` can mean here."""
@@ -150,27 +175,24 @@ class PendingLoss(torch.Tensor):
             if name == "backward":
                 return first.propagate(*args[1:], **kwargs)
             if name in ("detach", "data"):
-                return _make(_Applied(torch.clone, (first,), {}), False, first.dtype, first.device)
-            if name in _IN_PLACE:
-                func, name = _IN_PLACE[name], "add"
+                return _alias(first, first._graph, attached=False)
+            if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+                return _write(name, func, first, args[1:], kwargs)
         if func is torch.autograd.grad:
             raise UnsupportedError(
                 "torch.autograd.grad of a loss that an engine computes: its backward pass runs layer by layer, outside "
                 "autograd's graph, and gathers the gradients of all parameters. Call engine.backward(loss) and read .grad, "
                 "of parameters or of inputs that require a gradient."
             )
-        if name in _LAZY and not any(p.resolved for p in _pending_in((args, kwargs))) and _all_scalar(args):
-            return _lazily(func, args, kwargs)
-        known_args, known_kwargs = _replace((args, kwargs), lambda p: p.value())
-        return func(*known_args, **known_kwargs)
+        call = _lazily if name in _LAZY and _can_wait(args, kwargs) else _now
+        return call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Reached by C++ code that never asked __torch_function__.
-        known_args, known_kwargs = _replace((args, kwargs or {}), lambda p: p.value())
-        return func(*known_args, **known_kwargs)
+        return _now(func, args, kwargs or {})
 
     def check_not_propagated(self) -> None:
         """Raises UsageError if the backward pass of a micro-batch that it depends on is over."""
@@ -183,7 +205,7 @@ class PendingLoss(torch.Tensor):
         tickets = self.tickets
         plain = not args and not any(kwargs.values())  # torch passes every keyword on, unset ones too
         if len(tickets) == 1 and not self.resolved and plain and not self._leads_outside():
-            next(iter(tickets)).backward(self)
+            next(iter(tickets)).backward(_of_now(self))
         else:
             self.value().backward(*args, **kwargs)
 
@@ -191,8 +213,47 @@ class PendingLoss(torch.Tensor):
 def _make(source: Ticket | _Applied, attached: bool, dtype: torch.dtype, device: torch.device) -> PendingLoss:
     # requires_grad stays False in C++, so that code which bypasses Python fails loudly instead of losing a gradient.
     loss: PendingLoss = torch.Tensor._make_wrapper_subclass(PendingLoss, (), dtype=dtype, device=device)
-    loss._source, loss._attached = source, attached
+    loss._graph, loss._attached, loss._memory = source, attached, _Memory(source)
     return loss
+
+
+def _alias(loss: PendingLoss, graph: Ticket | _Applied, attached: bool) -> PendingLoss:
+    """Another tensor in the memory of `loss`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = _make(graph, attached, loss.dtype, loss.device)
+    alias._memory = loss._memory
+    return alias
+
+
+def _write(name: str, func: Any, loss: PendingLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingLoss:
+    """An in-place operation on `loss`; arithmetic stays pending if it can."""
+    before, arithmetic = _of_now(loss), _IN_PLACE.get(name)
+    if arithmetic is not None and _can_wait((loss, *args), kwargs):
+        after = _lazily(arithmetic, (before, *args), kwargs)
+        if after.dtype != loss.dtype:
+            after = _lazily(Tensor.to, (after, loss.dtype), {})
+        loss._graph, loss._attached, loss._memory.source = after._graph, after._attached, after._graph
+        return loss
+    value = _now(arithmetic or func, (loss, *args), kwargs)
+    if arithmetic is not None:
+        _alias(loss, loss._graph, attached=False).value().copy_(value.detach())
+    loss._graph, loss._attached = _Applied(_first_of, (value, before), {}), value.requires_grad
+    return loss
+
+
+def _first_of(value: Tensor, _: Any) -> Tensor:
+    return value
+
+
+def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known_args, known_kwargs = _replace((args, kwargs), lambda p: p.value())
+    return func(*known_args, **known_kwargs)
+
+
+def _can_wait(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation has scalars alone, whose values nobody has looked at or overwritten."""
+    pending = _pending_in((args, kwargs))
+    return _all_scalar(args) and not any(p.resolved or p._source is not p._memory.source for p in pending)
 
 
 def _lazily(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingLoss:
@@ -206,8 +267,11 @@ def _lazily(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _of_now(operand: Any) -> Any:
-    """What a tensor beside pending losses is now: it may be written into before they are known."""
-    return operand.clone() if isinstance(operand, Tensor) and not isinstance(operand, PendingLoss) else operand
+    """What an operand is now: it may be written into before its losses are known."""
+    if isinstance(operand, PendingLoss):
+        with torch._C.DisableTorchFunctionSubclass():
+            return _make(operand._source, operand._attached, operand.dtype, operand.device)
+    return operand.clone() if isinstance(operand, Tensor) else operand
 
 
 def _is_own(node: Any) -> bool:

@@ -129,6 +129,23 @@ def losses_summed_in_place(side: Side) -> Found:
 
 
 @case()
+def losses_averaged_in_place(side: Side) -> Found:
+    """A function of the user's divides what it is given in place: `reported = loss.detach()`, `average(reported)`."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    reported, clamped = [], []
+    for x, y in batches(3 * side.accumulation):
+        loss = engine(x, labels=y)
+        reported.append(loss.detach().clone())
+        reported[-1].div_(side.accumulation)
+        clamped.append(loss.detach().clone())
+        clamped[-1].clamp_(max=0.5)
+        engine.backward(loss)
+        engine.step()
+    return {**weights(model), "reported": torch.stack(reported), "clamped": torch.stack(clamped)}
+
+
+@case()
 def losses_kept_in_a_list(side: Side) -> Found:
     """Losses are appended to a list, and averaged after the epoch."""
     model = Net()

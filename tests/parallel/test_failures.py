@@ -376,6 +376,58 @@ def read_everything() -> Any:
     return result, own, kept.shape, early, output, alone, loss, after
 
 
+class Gathering(torch.nn.Module):
+    """Its forward waits for the other processes', as contrastive losses do, and Trainers that gather metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(7, 7), torch.nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x))).mean()
+        count = torch.ones(())
+        dist.all_reduce(count)
+        return x * count
+
+
+def gathers_in_forward() -> int:
+    engine, *_ = harmony_ds.initialize(model=Gathering(), config={**config_of(MLP, 2), "optimizer": SGD})
+    rank = engine.global_rank
+    for rows in ((2, 2), (2, 5), (9, 5), (2, 2), (3, 12)):  # what is larger than all before is measured
+        for _ in range(MLP.accumulation):
+            engine.backward(engine(torch.ones(rows[rank], 7)))
+            engine.step()
+    steps: int = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_a_model_that_waits_for_the_others_is_measured_by_all_as_often() -> None:
+    assert run(2, gathers_in_forward) == [5, 5]
+
+
+def reduces_losses() -> list[float]:
+    engine = engine_of(Training())
+    loss = engine(**batch("mlp", dist.get_rank()))
+    own = loss.detach().clone()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    of_first = loss.detach().clone()
+    dist.broadcast(of_first, 0)
+    kept = loss.detach()
+    dist.all_reduce(kept)
+    values = [float(value) for value in (own, total, of_first, kept, loss)]
+    engine.destroy()
+    return values
+
+
+def test_collectives_of_the_program_write_into_a_loss_that_waits() -> None:
+    (own, *reduced), (other, *same) = run(2, reduces_losses)
+    total = float(torch.tensor(own) + torch.tensor(other))
+    assert own != other
+    assert reduced == same == [total, own, total, total]
+
+
 def test_reading_is_right_in_every_process() -> None:
     found = run(2, read_everything)
     right = train_plainly(Training(clip=0.05), 2)

@@ -32,7 +32,8 @@ class FakeTicket:
         if self.known is None:
             self.looked += 1
             self.known = self.weight * self.slope
-        return self.known if attached else self.known.detach()
+            self.value = self.known.detach().clone()
+        return self.known if attached else self.value
 
     def check_not_propagated(self) -> None:
         return None
@@ -202,6 +203,72 @@ def test_backward_of_a_detached_loss_is_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         loss.detach().backward()
     assert ticket.weight.grad is None
+
+
+Program = Callable[[Any], Any]
+
+# What each program gives, and what it leaves in the loss and in its gradient, is asked of a plain tensor, too.
+WRITING: dict[str, Program] = {
+    "divided": lambda loss: loss.detach().div_(4),
+    "divided by a statement": lambda loss: loss.detach().__itruediv__(4),
+    "a sum over itself": lambda loss: loss.detach().add_(loss),
+    "a sum in another dtype": lambda loss: loss.detach().add_(torch.tensor(1.0, dtype=torch.float64)),
+    "filled": lambda loss: loss.detach().fill_(1.5),
+    "filled through .data": lambda loss: loss.data.fill_(1.5),
+    "copied into": lambda loss: loss.detach().copy_(torch.tensor(2.5)),
+    "clamped and divided": lambda loss: loss.detach().clamp_(max=5.0).div_(2),
+    "looked at before": lambda loss: (float(loss.detach()), loss.detach().mul_(3))[1],
+    "written by out=": lambda loss: torch.add(loss.detach(), 1.0, out=loss.detach()),
+    "attached, divided": lambda loss: loss.div_(4),
+    "attached, known and divided": lambda loss: (loss.item(), loss.div_(4))[1],
+    "attached, clamped": lambda loss: (loss * 1).clamp_(max=100.0),
+    "attached, clamped away": lambda loss: (loss * 1).clamp_(max=5.0),
+    "attached, a known one clamped away": lambda loss: (loss.item(), (loss * 1).clamp_(max=5.0))[1],
+    "a copy": lambda loss: loss.detach().clone().fill_(1.5),
+    "what was made before": lambda loss: (loss * 2, loss.detach().fill_(1.0))[0],
+    "what was made before of a known one": lambda loss: (loss.detach() * 2, loss.item(), loss.detach().fill_(1.0))[0],
+    "what is made behind": lambda loss: (loss.detach().div_(4), loss * 2)[1],
+    "a detached one divided beside": lambda loss: (loss.detach().div_(4), loss)[1],
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_what_is_written_in_place_stays_as_in_a_plain_tensor(name: str) -> None:
+    loss, ticket = pending()
+    weight = torch.tensor(2.0, requires_grad=True)
+    plain = weight * 3.0
+
+    result, expected = WRITING[name](loss), WRITING[name](plain)
+
+    assert (result.item(), result.dtype) == (expected.item(), expected.dtype)
+    assert loss.item() == plain.item()
+    assert result.requires_grad == expected.requires_grad
+    if expected.requires_grad:
+        result.backward()
+        expected.backward()
+        for noted in ticket.noted:
+            noted.evaluate(lambda _: ticket.weight * 3).backward()
+        assert ticket.weight.grad == weight.grad
+
+
+def test_arithmetic_in_place_stays_pending() -> None:
+    loss, ticket = pending()
+    mean = loss.detach()
+    mean /= 4
+    mean.add_(1.0)
+
+    assert isinstance(mean, PendingLoss)
+    assert ticket.looked == 0
+
+
+def test_what_is_written_after_backward_does_not_change_the_gradient() -> None:
+    loss, ticket = pending()
+    loss.backward()
+    loss.div_(4)
+
+    (noted,) = ticket.noted
+    noted.evaluate(lambda _: ticket.weight * 3).backward()
+    assert ticket.weight.grad.item() == 3.0
 
 
 def test_losses_are_hashed_by_identity() -> None:

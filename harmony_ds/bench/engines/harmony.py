@@ -40,7 +40,7 @@ class Harmony:
             "planned_peak_bytes": memory.planned_peak_bytes,
             "device_peak_bytes": memory.device_peak_bytes,
             "host_bytes": memory.host_bytes,
-            **({"sent_bytes": planned.sent_bytes} if planned.sent_bytes else {}),
+            **({"sent_bytes": planned.sent_bytes} if self._engine.world_size > 1 else {}),
             "traffic": {
                 "how": "counted by the engine",
                 "host_to_device": swaps.host_to_device,
