@@ -171,8 +171,12 @@ class Executor:
             yield
             return
         micro_batch = self._micro_batches[task.micro_batch]
-        with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-            yield
+        micro_batch.at_work = True
+        try:
+            with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+                yield
+        finally:
+            micro_batch.at_work = False
 
     # ---- weights
 

@@ -60,6 +60,8 @@ class MicroBatch:
     lane: Lane | None = None
     outputs: Any = None
     forwarded: bool = False
+    at_work: bool = False
+    """Whether the engine runs it now, forward or back."""
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)

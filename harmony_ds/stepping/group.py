@@ -18,7 +18,7 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError
+from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError, UnsupportedError
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
@@ -353,7 +353,7 @@ class StepGroup:
                 return step(micro_batches, hyper, clipping)
             except (OffPlanError, InputChangedError, PeerStrayed) as strayed:
                 if not retry:
-                    raise
+                    raise strayed if isinstance(strayed, PeerStrayed) else _strayed_beside_looks() from None
                 if not isinstance(strayed, PeerStrayed):
                     self._world.strayed()
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
@@ -388,6 +388,14 @@ def _on_its_own(tensor: Tensor) -> Tensor:
         return tensor
     leaf = tensor.detach().requires_grad_()
     return leaf if tensor.is_leaf else leaf.clone()
+
+
+def _strayed_beside_looks() -> UnsupportedError:
+    return UnsupportedError(
+        "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code that depends "
+        "on data), in a step of which losses or outputs were looked at: such a step is not run again. Nothing has been "
+        "updated. Look at losses behind engine.step(), or at all of a step's before its boundary."
+    )
 
 
 def _other_layers_each_time() -> ModelError:

@@ -104,6 +104,8 @@ class QueuedMicroBatch:
 
     def receive(self, gradient: Tensor) -> Tensor:
         """A gradient comes to one of its outputs, which were computed on their own; what goes on from there."""
+        if self.micro_batch.at_work:  # on its way from a later layer to an earlier one: an output may lie between them
+            return gradient
         self.check_not_propagated()
         group = self._open_group()
         self.received = True
