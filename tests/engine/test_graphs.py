@@ -83,8 +83,7 @@ class Scaled(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.scale.mul_(0.9)
-        hidden = self.linear(hidden) * self.scale
-        return hidden
+        return self.linear(hidden) * self.scale
 
 
 class Chain(nn.Module):
