@@ -190,8 +190,9 @@ def _legend(plan: Plan) -> Iterator[str]:
     yield "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,"
     stays = plan.policy.kept or not plan.policy.fuse_last_pack
     kept = " A kept pack waits on the device for its backward pass." if stays else ""
-    graphs = " K forward, its graph is kept; P back through that." if any(plan.policy.graphs) else ""
-    yield f"B recompute and backward.{graphs}{kept}"
+    yield f"B recompute and backward.{kept}"
+    if any(plan.policy.graphs):
+        yield "K forward, its graph is kept; P back through that."
     if plan.packing.unlayered is not None:
         yield f"pack {plan.packing.unlayered}: parameters that no layer call covers, on the device for the whole step"
     if plan.packing.uncalled is not None:
