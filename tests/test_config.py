@@ -127,6 +127,8 @@ def test_the_harmony_block_is_read() -> None:
         "just_in_time_update": False,
         "overlap_update": False,
         "fuse_last_pack": False,
+        "keep_graphs": False,
+        "reduce": "host",
     }
     settings = load(harmony=block).harmony
 
