@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -33,7 +34,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     The signature is that of `deepspeed.init_distributed`. Nothing happens to what is initialized already.
 
     Raises:
-        UnsupportedError: several processes are spoken of, and `torch.distributed` does not know of them.
+        UnsupportedError: several processes are spoken of, and `torch.distributed` or accelerate does not know of them.
     """
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     asked = max(world_size, launched_size())
@@ -56,7 +57,20 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
             "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
         )
+    _check_accelerates_count()
     _init_deepspeeds(dist_backend)
+
+
+def _check_accelerates_count() -> None:
+    """Data are dealt by accelerate, which counts one process without CUDA, unless it is told of a backend."""
+    accelerate = sys.modules.get("accelerate.state")
+    counted = accelerate.PartialState._shared_state.get("num_processes") if accelerate else None
+    if counted not in (None, dist.get_world_size()):
+        raise UnsupportedError(
+            f"accelerate counts {counted} processes, torch.distributed {dist.get_world_size()}: it would deal the data "
+            "among the wrong number. On a CPU tell it of them, by "
+            'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]) or TrainingArguments(use_cpu=True).'
+        )
 
 
 def _of_this_attempt() -> dict[str, Any]:
