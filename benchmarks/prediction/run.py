@@ -3,6 +3,7 @@
     python benchmarks/prediction/run.py            predicted against measured step time, four models, three plans each
     python benchmarks/prediction/run.py --top      the search's first choice against its own ten best, as measured
     torchrun --nproc_per_node 2 benchmarks/prediction/run.py       the first with two processes that share the gradients
+    ... run.py --link 16     either with a link of 16 MiB/s in each direction, beside compute (see slow_link.py)
 
 Every number is a ratio of two times taken side by side: the model is profiled and trained by turns, so that a slow
 minute of the machine slows both. Prints a line per plan and writes JSON to benchmarks/results/.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slow_link import SlowLinkDevice
 
 import harmony_ds
 
@@ -94,8 +96,12 @@ def batches(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": ids, "labels": ids}
 
 
-def engine_for(shape: Shape, **harmony: Any) -> Any:
+def engine_for(shape: Shape, link: float | None, **harmony: Any) -> Any:
+    device = None
+    if link is not None:
+        device = SlowLinkDevice(link * 2**20, int(harmony["device_memory_gib"] * GIB))
     engine, *_ = harmony_ds.initialize(
+        device=device,
         model=build(shape),
         config={
             "train_micro_batch_size_per_gpu": shape.micro_batch,
@@ -112,9 +118,9 @@ def weight_bytes(shape: Shape) -> int:
     return sum(p.numel() * p.element_size() for p in build(shape).parameters())
 
 
-def measure(shape: Shape, steps: int, harmony: dict[str, Any]) -> Any:
-    """Trains `steps` steps in a fresh engine; its plan report."""
-    engine = engine_for(shape, **harmony)
+def measure(shape: Shape, steps: int, harmony: dict[str, Any], link: float | None = None) -> Any:
+    """Trains `steps` steps in a fresh engine; its plan report. `link`: MiB/s in each direction (None: as it is)."""
+    engine = engine_for(shape, link, **harmony)
     data = batches(shape)
     for _ in range(steps + 2):
         engine.train_batch(data)
@@ -133,17 +139,19 @@ def _chosen(only: str | None) -> list[Shape]:
     return [shape for shape in SHAPES if only in (None, shape.name)]
 
 
-def accuracy(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
+def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> list[dict[str, Any]]:
     """Predicted over measured step time, the median over rounds, each with a profile and an engine of its own."""
     rows = []
     for shape in _chosen(only):
         weights = weight_bytes(shape)
         for share in shape.budgets:
-            reports = [measure(shape, steps, {"device_memory_gib": share * weights / GIB}) for _ in range(rounds)]
+            harmony = {"device_memory_gib": share * weights / GIB}
+            reports = [measure(shape, steps, harmony, link) for _ in range(rounds)]
             ratios = [report.predicted_step_ms / report.typical_step_ms for report in reports]
             row = {
                 "shape": asdict(shape),
                 "budget_bytes": int(share * weights),
+                "link_mib_per_s": link,
                 "plan": reports[-1].choices[0].reason,
                 "predicted_ms": [r.predicted_step_ms for r in reports],
                 "measured_ms": [r.typical_step_ms for r in reports],
@@ -198,12 +206,16 @@ def main() -> int:
     parser.add_argument("--top", action="store_true", help="measure the ten best plans of each search")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--link", type=float, metavar="MIB/S", help="a link of that rate, beside compute")
     parser.add_argument("--only", metavar="NAME", help="one shape; the file keeps what it has of the others")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     begin = time.time()
-    rows = (top if arguments.top else accuracy)(arguments.rounds, arguments.steps, arguments.only)
+    if arguments.top:
+        rows = top(arguments.rounds, arguments.steps, arguments.only)
+    else:
+        rows = accuracy(arguments.rounds, arguments.steps, arguments.only, arguments.link)
     if RANK != 0:
         return 0
     name = "prediction-top" if arguments.top else "prediction"
@@ -211,6 +223,8 @@ def main() -> int:
     if PROCESSES > 1:
         name += f"-{PROCESSES}-processes"
         launcher = ["torchrun", "--nproc_per_node", str(PROCESSES)]
+    if arguments.link is not None:
+        name += "-slow-link"
     environment = {
         "command": " ".join([*launcher, "benchmarks/prediction/run.py", *sys.argv[1:]]),
         "torch": torch.__version__,
