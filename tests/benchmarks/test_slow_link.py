@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.prediction.slow_link import SlowLinkDevice
 from harmony_ds.device import Stream
-from tests.parallel.training import Training, differences, engine_of, train_plainly, train_with
+from tests.parallel.training import Training, engine_of, train_plainly, train_with
 
 FAST = 2.0**40
 
@@ -45,5 +45,7 @@ def test_what_is_no_copy_comes_behind_the_copies_of_its_stream() -> None:
 def test_training_is_what_it_is_without_the_link() -> None:
     for training in (Training(), Training(bf16=True, harmony={"stash": "host"})):
         engine = engine_of(training, device=SlowLinkDevice(FAST, 2**30))
-        assert not differences([train_with(engine, training)], train_plainly(training, 1))
+        ours, plain = train_with(engine, training), train_plainly(training, 1)[0]
+        assert ours.losses == plain.losses  # norms are taken on the device, in fp32
+        assert all(torch.equal(ours.masters[name], value) for name, value in plain.masters.items())
         engine.destroy()
