@@ -1,4 +1,5 @@
-"""The best plan of all: every cut of both passes, every set of kept and of resident packs, every share of the stash.
+"""The best plan of all: every cut of both passes, every set of kept and of resident packs, every share of the stash, and
+every number of graphs.
 
 Judged by the simulator. Left out is only what a lower bound of its time, or of its memory, rules out.
 """
@@ -6,6 +7,7 @@ Judged by the simulator. Left out is only what a lower bound of its time, or of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -48,19 +50,50 @@ class Exhaustive:
             for forward in _cuts(backward[-2]):
                 packing = packer.packing(backward, forward)
                 policies = self._policies(packing, best_ms)
-                bounds = self._bounds.tighter(packing, policies)
+                graphs = self._graphs(packing)
+                most = graphs.max(axis=0)[:, None] * (policies.kept | policies.resident)
+                bounds = self._bounds.tighter(packing, replace(policies, graphs=most))
                 for place in np.argsort(bounds):
                     if bounds[place] >= best_ms:
                         break
-                    policy = policies[int(place)]
-                    if self._peaks.of(packing, policy) > self._budget:
-                        continue
-                    self.simulated += 1
-                    plan = draft_plan(packing, self._model.costs, self._model.request, policy)
-                    ms = simulate(plan, self._model.costs, self._model.machine).step_ms
-                    if ms < best_ms:
+                    with_graphs = self._with_graphs(packing, policies.only(np.array([place])), graphs)
+                    ms, policy = self._best_of(packing, with_graphs, best_ms)
+                    if policy is not None:
                         best_ms, best = ms, (packing, policy)
         return best_ms, best
+
+    def _best_of(self, packing: Packing, policies: Policies, best_ms: float) -> tuple[float, Policy | None]:
+        """The fastest of them, if it is faster than that."""
+        best = None
+        bounds = self._bounds.tighter(packing, policies)
+        for place in np.argsort(bounds):
+            if bounds[place] >= best_ms:
+                break
+            policy = policies[int(place)]
+            if self._peaks.of(packing, policy) > self._budget:
+                continue
+            self.simulated += 1
+            plan = draft_plan(packing, self._model.costs, self._model.request, policy)
+            ms = simulate(plan, self._model.costs, self._model.machine).step_ms
+            if ms < best_ms:
+                best_ms, best = ms, policy
+        return best_ms, best
+
+    def _graphs(self, packing: Packing) -> NDArray[np.int_]:
+        """Rows of how many graphs each pack may keep."""
+        most = self._model.request.micro_batches if self._model.request.settings.keep_graphs else 0
+        able = {*packing.forward}.intersection(packing.backward[:-1])
+        return np.array([*product(*(range(most + 1) if i in able else (0,) for i in packing.backward))])
+
+    def _with_graphs(self, packing: Packing, policy: Policies, rows: NDArray[np.int_]) -> Policies:
+        """The one policy, with each number of graphs that may fit."""
+        stays = (policy.kept | policy.resident)[:, 0]
+        costs = self._model.costs.costs
+        nbytes = np.array([sum(costs[p].kept_bytes for p in packing.packs[i].positions) for i in packing.backward])
+        fit = rows @ nbytes <= max(0.0, self._peaks.spare(packing, policy, self._budget)[0])
+        rows = rows[fit & ~rows[:, ~stays].any(axis=1)]
+        self.plans += len(rows) - 1
+        return replace(policy.only(np.zeros(len(rows), int)), graphs=rows.T)
 
     def _policies(self, packing: Packing, best_ms: float) -> Policies:
         """All that may fit and may be faster."""

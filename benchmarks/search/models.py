@@ -18,6 +18,8 @@ HALF = ElementBytes(weight=2, gradient=4)
 _ADAM = UpdateCost(states=2, gradient_bytes=4, copy_bytes=2)
 _GPUS = ("rtx4090", "rtx4090/pcie3", "h100")
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+_WITH_GRAPHS = 4
+"""Of so many micro-batches at most, graphs may be kept: of more, there are too many ways."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def random_model(seed: int, layers: int) -> Model:
     costs = CostTable(graph.calls, tuple(_call(draw, n, pace) for n in numels), tail_bytes=2**20)
     machine = hardware_of(draw.choice(_GPUS)).machine(_ADAM)
     policy = Policy(deferred_update=draw.random() < 0.5)
-    request = PlanRequest(HarmonySettings(), micro_batches, None, resident_bytes=0, policy=policy)
+    settings = HarmonySettings(keep_graphs=micro_batches <= _WITH_GRAPHS)
+    request = PlanRequest(settings, micro_batches, None, resident_bytes=0, policy=policy)
     packer = Packer(graph, costs, HALF)
     small, all_of_it = packer.packing(tuple(range(layers + 1))), packer.packing((0, layers))
     least = make_plan(small, costs, request, replace(policy, prefetch=False, stash_on_host=ALL_PACKS)).peak_bytes

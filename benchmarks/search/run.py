@@ -78,6 +78,7 @@ def _told(packing: Packing, policy: Policy) -> str:
     """What a plan decides."""
     cuts = " ".join(f"{pack.positions[0]}-{pack.positions[-1]}" for pack in packing.packs)
     stays = f"kept {policy.kept}, resident {policy.resident}, {policy.stash_on_host} stashed on the host"
+    stays += f", graphs {policy.graphs}" if policy.graphs else ""
     return f"packs {cuts}; {stays}{', prefetch' if policy.prefetch else ''}"
 
 
