@@ -100,6 +100,7 @@ def engine_for(shape: Shape, link: float | None, **harmony: Any) -> Any:
     device = None
     if link is not None:
         device = SlowLinkDevice(link * 2**20, int(harmony["device_memory_gib"] * GIB))
+        harmony |= {"weights": "whole", "reduce": "host"}  # between devices nothing can run beside compute here
     engine, *_ = harmony_ds.initialize(
         device=device,
         model=build(shape),
