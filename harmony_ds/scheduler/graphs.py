@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.candidates import may_stay
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.policies import Policies
 
@@ -17,8 +19,9 @@ from harmony_ds.scheduler.policies import Policies
 class Graphs:
     """Graphs of the plans for one request."""
 
-    def __init__(self, costs: CostTable, request: PlanRequest) -> None:
+    def __init__(self, costs: CostTable, request: PlanRequest, peaks: Peaks) -> None:
         self._costs = costs
+        self._peaks = peaks
         self._at_once = request.micro_batches if request.policy.grouping else 1
         self._rounds = request.micro_batches // self._at_once
         self._wanted = may_stay(request) and request.settings.keep_graphs and not costs.in_slices
@@ -41,27 +44,46 @@ class Graphs:
             spare = spare - there * nbytes
         return replace(policies, graphs=counts)
 
-    def within(self, packing: Packing, policy: Policy, spare_bytes: float) -> Policy:
-        """`policy` with no more graphs than so many bytes hold for certain: as if all were there when most else is."""
-        if not policy.graphs:
-            return policy
-        away = {*packing.forward[: policy.stash_on_host]}  # what has its graph kept does not leave
-        stash = sum(
-            count // self._rounds * self._costs.costs[p].stashed_bytes
-            for index, count in enumerate(policy.graphs)
-            if index in away
-            for p in packing.packs[index].positions
-        )
-        kept = sum(policy.graphs[index] // self._rounds * nbytes for index, nbytes in self._most_worth(packing))
-        return self.less(packing, policy, stash + kept - spare_bytes)
+    def ways(self, packing: Packing, policy: Policy, peaks: Sequence[int], budget_bytes: float) -> list[Policy]:
+        """`fitting` with any pack's graphs before all others: what saves most time per byte may save none of the step's."""
+        ways = [self.fitting(packing, policy, peaks, budget_bytes)]
+        if ways[0].graphs:
+            ways += [self.fitting(packing, policy, peaks, budget_bytes, one) for one, _ in self._most_worth(packing)]
+        return list(dict.fromkeys(ways))
 
-    def less(self, packing: Packing, policy: Policy, nbytes: float) -> Policy:
-        """`policy` without graphs of so many bytes, those that save least; without any if it has no more."""
-        counts = [*policy.graphs]
-        for index, of_one in reversed(self._most_worth(packing)):
-            gone = min(counts[index] // self._rounds, -int(-nbytes // of_one)) if nbytes > 0 else 0
-            counts[index] -= gone * self._rounds
-            nbytes -= gone * of_one
+    def fitting(
+        self, packing: Packing, policy: Policy, peaks: Sequence[int], budget_bytes: float, before: int | None = None
+    ) -> Policy:
+        """`policy` with as many more graphs as fit for certain, those of the pack `before` first.
+
+        Args:
+            peaks: its own, by stage (see `Peaks.stages`).
+        """
+        if not self._wanted:
+            return policy
+        last = len(packing.forward) + len(packing.backward) - 1
+        began = {index: stage for stage, index in enumerate(packing.forward)}
+        away = {*packing.forward[: policy.stash_on_host]}  # what has its graph kept does not leave
+        stays = {*policy.kept, *policy.resident}
+        bytes_of = self._peaks.pack_bytes(packing, policy)
+        counts = [*policy.graphs] or [0] * len(packing.backward)
+        spare = budget_bytes - np.array(peaks, float)
+        # A copy to the host leaves the device when the next one moves, which now may be long after.
+        lingering = max((bytes_of[index].stash_bytes for index in away), default=0)
+        for index, _ in sorted(self._most_worth(packing), key=lambda one: one[0] != before):
+            if index not in stays:
+                continue
+            pack = bytes_of[index]
+            nbytes = max(1, pack.kept_bytes + (pack.stash_bytes if index in away else 0))
+            while_there = slice(began[index], last - packing.backward.index(index) + 1)
+            left = spare[while_there] - (lingering if index in away else 0)
+            if not counts[index]:  # while the pack runs back, one of its graphs is part of what that takes anyway
+                left[-1] += pack.kept_bytes - pack.from_graph_excess_bytes
+            more = min(self._at_once - counts[index] // self._rounds, int(left.min() // nbytes))
+            if more > 0:
+                counts[index] += more * self._rounds
+                spare[while_there] = left - more * nbytes
+                lingering = 0 if index in away else lingering
         return replace(policy, graphs=tuple(counts) if any(counts) else ())
 
     def _most_worth(self, packing: Packing) -> list[tuple[int, int]]:

@@ -46,16 +46,23 @@ class MemoryWalks:
     def walk(self, tasks: tuple[Task, ...]) -> MemoryProfile:
         """The bytes alive while each task runs."""
         away = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
-        if away not in self._known:
-            costs = with_stash_on_host(self._packs, self._costs) if away else self._costs
-            self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs if pack.positions]
-        walk = _Walk(self._packs, *self._known[away], suspended(self._packs, tasks))
+        walk = _Walk(self._packs, *self._counted(away), suspended(self._packs, tasks))
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in self._packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
                 walk.bring(pack.index)
         rows = [walk.step(task) for task in tasks]
         return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
+
+    def pack_bytes(self, away: bool) -> list[PackBytes]:
+        """What a micro-batch adds in each pack; `away`: where some stash waits on the host."""
+        return self._counted(away)[1]
+
+    def _counted(self, away: bool) -> tuple[CostTable, list[PackBytes]]:
+        if away not in self._known:
+            costs = with_stash_on_host(self._packs, self._costs) if away else self._costs
+            self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs if pack.positions]
+        return self._known[away]
 
 
 class _Total:

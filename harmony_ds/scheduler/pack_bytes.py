@@ -53,6 +53,8 @@ class PackBytes:
         tied = self._tied(pack)
         self.backward_bytes = (self._backward(first, none), self._backward(all_there, none))
         self.backward_from_graph_bytes = (self._backward(first, graphs), self._backward(all_there, graphs))
+        both = zip(self.backward_from_graph_bytes, self.backward_bytes, strict=True)
+        self.from_graph_excess_bytes = max(0, *(kept - made for kept, made in both))
         self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
         if costs.in_slices:
             held = costs.held_bytes + 2 * costs.scalar_bytes

@@ -8,6 +8,7 @@ groups are walked, and what each of those tasks holds is continued to the group 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -18,12 +19,15 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
-from harmony_ds.scheduler.plan import Packing, Policy, TaskKind
+from harmony_ds.scheduler.pack_bytes import PackBytes
+from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.policies import Policies
 
 _SHORT = 4
 ALL = 2**31
 _Place = tuple[tuple[TaskKind, int, int], int]
+_FORWARD = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
+_BACKWARD = (TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
 
 
 class Peaks:
@@ -37,19 +41,31 @@ class Peaks:
 
     def of(self, packing: Packing, policy: Policy) -> int:
         """The peak in bytes."""
-        base = resident_bytes(packing, policy, self._request)
+        return max(self.stages(packing, policy))
+
+    def stages(self, packing: Packing, policy: Policy) -> list[int]:
+        """The peak in bytes while each pack runs: forward, then back, in the order in which they do."""
         wanted = self._request.micro_batches
         graphs = tuple(ALL if count >= wanted else count for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
         # What each has left behind grows between their tasks, not only within a pack; where some keep graphs, unevenly.
         if not policy.grouping or not {0, ALL}.issuperset(graphs):
-            tasks = compose_step(packing, Group.of(wanted), policy)
-            return base + self._walks_of(packing).walk(tasks).peak_bytes
-        if wanted <= _SHORT + 1:
-            return base + max(self._held(packing, policy, wanted).values())
-        short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
-        further = wanted - _SHORT
-        return base + max(nbytes + further * (longer[place] - nbytes) for place, nbytes in short.items())
+            held = [(stage, nbytes) for _, stage, nbytes in self._walked(packing, policy, wanted)]
+        elif wanted <= _SHORT + 1:
+            held = [*self._held(packing, policy, wanted).values()]
+        else:
+            short, longer = self._held(packing, policy, _SHORT), self._held(packing, policy, _SHORT + 1)
+            further = wanted - _SHORT
+            held = [(stage, nbytes + further * (longer[at][1] - nbytes)) for at, (stage, nbytes) in short.items()]
+        base = resident_bytes(packing, policy, self._request)
+        peaks = [base] * (len(packing.forward) + len(packing.backward))
+        for stage, nbytes in held:
+            peaks[stage] = max(peaks[stage], base + nbytes)
+        return peaks
+
+    def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
+        """What a micro-batch adds in each pack."""
+        return self._walks_of(packing).pack_bytes(away=policy.stash_on_host > 0)
 
     def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Bytes below which the peaks cannot be: weights, gradients and stash while each pack runs back. Without graphs."""
@@ -83,21 +99,35 @@ class Peaks:
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))
 
-    def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[_Place, int]:
-        """Bytes alive at each task, by kind, pack, how often it has run, and micro-batch counted from the nearer end."""
-        tasks = compose_step(packing, Group.of(micro_batches), policy)
-        profile = self._walks_of(packing).walk(tasks)
-        held: dict[_Place, int] = {}
+    def _held(self, packing: Packing, policy: Policy, micro_batches: int) -> dict[_Place, tuple[int, int]]:
+        """The stage of each task and the bytes alive at it, by kind, pack, how often it has run, and micro-batch counted
+        from the nearer end.
+        """
+        held: dict[_Place, tuple[int, int]] = {}
         times: Counter[tuple[TaskKind, int, int]] = Counter()
-        for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
+        for task, stage, nbytes in self._walked(packing, policy, micro_batches):
             m = task.micro_batch
             if m >= 0 and 2 <= m < micro_batches - 2:
                 continue
             near = m if m < 2 else m - micro_batches  # -1 where there is none, the last is -1 too: kinds differ
             key = (task.kind, task.pack, near)
             times[key] += 1
-            held[key, times[key]] = weights + rest
+            held[key, times[key]] = stage, nbytes
         return held
+
+    def _walked(self, packing: Packing, policy: Policy, micro_batches: int) -> Iterator[tuple[Task, int, int]]:
+        """Each task, the stage that it is part of, and the bytes alive at it."""
+        forward = {index: stage for stage, index in enumerate(packing.forward)}
+        backward = {index: stage for stage, index in enumerate(reversed(packing.backward), len(forward))}
+        stage = 0
+        tasks = compose_step(packing, Group.of(micro_batches), policy)
+        profile = self._walks_of(packing).walk(tasks)
+        for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
+            if task.kind in _FORWARD:
+                stage = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
+            elif task.kind in _BACKWARD:
+                stage = backward[task.pack]
+            yield task, stage, weights + rest
 
     def _walks_of(self, packing: Packing) -> MemoryWalks:
         if id(packing) not in self._walks:

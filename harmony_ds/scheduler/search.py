@@ -45,12 +45,14 @@ _WORK, _MORE_WORK = 10_000, 3_000
 _PATIENT_LOOKS = 300
 """After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
 _SMALLEST = 50
-_PATIENCE = 24
+_PATIENCE = 48
 _PATIENT_TASKS = 15_000
 """After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
 bounds have been seen. Long plans take long to simulate, and are more alike."""
+_WAYS_TASKS = 600
+"""After so many simulated tasks of one plan, whose graphs it is that are kept is not varied any further."""
 _TRIALS = 4
-"""So often graphs are given up until a plan fits; at last, it has those that it was found with."""
+"""So often graphs are added to the plan that was found: what is certain to fit is less than what does."""
 _MARGIN = 1.1
 """How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
@@ -131,7 +133,7 @@ class _Search:
         self._request = request
         self._bounds = TimeBounds(costs, machine, request)
         self._peaks = Peaks(costs, request)
-        self._graphs = Graphs(costs, request)
+        self._graphs = Graphs(costs, request, self._peaks)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self.packer = packer
         self.found = _Found(top)
@@ -188,18 +190,19 @@ class _Search:
         if (*cuts, policy) in self._tried:
             return False, 0
         self._tried.add((*cuts, policy))
-        fitting = self._fitting(packing, policy)
-        if fitting is None:
+        without = replace(policy, graphs=())
+        peaks = self._peaks.stages(packing, without)
+        if max(peaks) > self._budget:
             return False, 1
-        choice = self._choice(packing, *fitting, candidate.cut)
-        return self.found.add(choice), len(choice.plan.tasks)
-
-    def _fitting(self, packing: Packing, policy: Policy) -> tuple[Policy, int] | None:
-        """The policy with graphs that fit for certain, and its peak without them; None: it does not fit without any."""
-        least = self._peaks.of(packing, replace(policy, graphs=()))
-        if least > self._budget:
-            return None
-        return self._graphs.within(packing, policy, self._budget - least), least
+        ways = self._graphs.ways(packing, without, peaks, self._budget)
+        choices: list[Choice] = []
+        tasks = 0
+        for way in ways:
+            if tasks > _WAYS_TASKS:
+                break
+            choices.append(self._choice(packing, way, max(peaks), candidate.cut))
+            tasks += len(choices[-1].plan.tasks)
+        return self.found.add(min(choices, key=_rank)), tasks
 
     def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
         plan = draft_plan(packing, self._costs, self._request, policy, peak)
@@ -208,21 +211,21 @@ class _Search:
     def settled(self, choice: Choice) -> Choice:
         """With as many graphs as fit to the byte; without any, if they bring nothing."""
         packing, cut = choice.plan.packing, choice.reason.partition("; ")[0]
-        without = replace(choice.plan.policy, graphs=())
-        one = Policies.of(packing, [without])
-        policy = self._graphs.filling(packing, one, self._peaks.spare(packing, one, self._budget))[0]
-        if not policy.graphs:
-            return choice
-        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
-        peak = self._peaks.of(packing, policy)
-        for trial in reversed(range(_TRIALS)):
-            if peak <= self._budget:
+        without, policy = replace(choice.plan.policy, graphs=()), choice.plan.policy
+        peaks = self._peaks.stages(packing, policy)
+        if max(peaks) > self._budget:
+            policy, peaks = without, self._peaks.stages(packing, without)
+        for _ in range(_TRIALS):
+            more = self._graphs.fitting(packing, policy, peaks, self._budget)
+            now = self._peaks.stages(packing, more) if more != policy else peaks
+            if more == policy or max(now) > self._budget:
                 break
-            policy = self._graphs.less(packing, policy, peak - self._budget) if trial else choice.plan.policy
-            peak = self._peaks.of(packing, policy)
-        most = self._choice(packing, policy, peak, cut)
-        worth = steps(most.prediction.step_ms) < steps(least.prediction.step_ms)
-        return most if worth and peak <= self._budget else least
+            policy, peaks = more, now
+        most = self._choice(packing, policy, max(peaks), cut)
+        if not policy.graphs:
+            return most
+        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
+        return most if steps(most.prediction.step_ms) < steps(least.prediction.step_ms) else least
 
     def improve(self, work: int) -> None:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""

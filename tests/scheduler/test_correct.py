@@ -84,13 +84,14 @@ def test_what_was_wrong_is_found_and_with_it_the_right_plan(
     assert simulate(found, RIGHT, machine).step_ms <= 1.03 * simulate(best, RIGHT, machine).step_ms
 
 
-def test_a_plan_that_was_slow_for_a_wrong_link_is_exchanged_for_the_very_plan_of_the_right_one() -> None:
-    mistaken = replace(GPU, swap_in_bytes_per_ms=6_000.0, swap_out_bytes_per_ms=300.0, link_bytes_per_ms=6_400.0)
+def test_a_plan_that_was_slow_for_a_wrong_link_is_exchanged_for_one_as_fast_as_the_right_one() -> None:
+    mistaken = replace(GPU, swap_in_bytes_per_ms=6_000.0, swap_out_bytes_per_ms=30.0, link_bytes_per_ms=6_100.0)
     plan, best = searched(RIGHT, mistaken, deferred=True), searched(RIGHT, GPU, deferred=True)
     real = simulate(plan, RIGHT, GPU)
     assert real.step_ms > 1.05 * simulate(best, RIGHT, GPU).step_ms
 
-    assert searched(*correct(plan, RIGHT, mistaken, [real.spans]), deferred=True) == best
+    found = searched(*correct(plan, RIGHT, mistaken, [real.spans]), deferred=True)
+    assert simulate(found, RIGHT, GPU).step_ms <= 1.005 * simulate(best, RIGHT, GPU).step_ms
 
 
 def test_what_was_right_stays() -> None:
