@@ -151,11 +151,7 @@ class HarmonyEngine(nn.Module):
     set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
     optimizer_name = of_part("_settings", Settings.optimizer_name)
     bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
-    initial_dynamic_scale = of_part("_settings", Settings.initial_dynamic_scale)
-    dynamic_loss_scale_args = of_part("_settings", Settings.dynamic_loss_scale_args)
-    torch_autocast_dtype = of_part("_settings", Settings.torch_autocast_dtype)
     get_data_types = of_part("_settings", Settings.get_data_types)
-    autotp_size = of_part("_settings", Settings.autotp_size)
 
     @property
     def config(self) -> dict[str, Any]:
