@@ -277,25 +277,10 @@ class HarmonyEngine(nn.Module):
             "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
         )
 
-    # ---- data parallelism alone, and what there is none of
-
-    local_rank = global_rank = 0
-    world_size = dp_world_size = mp_world_size = seq_dp_world_size = sequence_parallel_size = 1
-    has_moe_layers = pipeline_parallelism = False
-    mpu: Any = None
-    loaded_checkpoint_dp_world_size: int | None = None
+    # ---- layers that are compiled, and what there is nothing to do for
 
     compile = of_living("_compilation", Compilation.compile)
     is_compiled = Held[bool]("_compilation")
-
-    def is_deepcompile_enabled(self) -> bool:
-        """No."""
-        return False
-
-    is_deepcompile_active = is_deepcompile_enabled
-
-    def clip_fp32_gradients(self) -> None:
-        """Gradients are clipped inside `step()`, by `gradient_clipping`."""
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """One process has nobody to reduce with."""

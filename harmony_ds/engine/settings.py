@@ -125,8 +125,8 @@ _DEEPSPEEDS = """
 FIXED_ATTRIBUTES: dict[str, Any] = {
     **dict.fromkeys(
         """
-        all_to_all_group local_all_to_all_group loaded_checkpoint_mp_world_size losses mesh_device scale_wrt_gas
-        torch_autocast_z0_gradscaler
+        all_to_all_group local_all_to_all_group loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size losses
+        mesh_device mpu scale_wrt_gas torch_autocast_z0_gradscaler
         """.split()
     ),
     **dict.fromkeys("gate_modules moe_layers num_experts".split(), ()),
@@ -138,12 +138,15 @@ FIXED_ATTRIBUTES: dict[str, Any] = {
     ),
     **dict.fromkeys(
         """
-        dont_change_device optimized_linear_base_weight_sharding optimized_linear_lora_enabled use_ds_comm zenflow
+        dont_change_device has_moe_layers optimized_linear_base_weight_sharding optimized_linear_lora_enabled
+        pipeline_parallelism use_ds_comm zenflow
         """.split(),
         False,
     ),
     "checkpoint_mp_rank": 0,
     "dist_backend": "gloo",
+    "mp_world_size": 1,
+    "sequence_parallel_size": 1,
 }
 """Attributes of DeepSpeed's engine that are the same in every training of one process."""
 _FIXED = {
@@ -153,6 +156,9 @@ _FIXED = {
     "get_model_parallel_rank": 0,
     "get_tensor_parallel_rank": 0,
     "get_sequence_parallel_group": None,
+    "is_deepcompile_enabled": False,
+    "is_deepcompile_active": False,
+    "clip_fp32_gradients": None,  # `step()` clips
 }
 """What is answered whatever the ds_config says: blocks that are refused, and one process."""
 
