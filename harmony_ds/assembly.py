@@ -39,7 +39,6 @@ from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.parallel import Alone, World
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.stepping.runner import Runner
@@ -227,7 +226,6 @@ def _parts(
         layer_calls=LayerCalls(decomposition.layers, installation, stash),
         random=RandomStreams(device),
         timeline=timeline,
-        progress=Progress(),
         own=OwnGradients(store, updater),
         world=world,
         follow_masters=store.follow_masters,

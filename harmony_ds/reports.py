@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from harmony_ds.offload.ledger import Kind, Traffic
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
 
@@ -29,19 +28,6 @@ class SwapReport:
     zero3_offload_bytes: int
     micro_batches: int
     sent_bytes: int = 0
-
-    @staticmethod
-    def of(
-        traffic: Traffic, lower_bound_bytes: int, zero3_offload_bytes: int, micro_batches: int, sent_bytes: int = 0
-    ) -> SwapReport:
-        return SwapReport(
-            {kind.value: traffic.host_to_device[kind] for kind in Kind},
-            {kind.value: traffic.device_to_host[kind] for kind in Kind},
-            lower_bound_bytes,
-            zero3_offload_bytes,
-            micro_batches,
-            sent_bytes,
-        )
 
     @property
     def swap_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.installed import belongs_to_engine
+from harmony_ds.calls.places import Place, held
 from harmony_ds.checkpoint.snapshot import listed
 from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
@@ -222,29 +223,23 @@ def _initialize_transformers(model: nn.Module, fresh: Mapping[int, str]) -> None
             tensor.__dict__.pop("_is_hf_initialized", None)
 
 
-@contextmanager
-def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> Iterator[None]:
+def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> AbstractContextManager[object]:
     """Shows each tied parameter to its first owner alone, so that the others do not initialize it once more."""
     seen: set[int] = set()
-    hidden: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    hidden: dict[Place, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in fresh:
                 continue
             if id(parameter) in seen:
-                hidden.append((module._parameters, key, parameter))
+                without = torch.empty_like(parameter, device="meta")
+                hidden[Place(module._parameters, key, key)] = nn.Parameter(without, parameter.requires_grad)
             seen.add(id(parameter))
-    for held, key, parameter in hidden:
-        held[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for held, key, parameter in hidden:
-            held[key] = parameter
+    return held(tuple(hidden), tuple(hidden.values()))
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    return [held for held in (*module._parameters.values(), *module._buffers.values()) if held is not None]
+    return [own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None]
 
 
 def _unset(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,9 +25,7 @@ class Init:
     def __enter__(self) -> Init:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to partition."""
 
 
@@ -52,9 +49,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         links_of(self._params)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         take_over(self._params)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from harmony_ds.bench.child import Server, merged, serve
 from harmony_ds.bench.workload import Workload
+from harmony_ds.calls.places import Place, held
 
 
 class ChildFailedError(Exception):
@@ -128,8 +129,7 @@ def _ranks(devices: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(devices)]
 
 
-@contextmanager
-def _environment(task: Workload, rank: Mapping[str, str]) -> Iterator[None]:
+def _environment(task: Workload, rank: Mapping[str, str]) -> AbstractContextManager[object]:
     """As a process finds it that is started meanwhile: as many threads for everyone, and none that spins while it waits."""
     threads = str(task.threads)
     changed = {
@@ -142,12 +142,4 @@ def _environment(task: Workload, rank: Mapping[str, str]) -> Iterator[None]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),  # noqa: PTH109
     }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    return held([Place(os.environ, name, name) for name in changed], tuple(changed.values()))

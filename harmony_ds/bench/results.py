@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -110,10 +109,10 @@ class Results:
             raise ConfigError(f"these results were begun with other settings: {says}. Leave --resume away.")
 
 
-def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """What the numbers depend on, without the machine's name."""
     found = {
-        "command": _command(argv),
+        "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -133,12 +132,12 @@ def environment(device: str, argv: Sequence[str] | None = None) -> dict[str, Any
     return found
 
 
-def _command(argv: Sequence[str] | None) -> str:
+def _command() -> str:
     """What `harmony-ds` was given, or the script that calls it."""
     script = Path(sys.argv[0])
-    if argv is None and script.suffix == ".py" and script.stem != "__main__":
+    if script.suffix == ".py" and script.stem != "__main__":
         return " ".join(["python", script.name, *sys.argv[1:]])
-    return " ".join(["harmony-ds", *(sys.argv[1:] if argv is None else argv)])
+    return " ".join(["harmony-ds", *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:

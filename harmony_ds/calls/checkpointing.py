@@ -66,21 +66,19 @@ class _Reentrant:
 
     Args:
         function: the autograd function.
-        passed: what it does where the engine runs, with the arguments of its `apply`.
-        first: how many of those come before the arguments of what is checkpointed.
+        passed: what it does where the engine runs, with the arguments of its `apply`; two of them come before those of
+            what is checkpointed.
     """
 
-    def __init__(self, function: Any, passed: Callable[..., Any], first: int) -> None:
+    def __init__(self, function: Any, passed: Callable[..., Any]) -> None:
         self._function = function
         self._passed = passed
-        self._first = first
 
     def apply(self, *args: Any) -> Any:
         if not _engine.runs:
             return self._function.apply(*args)
         # It gives nothing that requires a gradient unless one of its own arguments does.
-        given = args[self._first :]
-        needed = any(isinstance(argument, Tensor) and argument.requires_grad for argument in given)
+        needed = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args[2:])
         with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
             return self._passed(*args)
 
@@ -102,11 +100,11 @@ def _take_over_deepspeeds() -> None:
     module: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     function = getattr(module, "CheckpointFunction", None)  # None: it is being imported
     if function is not None and not isinstance(function, _Reentrant):
-        module.CheckpointFunction = _Reentrant(function, _deepspeeds, 2)
+        module.CheckpointFunction = _Reentrant(function, _deepspeeds)
 
 
 # These are looked up in their modules when `checkpoint` is called.
 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
 torch.utils.checkpoint.CheckpointFunction = _Reentrant(  # type: ignore[assignment, misc]
-    torch.utils.checkpoint.CheckpointFunction, _torchs, 2
+    torch.utils.checkpoint.CheckpointFunction, _torchs
 )

@@ -48,11 +48,7 @@ def guarded_forward(inside_layer: Callable[[], bool]) -> Iterator[None]:
 
     def around(run: Any) -> Any:
         def asked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if (
-                threading.get_ident() == thread
-                and not inside_layer()
-                and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, args[3])))
-            ):
+            if threading.get_ident() == thread and not inside_layer() and _reaches_boundary(outputs, args[3]):
                 raise UnsupportedError(_IN_FORWARD)
             return run(outputs, *args, **kwargs)
 
@@ -79,7 +75,7 @@ def guarded_hooks(inside_layer: Callable[[], bool]) -> Iterator[None]:
             nonlocal depth
             if is_of_engine() or torch._C._current_graph_task_id() == -1:
                 return run(outputs, *args, **kwargs)
-            if not inside_layer() and _reaches_boundary(set(map(_node_of, outputs)), set(map(_node_of, args[3]))):
+            if not inside_layer() and _reaches_boundary(outputs, args[3]):
                 raise UnsupportedError(_IN_BACKWARD)
             if depth == _DEEPEST:
                 raise UnsupportedError(_IN_ITSELF)
@@ -95,8 +91,9 @@ def guarded_hooks(inside_layer: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _reaches_boundary(todo: set[Node | None], ends: set[Node | None]) -> bool:
-    seen = {None, *ends}
+def _reaches_boundary(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether a layer's is on the way from `outputs`, up to `inputs`."""
+    todo, seen = set(map(_node_of, outputs)), {None, *map(_node_of, inputs)}
     while todo := todo - seen:
         if any(targets_of(node) is not None for node in todo):
             return True

@@ -125,8 +125,6 @@ class Checkpoints:
             self._world.first(f"save the weights as {save_filename}", write)
         return True
 
-    save_fp16_model = save_16bit_model
-
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         training, counts = self._training, self._training.counts
         self._runner.check_usable()

@@ -151,11 +151,7 @@ class HarmonyEngine(nn.Module):
     set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
     optimizer_name = of_part("_settings", Settings.optimizer_name)
     bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
-    initial_dynamic_scale = of_part("_settings", Settings.initial_dynamic_scale)
-    dynamic_loss_scale_args = of_part("_settings", Settings.dynamic_loss_scale_args)
-    torch_autocast_dtype = of_part("_settings", Settings.torch_autocast_dtype)
     get_data_types = of_part("_settings", Settings.get_data_types)
-    autotp_size = of_part("_settings", Settings.autotp_size)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -281,25 +277,10 @@ class HarmonyEngine(nn.Module):
             "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
         )
 
-    # ---- data parallelism alone, and what there is none of
-
-    local_rank = global_rank = 0
-    world_size = dp_world_size = mp_world_size = seq_dp_world_size = sequence_parallel_size = 1
-    has_moe_layers = pipeline_parallelism = False
-    mpu: Any = None
-    loaded_checkpoint_dp_world_size: int | None = None
+    # ---- layers that are compiled, and what there is nothing to do for
 
     compile = of_living("_compilation", Compilation.compile)
     is_compiled = Held[bool]("_compilation")
-
-    def is_deepcompile_enabled(self) -> bool:
-        """No."""
-        return False
-
-    is_deepcompile_active = is_deepcompile_enabled
-
-    def clip_fp32_gradients(self) -> None:
-        """Gradients are clipped inside `step()`, by `gradient_clipping`."""
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """One process has nobody to reduce with."""

@@ -17,7 +17,7 @@ from harmony_ds.distributed import init_distributed
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
-from harmony_ds.runtime.progress import OnTask
+from harmony_ds.runtime.executor import OnTask
 from harmony_ds.scheduler.plan import Task, TaskKind
 
 _logger = logging.getLogger("harmony_ds.progress")
@@ -138,7 +138,7 @@ class StepReports:
     def on_progress(self, callback: OnTask | None) -> None:
         """`callback(done, total, task)` is called after each task of a step."""
         self._times.callback = callback
-        self._training.assembly.parts.progress.tell(self._times if self._breakdown else callback)
+        self._training.assembly.runner.executor.tell(self._times if self._breakdown else callback)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last step, with `wall_clock_breakdown`."""

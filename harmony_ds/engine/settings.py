@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -14,7 +13,6 @@ from harmony_ds.config import Config
 from harmony_ds.config.key import Getter, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import named
-from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import ConfigError
 
 
@@ -100,19 +98,6 @@ class Settings:
         """Whether layers compute in bf16."""
         return self.now.compute_dtype == torch.bfloat16
 
-    def initial_dynamic_scale(self) -> float:
-        """Where a dynamic loss scale begins."""
-        return float(2 ** self.now.values["fp16.initial_scale_power"])
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """The dynamic loss scale's settings, under DeepSpeed's names."""
-        rules = {theirs: self.now.values[f"fp16.{ours}"] for ours, theirs in SCALER_NAMES.items()}
-        return {"init_scale": self.initial_dynamic_scale(), **rules}
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        """What autocast casts to; None where it is off."""
-        return self.now.autocast_dtype
-
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What layers compute in, and what gradients are added up in."""
         return self.now.compute_dtype, self.now.accumulation_dtype
@@ -123,34 +108,25 @@ class Settings:
         known = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         return self.now.compute_dtype if asked is None else known[str(asked).lower()]
 
-    def autotp_size(self) -> int:
-        """No tensor parallelism."""
-        return int(self.now.raw.get("tensor_parallel", {}).get("autotp_size", 0))
 
-
-_DEEPSPEEDS = {
-    "zero_offload_optimizer": "zero_config.offload_optimizer",
-    "zero_offload_param": "zero_config.offload_param",
-    "aio_config": "aio_config",
-}
-"""What is read from DeepSpeed's own view of the ds_config."""
-_DEEPSPEEDS_METHODS = """
-    autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info
-    checkpoint_serialization_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail
-    checkpoint_writer_enabled compile_autosp compile_autotp compile_zero_optimization_stage curriculum_learning_config
-    curriculum_learning_enabled data_efficiency_config data_efficiency_enabled data_sampling_config
-    data_sampling_enabled flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file
-    flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules random_ltd_config
+_DEEPSPEEDS = """
+    aio_config autotp_size autotuning_metric autotuning_metric_path autotuning_model_info_path
+    autotuning_profile_model_info checkpoint_serialization_enabled checkpoint_tag_validation_enabled
+    checkpoint_tag_validation_fail checkpoint_writer_enabled compile_autosp compile_autotp
+    compile_zero_optimization_stage curriculum_learning_config curriculum_learning_enabled data_efficiency_config
+    data_efficiency_enabled data_sampling_config data_sampling_enabled dynamic_loss_scale_args flops_profiler_detailed
+    flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step
+    flops_profiler_recompute_fwd_factor flops_profiler_top_modules initial_dynamic_scale random_ltd_config
     random_ltd_enabled swap_tensor_config tensor_parallel_config torch_autocast_dtype
-    torch_autocast_lower_precision_safe_modules uses_parallelization_pass_only
-    zero_save_muon_momentum_buffer_in_memory
+    torch_autocast_lower_precision_safe_modules uses_parallelization_pass_only zero_offload_optimizer
+    zero_offload_param zero_save_muon_momentum_buffer_in_memory
 """.split()
 """What DeepSpeed's engine answers from its view of the ds_config alone: asked of its own methods."""
 FIXED_ATTRIBUTES: dict[str, Any] = {
     **dict.fromkeys(
         """
-        all_to_all_group local_all_to_all_group loaded_checkpoint_mp_world_size losses mesh_device scale_wrt_gas
-        torch_autocast_z0_gradscaler
+        all_to_all_group local_all_to_all_group loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size losses
+        mesh_device mpu scale_wrt_gas torch_autocast_z0_gradscaler
         """.split()
     ),
     **dict.fromkeys("gate_modules moe_layers num_experts".split(), ()),
@@ -162,12 +138,15 @@ FIXED_ATTRIBUTES: dict[str, Any] = {
     ),
     **dict.fromkeys(
         """
-        dont_change_device optimized_linear_base_weight_sharding optimized_linear_lora_enabled use_ds_comm zenflow
+        dont_change_device has_moe_layers optimized_linear_base_weight_sharding optimized_linear_lora_enabled
+        pipeline_parallelism use_ds_comm zenflow
         """.split(),
         False,
     ),
     "checkpoint_mp_rank": 0,
     "dist_backend": "gloo",
+    "mp_world_size": 1,
+    "sequence_parallel_size": 1,
 }
 """Attributes of DeepSpeed's engine that are the same in every training of one process."""
 _FIXED = {
@@ -177,6 +156,9 @@ _FIXED = {
     "get_model_parallel_rank": 0,
     "get_tensor_parallel_rank": 0,
     "get_sequence_parallel_group": None,
+    "is_deepcompile_enabled": False,
+    "is_deepcompile_active": False,
+    "clip_fp32_gradients": None,  # `step()` clips
 }
 """What is answered whatever the ds_config says: blocks that are refused, and one process."""
 
@@ -185,8 +167,7 @@ def table_getters() -> Iterator[tuple[str, Callable[[Settings], Any]]]:
     """Names and methods: one for each row of these tables, and of the table of keys."""
     for key in KEYS:
         yield from ((getter.name, _reading(key, getter)) for getter in key.getters)
-    yield from ((name, _of_deepspeed(path)) for name, path in _DEEPSPEEDS.items())
-    yield from ((name, _asking_deepspeed(name)) for name in _DEEPSPEEDS_METHODS)
+    yield from ((name, _asking_deepspeed(name)) for name in _DEEPSPEEDS)
     yield from ((name, _answering(answer)) for name, answer in _FIXED.items())
 
 
@@ -196,14 +177,6 @@ def _reading(key: Key, getter: Getter) -> Callable[[Settings], Any]:
 
     asked = f" {getter.relation} {getter.operand!r}" if getter.relation else ""
     read.__doc__ = f"The ds_config's `{key.path}`{asked}."
-    return read
-
-
-def _of_deepspeed(path: str) -> Callable[[Settings], Any]:
-    def read(settings: Settings) -> Any:
-        return attrgetter(path)(settings.of_deepspeed())
-
-    read.__doc__ = f"`{path}` of DeepSpeed's own view of the ds_config."
     return read
 
 

@@ -86,8 +86,9 @@ class StepRecord:
         if self.traffic is None or plan is None:
             raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
         weight_bytes = self._assembly.store.dtype.itemsize
-        return SwapReport.of(
-            self.traffic,
+        return SwapReport(
+            {kind.value: nbytes for kind, nbytes in self.traffic.host_to_device.items()},
+            {kind.value: nbytes for kind, nbytes in self.traffic.device_to_host.items()},
             lower_bound_bytes(plan, self._assembly.parts.world.local_rank),
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,

@@ -30,6 +30,7 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer import _is_peft_model
 
+from harmony_ds.calls.places import Place, held
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
@@ -275,18 +276,11 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
                 "together. Generate in _prepare_inputs, or use this trainer without HarmonyMixin."
             )
 
-        hidden = [(self, "_prepare_inputs", _as_it_is)] if _prepares_inputs(type(self)) else []
-        hidden += [(self.model, "generate", generate)]
-        before = [owner.__dict__.get(name) for owner, name, _ in hidden]
-        for owner, name, instead in hidden:
-            owner.__dict__[name] = instead
-        try:
+        instead = {Place(self.model.__dict__, "generate", "generate"): generate}
+        if _prepares_inputs(type(self)):
+            instead[Place(self.__dict__, "_prepare_inputs", "_prepare_inputs")] = _as_it_is
+        with held(tuple(instead), tuple(instead.values())):
             yield
-        finally:
-            for (owner, name, _), own in zip(hidden, before, strict=True):
-                owner.__dict__.pop(name)
-                if own is not None:
-                    owner.__dict__[name] = own
 
     @contextmanager
     def _notes_kept(self) -> Iterator[None]:

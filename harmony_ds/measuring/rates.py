@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -187,17 +188,11 @@ def _beside(update: _Update) -> float:
 
 def _line(swaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Fixed milliseconds, and bytes per millisecond, that fit `swaps` best (least squares over the relative error)."""
-    known = [(nbytes, ms) for nbytes, ms in swaps if nbytes > 0 and ms > 0]
-    if not known:
+    known = np.array([(nbytes, ms) for nbytes, ms in swaps if nbytes > 0 and ms > 0])
+    if not len(known):
         return 0.0, 1e9
-    weights = [1 / ms**2 for _, ms in known]
-    total = sum(weights)
-    mean_bytes = sum(w * nbytes for w, (nbytes, _) in zip(weights, known, strict=True)) / total
-    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, known, strict=True)) / total
-    spread = sum(w * (nbytes - mean_bytes) ** 2 for w, (nbytes, _) in zip(weights, known, strict=True))
-    common = sum(w * (nbytes - mean_bytes) * (ms - mean_ms) for w, (nbytes, ms) in zip(weights, known, strict=True))
-    slope = common / spread if spread else 0.0
-    fixed = mean_ms - slope * mean_bytes
+    nbytes, ms = known.T
+    slope, fixed = np.polyfit(nbytes, ms, 1, w=1 / ms) if np.ptp(nbytes) else (0.0, 0.0)
     if slope <= 0 or fixed < 0:
-        return 0.0, sum(nbytes for nbytes, _ in known) / sum(ms for _, ms in known)
-    return fixed, 1 / slope
+        return 0.0, float(nbytes.sum() / ms.sum())
+    return float(fixed), float(1 / slope)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, targets_behind
-from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen
+from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen, copied_buffers
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
 from harmony_ds.calls.own_backward import guarded_forward
@@ -293,7 +293,7 @@ class _Start:
         self._random = random
         self._state = random.snapshot()
         self._attributes = Noted(places_of(modules), copies=True)
-        self._buffers = [(m, {k: None if b is None else b.clone() for k, b in m._buffers.items()}) for m in modules]
+        self._buffers = copied_buffers(modules)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -321,6 +321,4 @@ def _alike(a: Any, b: Any) -> bool:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a, b) or (
-        a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-    )
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

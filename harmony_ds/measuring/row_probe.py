@@ -7,8 +7,8 @@ normalization, capacities of experts) does not, and is never cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.places import Place, held
 from harmony_ds.calls.random_streams import differ
 from harmony_ds.calls.slices import Cut, Shapes, row_dims
 from harmony_ds.calls.trees import map_tensors, tensors_in
@@ -159,14 +160,7 @@ def few_rows(tree: Any, rows: int) -> Any:
     return map_tensors(few, tree)
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
     """In evaluation mode, without telling a module that overrides `train`."""
-    training = [m for m in module.modules() if m.training]
-    for m in training:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
+    training = [Place(m.__dict__, "training", "training") for m in module.modules() if m.training]
+    return held(training, [False] * len(training))

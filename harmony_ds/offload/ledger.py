@@ -24,37 +24,34 @@ class Kind(Enum):
 class Traffic:
     """Bytes copied, by direction and kind."""
 
-    host_to_device: dict[Kind, int]
-    device_to_host: dict[Kind, int]
+    host_to_device: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    device_to_host: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
 
 
-@dataclass(slots=True)
 class Ledger:
     """Counts since the last `close`."""
 
-    _in: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    _out: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    def __init__(self) -> None:
+        self._traffic = Traffic()
 
     def book_in(self, kind: Kind, nbytes: int) -> None:
         """`nbytes` were copied from host to device."""
-        self._in[kind] += nbytes
+        self._traffic.host_to_device[kind] += nbytes
 
     def book_out(self, kind: Kind, nbytes: int) -> None:
         """`nbytes` were copied from device to host."""
-        self._out[kind] += nbytes
+        self._traffic.device_to_host[kind] += nbytes
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is copied while this is open belongs to no step: measuring, evaluation."""
-        before = self._in, self._out
-        self._in, self._out = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        before = self.close()
         try:
             yield
         finally:
-            self._in, self._out = before
+            self._traffic = before
 
     def close(self) -> Traffic:
         """What was booked; counting starts again from zero."""
-        traffic = Traffic(self._in, self._out)
-        self._in, self._out = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        traffic, self._traffic = self._traffic, Traffic()
         return traffic

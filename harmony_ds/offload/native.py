@@ -45,7 +45,6 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)
-    _check_compiler(name)
     with compiled.instead_of_torch():
         optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
     return optimizer

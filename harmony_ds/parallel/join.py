@@ -15,7 +15,6 @@ from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from harmony_ds.errors import ProcessesDifferError, UnsupportedError
-from harmony_ds.parallel.alone import Alone
 from harmony_ds.parallel.board import Board, board_bytes
 from harmony_ds.parallel.exchange import Exchange, Groups
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file, open_file
@@ -37,8 +36,8 @@ class _Card:
     digest: Mapping[str, Any]
 
 
-def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool, reproducible: bool = True) -> Alone:
-    """The processes that train with this one; itself alone where `torch.distributed` knows of no others.
+def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool, reproducible: bool) -> World:
+    """The processes that train with this one, of which `torch.distributed` knows.
 
     Args:
         parameters: the names of the model's.
@@ -50,8 +49,6 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
         UnsupportedError: servers have other numbers of processes, or processes of a server cannot share memory.
         ProcessesDifferError: `digest` is not the same everywhere.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Alone()
     rank = dist.get_rank()
     objects = dist.new_group(backend="gloo")
     card = _Card(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))

@@ -35,6 +35,8 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy, Task, TaskKind, suspended
 
+OnTask = Callable[[int, int, Task], None]
+"""Is told, of each task that has run, how many of the step's are done, how many there are, and which it is."""
 _NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 
 
@@ -57,6 +59,7 @@ class Executor:
         self._done = 0  # tasks
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
+        self._told: OnTask | None = None
         self.gathered = GatheredGradients(parts, lambda: self._unlayered)
         self.outcome = Outcome()
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
@@ -135,7 +138,12 @@ class Executor:
             finally:
                 parts.device.discharge(nbytes)
             self._done += 1
-            parts.progress.note(self._done, len(self._plan.tasks), task)
+            if self._told is not None:
+                self._told(self._done, len(self._plan.tasks), task)
+
+    def tell(self, listener: OnTask | None) -> None:
+        """From now on `listener` is told of each task, and nobody else."""
+        self._told = listener
 
     def begin(self) -> Outcome:
         """What is to be known of a step that begins, and of no earlier one."""
@@ -457,6 +465,3 @@ class Executor:
             self.gathered.to_device(owned)
         self._parts.timeline.computes()
         self._parts.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)
-
-
-__all__ = ["Executor", "OffPlanError"]

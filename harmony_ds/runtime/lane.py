@@ -58,11 +58,6 @@ class Lane:
         )
         self._thread.start()
 
-    @property
-    def suspended(self) -> bool:
-        """Whether it waits at a layer call."""
-        return self.request is not None
-
     def resume(self, reply: Any = None) -> None:
         """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
 

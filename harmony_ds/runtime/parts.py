@@ -18,7 +18,6 @@ from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.parallel import Alone
-from harmony_ds.runtime.progress import Progress
 from harmony_ds.runtime.timeline import StepTimeline
 
 
@@ -38,7 +37,6 @@ class Parts:
     layer_calls: LayerCalls
     random: RandomStreams
     timeline: StepTimeline
-    progress: Progress
     own: OwnGradients
     world: Alone
     follow_masters: Callable[[Iterable[str]], None]

@@ -148,12 +148,6 @@ class Packing:
     unlayered: int | None = None
     uncalled: int | None = None
 
-    @staticmethod
-    def reused(packs: tuple[Pack, ...]) -> Packing:
-        """The same packs in both passes."""
-        numbers = tuple(pack.index for pack in packs)
-        return Packing(packs, numbers[:-1], numbers)
-
     @property
     def fused(self) -> Pack:
         return self.packs[self.backward[-1]]

@@ -14,6 +14,7 @@ import torch
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
 from harmony_ds.bench.child import Server, copied_bytes, merged
+from harmony_ds.bench.engines.deepspeed import ZEROS
 from harmony_ds.bench.page import write_page
 from harmony_ds.bench.peak import gpu_named
 from harmony_ds.bench.results import Contestant, Results, Row
@@ -123,10 +124,8 @@ def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> 
 
 @pytest.mark.parametrize("name", ["deepspeed-zero2-offload", "deepspeed-zero3-offload"])
 def test_zero_traffic_formulas_for_one_micro_batch(task: Workload, name: str) -> None:
-    traffic = engines.adapter(name).traffic
-    assert traffic is not None
     count = sum(p.numel() for p in task.subject.model.parameters())
-    moved = traffic(task.cut(8))
+    moved = ZEROS[name].traffic(task.cut(8))
     weights = 1 if "zero2" in name else 2
     assert moved["host_to_device"]["weights"] == weights * 4 * count
     assert moved["device_to_host"]["gradients"] == (4 if "zero2" in name else 8) * count

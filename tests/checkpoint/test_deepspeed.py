@@ -19,7 +19,7 @@ import torch
 import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import Layout, convert, read_any
-from harmony_ds.checkpoint.deepspeed.flat import Shares, split_each, split_in_order
+from harmony_ds.checkpoint.deepspeed.flat import ZERO2, ZERO3
 from harmony_ds.checkpoint.deepspeed.pickles import load_pickle
 from tests.checkpoint import deepspeed_side as side
 from tests.checkpoint.runs import data_folder, masters_of, scrambled
@@ -179,15 +179,14 @@ def test_vectors_that_processes_share_are_put_together() -> None:
     flat = torch.cat([v.reshape(-1) for v in values.values()])
     for count in (1, 2, 3, 5):
         share = -(-flat.numel() // count)
-        parts = Shares(tuple(flat.split(share)))
-        assert_values(split_in_order(shapes, None, parts, "x"), values)
+        assert_values(ZERO2.split(shapes, None, flat.split(share), "x"), values)
         padded = {n: torch.cat([v.reshape(-1), torch.zeros(-v.numel() % count)]) for n, v in values.items()}
         ranks = [torch.cat([v.chunk(count)[rank] for v in padded.values()]) for rank in range(count)]
-        assert_values(split_each(shapes, Shares(tuple(ranks)), "x"), values)
+        assert_values(ZERO3.split(shapes, None, ranks, "x"), values)
     spaced = torch.cat([flat[:6], torch.zeros(2), flat[6:11], torch.zeros(3), flat[11:]])
-    assert_values(split_in_order(shapes, [2, 3, 0], Shares((spaced,)), "x"), values)
+    assert_values(ZERO2.split(shapes, [2, 3, 0], [spaced], "x"), values)
     with pytest.raises(CheckpointError, match="the x of b has 3 elements instead of 5"):
-        split_in_order(shapes, None, Shares((flat[:9],)), "x")
+        ZERO2.split(shapes, None, [flat[:9]], "x")
 
 
 def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> None:

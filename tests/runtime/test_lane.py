@@ -54,12 +54,11 @@ def test_it_is_suspended_at_every_layer_call_and_goes_on_with_the_reply() -> Non
         layers = []
         while lane.request is not None:
             layers.append(lane.request.layer)
-            assert lane.suspended
             (argument,) = lane.request.args
             lane.resume(argument + 10)
         assert layers == [0, 1, 2]
         assert lane.finished
-        assert not lane.suspended
+        assert lane.request is None
         assert lane.result.tolist() == [[31.0, 31.0]]
 
 

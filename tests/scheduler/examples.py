@@ -49,6 +49,12 @@ def costs_of(
     return CostTable(calls, (every,) * len(calls), tail_bytes, held_bytes)
 
 
+def reused(packs: tuple[Pack, ...]) -> Packing:
+    """The same packs in both passes."""
+    numbers = tuple(pack.index for pack in packs)
+    return Packing(packs, numbers[:-1], numbers)
+
+
 def packs_of(*needs_backward: bool, weight_bytes: int = 100, gradient_bytes: int = 10) -> tuple[Pack, ...]:
     """A pack of one call with one parameter for each flag."""
     return tuple(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
-from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy, suspended
-from tests.scheduler.examples import packs_of, text
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy, suspended
+from tests.scheduler.examples import packs_of, reused, text
 
 THREE = packs_of(True, True, True)
 TWO_FRESH = Group((0, 1))
@@ -16,7 +16,7 @@ PLAIN = Policy(prefetch=False, stash_on_host=0, deferred_update=False)
 
 
 def step(packs: tuple[Pack, ...], group: Group, policy: Policy) -> str:
-    return text(compose_step(Packing.reused(packs), group, policy))
+    return text(compose_step(reused(packs), group, policy))
 
 
 def test_immediate_updates_follow_each_swap_out() -> None:
@@ -124,7 +124,7 @@ def test_a_single_pack_is_fused() -> None:
 
 def test_a_forward_pass_of_its_own_passes_every_pack() -> None:
     def alone(policy: Policy) -> str:
-        return text(compose_forward(Packing.reused(THREE), Group((4,)), policy))
+        return text(compose_forward(reused(THREE), Group((4,)), policy))
 
     assert alone(Policy(prefetch=False)) == "I0 F0.4 E0 I1 F1.4 E1 I2 F2.4 E2"
     assert alone(Policy(prefetch=True)) == "I0 I1 F0.4 E0 I2 F1.4 E1 F2.4 E2"
@@ -187,8 +187,8 @@ def test_the_overlap_of_updates_changes_no_task() -> None:
 
 def test_micro_batches_are_suspended_that_run_through_the_last_pack_both_ways() -> None:
     def suspended_in(group: Group, policy: Policy) -> frozenset[int]:
-        return suspended(THREE, compose_step(Packing.reused(THREE), group, policy))
+        return suspended(THREE, compose_step(reused(THREE), group, policy))
 
     assert suspended_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
     assert suspended_in(Group((0, 2), (1,)), Policy()) == set()
-    assert suspended(THREE, compose_forward(Packing.reused(THREE), Group((0,)), Policy(fuse_last_pack=False))) == set()
+    assert suspended(THREE, compose_forward(reused(THREE), Group((0,)), Policy(fuse_last_pack=False))) == set()

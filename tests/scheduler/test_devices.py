@@ -14,7 +14,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.scheduler.plan import Plan, Policy, Task
 from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
@@ -22,7 +22,7 @@ from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, text
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, reused, text
 
 COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
@@ -55,7 +55,7 @@ def test_one_device_has_no_pieces() -> None:
 
 
 def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
-    packing = Packing.reused(packs_of(True, True))
+    packing = reused(packs_of(True, True))
     tasks = text(compose_step(packing, Group.of(1), replace(DEFERRED, deferred_update=False)))
     assert tasks == "I0 F0.0 E0 I1 L1.0 R1 O1 U1 E1 I0 B0.0 G1 R0 O0 U0 E0 G0"
     assert " R" not in text(compose_step(packing, Group.of(1), replace(DEFERRED, devices=1)))
@@ -70,7 +70,7 @@ def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
     ],
 )
 def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
-    packing = Packing.reused(packs_of(True))
+    packing = reused(packs_of(True))
     validate(packing, _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), DEFERRED)
     with pytest.raises(PlanError, match=message):
         validate(packing, _parsed(tasks), Group.of(1), DEFERRED)
@@ -78,7 +78,7 @@ def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
 
 def test_one_device_reduces_nothing() -> None:
     with pytest.raises(PlanError, match="no other device"):
-        validate(Packing.reused(packs_of(True)), _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), Policy())
+        validate(reused(packs_of(True)), _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), Policy())
 
 
 def test_bytes_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -135,7 +135,7 @@ def test_gradients_that_are_reduced_on_the_host_leave_whole() -> None:
 
 
 def test_they_are_reduced_behind_each_swap_out() -> None:
-    packing = Packing.reused(packs_of(True, True))
+    packing = reused(packs_of(True, True))
     tasks = text(compose_step(packing, Group.of(1), replace(ON_HOST, deferred_update=False)))
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 R1 U1 E1 I0 B0.0 G1 O0 R0 U0 E0 G0"
 
@@ -149,14 +149,14 @@ def test_they_are_reduced_behind_each_swap_out() -> None:
     ],
 )
 def test_a_broken_list_is_caught_where_the_host_reduces(tasks: str, message: str) -> None:
-    packing = Packing.reused(packs_of(True))
+    packing = reused(packs_of(True))
     validate(packing, _parsed("I0 L0.0 O0 R0 G0 E0 N U0"), Group.of(1), ON_HOST)
     with pytest.raises(PlanError, match=message):
         validate(packing, _parsed(tasks), Group.of(1), ON_HOST)
 
 
 def test_no_update_comes_before_its_sum() -> None:
-    packing, policy = Packing.reused(packs_of(True)), replace(ON_HOST, deferred_update=False)
+    packing, policy = reused(packs_of(True)), replace(ON_HOST, deferred_update=False)
     validate(packing, _parsed("I0 L0.0 O0 R0 U0 G0 E0"), Group.of(1), policy)
     with pytest.raises(PlanError, match="updated early"):
         validate(packing, _parsed("I0 L0.0 O0 U0 R0 G0 E0"), Group.of(1), policy)
@@ -233,7 +233,7 @@ def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferre
 
 
 def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
-    packing = Packing.reused(packs_of(True, True))
+    packing = reused(packs_of(True, True))
     shared = replace(DEFERRED, deferred_update=False, shared=True)
     tasks = text(compose_step(packing, Group.of(1), shared))
     assert tasks == "I0 A0 F0.0 E0 I1 A1 L1.0 R1 O1 U1 E1 I0 A0 B0.0 G1 R0 O0 U0 E0 G0"
@@ -251,7 +251,7 @@ def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
     ],
 )
 def test_a_pack_that_is_not_gathered_is_caught(tasks: str, message: str) -> None:
-    packing, policy = Packing.reused(packs_of(True)), replace(DEFERRED, shared=True)
+    packing, policy = reused(packs_of(True)), replace(DEFERRED, shared=True)
     validate(packing, _parsed("I0 A0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), policy)
     with pytest.raises(PlanError, match=message):
         validate(packing, _parsed(tasks), Group.of(1), policy)

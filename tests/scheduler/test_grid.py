@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.grid import amount, format_plan, ranges
-from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Plan, Policy
-from tests.scheduler.examples import packs_of
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
+from tests.scheduler.examples import packs_of, reused
 
 SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
 
 
 def plan_of(packs: int, micro_batches: int, policy: Policy) -> Plan:
-    packing = Packing.reused(packs_of(*[True] * packs, weight_bytes=3 * 2**20, gradient_bytes=2**20))
+    packing = reused(packs_of(*[True] * packs, weight_bytes=3 * 2**20, gradient_bytes=2**20))
     tasks = compose_step(packing, Group.of(micro_batches), policy)
     return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=5 * 2**30)
 

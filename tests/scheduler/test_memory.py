@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
-from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy
-from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, text
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
+from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, reused, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
@@ -31,7 +31,7 @@ HELD = 3_000  # of a micro-batch that ran to its end
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
-    tasks = compose_step(Packing.reused(packs), Group.of(micro_batches), policy)
+    tasks = compose_step(reused(packs), Group.of(micro_batches), policy)
     return text(tasks), walk_memory(packs, tasks, costs)
 
 
@@ -140,7 +140,7 @@ def test_a_pack_of_several_calls_keeps_what_they_stash() -> None:
 
 
 def test_a_forward_pass_of_its_own_ends_with_what_it_holds_and_its_stash() -> None:
-    tasks = compose_forward(Packing.reused(TWO), Group((0,)), Policy(prefetch=False))
+    tasks = compose_forward(reused(TWO), Group((0,)), Policy(prefetch=False))
     profile = walk_memory(TWO, tasks, costs_of((0, 1), COST, held_bytes=3_000))
 
     assert text(tasks) == "I0 F0.0 E0 I1 F1.0 E1"
@@ -273,7 +273,7 @@ def test_a_margin_is_added_to_whatever_computes() -> None:
 
 def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they_are_propagated() -> None:
     costs = costs_of((0, 1), COST, held_bytes=3_000)
-    tasks = compose_step(Packing.reused(TWO), Group((), (0,)), ON_DEVICE)
+    tasks = compose_step(reused(TWO), Group((), (0,)), ON_DEVICE)
     profile = walk_memory(TWO, tasks, costs)
     at = dict(zip(text(tasks).split(), profile.activation_bytes, strict=True))
 
@@ -284,7 +284,7 @@ def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they
 def test_ten_thousand_tasks_are_walked_in_a_moment() -> None:
     packs = packs_of(*[True] * 40)
     costs = costs_of(tuple(range(40)), COST)
-    tasks = compose_step(Packing.reused(packs), Group.of(100), ON_HOST)
+    tasks = compose_step(reused(packs), Group.of(100), ON_HOST)
     assert len(tasks) > 10_000
     began = time.perf_counter()
     walk_memory(packs, tasks, costs)

@@ -13,14 +13,14 @@ from harmony_ds import Plan, Task, TaskKind
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_step
-from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Policy
+from harmony_ds.scheduler.plan import ALL_PACKS, Policy
 from harmony_ds.scheduler.search import search
-from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of
+from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of, reused
 
 
 def plan_of(micro_batches: int = 2, stash_on_host: int = 0) -> Plan:
     packs = packs_of(True, True)
-    packing, policy = Packing.reused(packs), Policy(prefetch=False, stash_on_host=stash_on_host)
+    packing, policy = reused(packs), Policy(prefetch=False, stash_on_host=stash_on_host)
     tasks = compose_step(packing, Group.of(micro_batches), policy)
     return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=12_345)
 

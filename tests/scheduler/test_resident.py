@@ -17,18 +17,18 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.resident import resident_packs, why_not_resident
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, pack_uniformly, packs_of, text
+from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, pack_uniformly, packs_of, reused, text
 
 
 def tied(count: int = 4) -> Packing:
     """The last pack has the first one's parameter."""
     packs = packs_of(*(True,) * count)
-    return Packing.reused((*packs[:-1], replace(packs[-1], parameters=("p0",), owned=())))
+    return reused((*packs[:-1], replace(packs[-1], parameters=("p0",), owned=())))
 
 
 @pytest.mark.parametrize(("count", "expected"), [(None, ()), (0, ()), (1, (3,)), (3, (1, 2, 3)), (9, (0, 1, 2, 3))])
 def test_the_last_packs_are_resident(count: int | None, expected: tuple[int, ...]) -> None:
-    packing = Packing.reused(packs_of(*(True,) * 4))
+    packing = reused(packs_of(*(True,) * 4))
     assert resident_packs(packing, count) == expected
     assert why_not_resident(packing, count) == []
 

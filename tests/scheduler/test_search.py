@@ -23,7 +23,7 @@ from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.cover import pairs
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly, reused
 
 
 def _with_state(graph: LayerGraph) -> LayerGraph:
@@ -63,7 +63,7 @@ def choose(wanted: PlanRequest) -> Plan:
 
 
 def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
-    packing = Packing.reused(pack_uniformly(GRAPH, COSTS, FP32, pack_layers))
+    packing = reused(pack_uniformly(GRAPH, COSTS, FP32, pack_layers))
     policy = Policy(stash_on_host=len(packing.forward) if stash_on_host else 0)
     return make_plan(packing, COSTS, request(None), policy)
 

@@ -14,11 +14,11 @@ from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
-from tests.scheduler.examples import CPU, GPU, costs_of, packs_of, with_unlayered
+from tests.scheduler.examples import CPU, GPU, costs_of, packs_of, reused, with_unlayered
 
 COSTS = costs_of(
     (0, 1, 2), CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40)
@@ -30,7 +30,7 @@ STASHING = Policy(stash_on_host=2)
 
 
 def plan_of(policy: Policy = STASHING, unlayered: bool = False) -> Plan:
-    packing = Packing.reused(tuple(replace(pack, update_elements=50) for pack in packs_of(True, True, True)))
+    packing = reused(tuple(replace(pack, update_elements=50) for pack in packs_of(True, True, True)))
     packing = with_unlayered(packing) if unlayered else packing
     tasks = compose_step(packing, Group((0, 1, 2)), policy)
     return Plan(packing, policy, tasks, 3, 64, 12_345)

@@ -15,9 +15,9 @@ from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
 from harmony_ds.scheduler.swaps import swaps_of
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, parse, text, with_unlayered
+from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, parse, reused, text, with_unlayered
 
-TWO = with_unlayered(Packing.reused(packs_of(True, True)), weight_bytes=7, gradient_bytes=5)
+TWO = with_unlayered(reused(packs_of(True, True)), weight_bytes=7, gradient_bytes=5)
 LATE = Policy(prefetch=False)
 SOON = Policy(prefetch=False, deferred_update=False)
 IMMEDIATE = "I2 I0 F0.0 E0 I1 L1.0 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0 O2 G2 E2 U2"
@@ -82,7 +82,7 @@ def test_a_begun_group_needs_no_swap_in() -> None:
 
 def test_their_bytes_are_alive_from_swap_in_to_evict() -> None:
     costs = costs_of((0, 1), CallCost(needs_backward=True))
-    bare = Packing.reused(TWO.packs[:2])
+    bare = reused(TWO.packs[:2])
     for policy in (SOON, LATE):
         tasks = compose_step(TWO, Group((0,)), policy)
         mine = walk_memory(TWO.packs, tasks, costs)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.scheduler.compose import Group, compose_step
-from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Packing, Policy
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import packs_of, parse, text
+from tests.scheduler.examples import packs_of, parse, reused, text
 
 PACKS = packs_of(True, True, True)
 GROUP = Group((0, 1))
@@ -22,7 +22,7 @@ KEEPING = "I0 K0.0 F0.1 I1 L1.0 L1.1 O1 E1 P0.0 B0.1 G1 O0 E0 G0 N U0 U1"
 
 
 def check(tasks: str, packs: tuple[Pack, ...] = PACKS, group: Group = GROUP) -> None:
-    validate(Packing.reused(packs), parse(tasks), group)
+    validate(reused(packs), parse(tasks), group)
 
 
 def swapped(first: str, second: str, tasks: str = IMMEDIATE) -> str:
@@ -72,7 +72,7 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
     values = {"stash_on_host": [0, 1, ALL_PACKS], "graphs": [(), (1, 9)], "kept": [(0, 1)]}
     names = "prefetch stash_on_host deferred_update grouping just_in_time_update fuse_last_pack graphs kept".split()
     for chosen in itertools.product(*(values.get(name, [False, True]) for name in names)):
-        packing = Packing.reused(packs)
+        packing = reused(packs)
         policy = Policy(**dict(zip(names, chosen, strict=True)))
         validate(packing, compose_step(packing, group, policy), group, policy)
 
@@ -197,7 +197,7 @@ UNFUSED = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0
     ],
 )
 def test_each_switch_is_a_promise_of_its_own(tasks: str, policy: Policy, message: str) -> None:
-    packing = Packing.reused(packs_of(True, True))
+    packing = reused(packs_of(True, True))
     validate(packing, parse(UNGROUPED), GROUP, Policy(grouping=False))
     validate(packing, parse(UNFUSED), GROUP, Policy(fuse_last_pack=False))
     with pytest.raises(PlanError, match=message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,14 +39,12 @@ class Adapter:
         build: makes it for a workload.
         unavailable: why it cannot run a workload here, or None.
         is_exact: whether its losses must be those of plain accumulation.
-        traffic: bytes of one step by formula, where they are not counted.
         several: whether it runs on several devices.
     """
 
     build: Callable[[Workload], Engine]
     unavailable: Callable[[Workload], str | None] = lambda _: None
     is_exact: bool = True
-    traffic: Callable[[Workload], Mapping[str, Any]] | None = None
     several: bool = False
 
     def refusal(self, workload: Workload) -> str | None:

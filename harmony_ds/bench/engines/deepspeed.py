@@ -119,7 +119,6 @@ ENGINES = {
         partial(ZeroOffload, zero=zero),
         only_on_cuda if name in _ON_CUDA else lambda _: None,
         name not in _NOT_EXACT,
-        zero.traffic,
         several=name in _SEVERAL,
     )
     for name, zero in ZEROS.items()

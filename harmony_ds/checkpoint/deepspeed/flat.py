@@ -16,22 +16,6 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """A vector that processes hold one part of each."""
-
-    parts: tuple[Tensor, ...]
-
-    def cut(self, start: int, stop: int) -> list[Tensor]:
-        """Views that elements `start` to `stop` are made of."""
-        pieces = []
-        for part in self.parts:
-            if start < part.numel() and stop > 0 and stop > start:
-                pieces.append(part[max(start, 0) : min(stop, part.numel())])
-            start, stop = start - part.numel(), stop - part.numel()
-        return pieces
-
-
-@dataclass(frozen=True, slots=True)
 class ZeroForm:
     """How a stage keeps an optimizer in its *_optim_states.pt.
 
@@ -58,8 +42,20 @@ class ZeroForm:
         Raises:
             CheckpointError: it is too short.
         """
-        parts = Shares(tuple(vectors))
-        return split_each(shapes, parts, what) if self.cut_each else split_in_order(shapes, paddings, parts, what)
+        parts = tuple(vectors)
+        found: dict[str, Source] = {}
+        offset = 0
+        for place, (name, shape) in enumerate(shapes.items()):
+            numel = math.prod(shape)
+            if self.cut_each:
+                share = -(-numel // len(parts))
+                pieces = [part[offset : offset + _own(rank, share, numel)] for rank, part in enumerate(parts)]
+                offset += share
+            else:
+                pieces = _cut(parts, offset, offset + numel)
+                offset += numel + (paddings[place] if paddings else 0)
+            found[name] = _joined(pieces, shape, f"{what} of {name}")
+        return found
 
     def part(self, numels: Sequence[int], vector: Tensor, rank: int, count: int) -> tuple[Tensor, int]:
         """What one of `count` processes has of a vector of parameters one after another, and how many elements at its end
@@ -70,7 +66,7 @@ class ZeroForm:
             return torch.cat([_share(one, -(-one.numel() // count), rank) for one in whole]), 0
         length = -(-vector.numel() // (self.alignment * count)) * self.alignment
         own = _share(vector, length, rank)
-        return own, length - max(0, min(length, vector.numel() - rank * length))
+        return own, length - _own(rank, length, vector.numel())
 
 
 ZERO2 = ZeroForm("gradients", "base_optimizer_state", "single_partition_of_fp32_groups", alignment=2)
@@ -78,32 +74,19 @@ ZERO2 = ZeroForm("gradients", "base_optimizer_state", "single_partition_of_fp32_
 ZERO3 = ZeroForm("weights", "optimizer_state_dict", "fp32_flat_groups", alignment=1, cut_each=True)
 
 
-def split_in_order(shapes: Shapes, paddings: Sequence[int] | None, vector: Shares, where: str) -> dict[str, Source]:
-    """Parameters of a vector of ZeRO-1 or 2."""
-    found: dict[str, Source] = {}
-    offset = 0
-    for place, (name, shape) in enumerate(shapes.items()):
-        stop = offset + math.prod(shape)
-        found[name] = _joined(vector.cut(offset, stop), shape, f"{where} of {name}")
-        offset = stop + (paddings[place] if paddings else 0)
-    return found
+def _cut(parts: Iterable[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Views that elements `start` to `stop` are made of, of a vector that processes hold one part of each."""
+    pieces = []
+    for part in parts:
+        if start < part.numel() and stop > 0 and stop > start:
+            pieces.append(part[max(start, 0) : min(stop, part.numel())])
+        start, stop = start - part.numel(), stop - part.numel()
+    return pieces
 
 
-def split_each(shapes: Shapes, vector: Shares, where: str) -> dict[str, Source]:
-    """Parameters of a vector of ZeRO-3."""
-    found: dict[str, Source] = {}
-    offset = 0
-    count = len(vector.parts)
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        share = -(-numel // count)
-        pieces = []
-        for rank, part in enumerate(vector.parts):
-            own = max(0, min(share, numel - rank * share))
-            pieces.append(part[offset : offset + own])
-        found[name] = _joined(pieces, shape, f"{where} of {name}")
-        offset += share
-    return found
+def _own(rank: int, share: int, numel: int) -> int:
+    """How many of `numel` elements one process has, which are cut into equal shares."""
+    return max(0, min(share, numel - rank * share))
 
 
 def _share(vector: Tensor, length: int, rank: int) -> Tensor:
