@@ -68,8 +68,9 @@ class Peaks:
         return self._walks_of(packing).pack_bytes(away=policy.stash_on_host > 0)
 
     def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """Bytes below which the peaks cannot be: weights, gradients and stash while each pack runs back. Without graphs."""
-        return np.maximum(*self._at_least(packing, policies))
+        """Bytes below which the peaks cannot be, without graphs: weights, gradients, stash, and what waits for its turn."""
+        back = np.maximum(*self._at_least(packing, policies))
+        return np.maximum(self._forward_at_least(packing, policies), back)
 
     def spare(self, packing: Packing, policies: Policies, budget_bytes: float) -> NDArray[np.float64]:
         """Bytes that there are at most for graphs, which are all there when the fused pack runs back."""
@@ -79,22 +80,53 @@ class Peaks:
         """While each pack runs back, and while the fused one does."""
         packs = [packing.packs[index] for index in packing.backward]
         swapped = ~policies.resident
-        wanted = self._request.micro_batches if policies.base.grouping else 1
-        ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
+        wanted = self._at_once(policies)
         weights = np.array([pack.weight_bytes for pack in packs])[:, None] * swapped
         # The weights of the pack that runs back next are on their way while one runs.
         ahead = weights * ~policies.kept * np.array([pack.needs_backward for pack in packs])[:, None]
         busy = np.array([pack.gradient_bytes + self._working(pack.positions) for pack in packs])[:, None] + weights
         busy[1:] += ahead[:-1] * policies.prefetch
-        fused = packing.fused
-        begin = fused.positions[0]
-        stash = wanted * np.maximum(0, np.array(self._stash)[begin] - np.array(self._stash)[np.minimum(ends, begin)])
+        # While the second micro-batch runs, all behind it wait with what the pack before has left.
+        left = [self._costs.costs[pack.positions[0]].shared_bytes for pack in packs]
+        behind = [after if pack.needs_backward else 0 for pack, after in zip(packs, left[1:], strict=False)]
+        busy[:-1] += max(0, wanted - 2) * np.array(behind, int)[:, None]
+        fused, begin = packing.fused, packing.fused.positions[0]
         kept = np.array([pack.weight_bytes for pack in packs]) @ policies.kept
-        full = kept + weights[-1] + fused.gradient_bytes + stash + self._working(fused.positions)
+        full = kept + weights[-1] + self._stash_before(begin, packing, policies) + self._working(fused.positions)
+        # While the last one runs, the others have left gradients; while the first does, they wait with its inputs.
+        last = (left[-1] if any(cost.needs_backward for cost in self._costs.costs[:begin]) else 0) * (wanted - 1)
+        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin and policies.base.fuse_last_pack else 0
+        full = full + max(last + fused.gradient_bytes, inputs)
+        return busy.max(axis=0) + self._stays(packing, policies), full + self._stays(packing, policies)
+
+    def _forward_at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """While each pack runs forward: the others wait with its inputs."""
+        wanted, most = self._at_once(policies), np.zeros(len(policies))
+        for stage, index in enumerate(packing.forward):
+            pack = packing.packs[index]
+            cost = self._costs.costs[pack.positions[0]]
+            waiting = (wanted if stage else 1) * cost.alive_bytes
+            swapped = ~policies.resident[index] if index < len(packing.backward) else 1
+            stash = self._stash_before(pack.positions[0], packing, policies)
+            most = np.maximum(most, pack.weight_bytes * swapped + waiting + cost.forward_bytes + stash)
+        return most + self._stays(packing, policies)
+
+    def _stash_before(self, position: int, packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """Of all micro-batches and the calls before this one, what is on the device."""
+        ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
+        stash = np.array(self._stash, float)
+        there: NDArray[np.float64] = np.maximum(0.0, stash[position] - stash[np.minimum(ends, position)])
+        return self._at_once(policies) * there
+
+    def _stays(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """What is there all the time."""
         always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
-        resident = np.array([pack.resident_bytes for pack in packs]) @ policies.resident
+        resident = np.array([packing.packs[index].resident_bytes for index in packing.backward]) @ policies.resident
         stays: NDArray[np.float64] = always + self._request.resident_bytes + resident
-        return busy.max(axis=0) + stays, full + stays
+        return stays
+
+    def _at_once(self, policies: Policies) -> int:
+        return self._request.micro_batches if policies.base.grouping else 1
 
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))
