@@ -12,7 +12,7 @@ the gradients of its inputs on to where those came from.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -118,19 +118,42 @@ class DeadEnd:
     def take(self) -> Tensor | None:
         return None
 
+    def unless(self, expected: Callable[[], bool], target: GradientTarget) -> GradientTarget:
+        """`target` of a graph that is kept, in which other gradients than those of the backward pass of its layer
+        come by a way of their own.
+        """
+        return _Guarded(self, expected, target)
+
     def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Aliases of `copies` (each made once) for a forward pass whose graph is thrown away."""
+        """Aliases of `copies` (each made once, unless one was frozen or thawed) for a forward pass whose graph is thrown
+        away.
+        """
         return {name: self._guard(copy) for name, copy in copies.items()}
 
     def _guard(self, copy: Tensor) -> Tensor:
         known: Tensor | None = getattr(copy, _GUARD, None)
-        if known is not None:
+        if known is not None and known.requires_grad == copy.requires_grad:
             return known
         alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
         if copy.requires_grad:
             alias.register_hook(self.add)
         setattr(copy, _GUARD, alias)
         return alias
+
+
+class _Guarded:
+    """Takes the gradients of `target` while they are expected."""
+
+    __slots__ = ("_dead_end", "_expected", "_target")
+
+    def __init__(self, dead_end: DeadEnd, expected: Callable[[], bool], target: GradientTarget) -> None:
+        self._dead_end, self._expected, self._target = dead_end, expected, target
+
+    def add(self, gradient: Tensor) -> None:
+        (self._target if self._expected() else self._dead_end).add(gradient)
+
+    def take(self) -> Tensor | None:
+        return self._target.take()
 
 
 _GUARD = "_harmony_guard"
@@ -220,10 +243,23 @@ _begins = _Begins()
 
 @contextmanager
 def backward_of_engine() -> Iterator[None]:
-    """Around a backward pass that is the engine's: what begins within it is the program's."""
+    """Around a backward pass that is the engine's: what begins within it is the program's.
+
+    Raises:
+        ModelError: something that was saved for it has been written to since.
+    """
     _begins.by_engine = True
     try:
         yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise ModelError(
+            "a tensor that a micro-batch's backward pass needs was changed in place after its forward pass had used it: by "
+            "the model itself, or by the forward pass of a later micro-batch of the same step, which comes before this "
+            "backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
+            f"self.mask = ... instead of self.mask.copy_(...). torch says: {error}"
+        ) from error
     finally:
         _begins.by_engine = False
 

@@ -15,12 +15,22 @@ from harmony_ds.calls.plain_copies import PlainWhenCopied
 from harmony_ds.device.base import Device
 from harmony_ds.offload.ledger import Kind, Ledger
 
+_COMPARED_BYTES = 1 << 20
+"""So large buffers are compared with what they were; what writes to larger ones by `.data` is not seen."""
+
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 def changes_buffers_unseen(module: nn.Module) -> bool:
     """Whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+
+
+def reads_statistics(module: nn.Module) -> bool:
+    """Whether a forward pass computes with statistics that others have gathered."""
+    return (
+        isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.running_mean is not None
+    )
 
 
 def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -70,16 +80,36 @@ class WatchedBuffers(PlainWhenCopied):
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A host buffer and its copy on the device, with the versions at which they were the same."""
+    """A host buffer and its copy on the device, with the versions at which they were the same.
+
+    Attributes:
+        values: of a small one, what it held then: `.data` is written to without a rise of the version.
+    """
 
     host: Tensor
     host_version: int
     device: Tensor
     device_version: int
+    values: Tensor | None = None
+
+    def note(self, host: Tensor) -> None:
+        """They are the same now."""
+        self.host_version, self.device_version = host._version, self.device._version
+        compared = host.nbytes <= _COMPARED_BYTES and not host.is_meta
+        self.values = host.clone() if compared else None
+
+    def is_fresh(self) -> bool:
+        """Whether nobody has written to the host buffer since."""
+        same = self.values is None or torch.equal(self.host, self.values)
+        return same and self.host_version == self.host._version
 
 
 class DeviceBuffers:
-    """The buffers of a model on the device: copied once, brought back where the forward pass changed them."""
+    """The buffers of a model on the device: copied once, brought back where the forward pass changed them.
+
+    Attributes:
+        written_unseen: modules whose forward pass was seen to write to buffers without raising their version (`.data`).
+    """
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, ledger: Ledger) -> None:
         self._owners = [module for module in modules if buffers_of([module])]
@@ -87,6 +117,7 @@ class DeviceBuffers:
         self._ledger = ledger
         self._copies: dict[int, _Copy] = {}  # by the id of the host's
         self._installed: list[tuple[nn.Module, dict[str, Any], dict[str, _Copy]]] = []
+        self.written_unseen: set[nn.Module] = set()
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
 
     @property
@@ -106,19 +137,26 @@ class DeviceBuffers:
 
     def _copy(self, host: Tensor) -> _Copy:
         known = self._copies.get(id(host))
-        if known is not None and known.host_version == host._version:
+        if known is not None and known.is_fresh():
             return known
         if known is None:
             self._device.charge(host.nbytes, "a buffer of the model")
         copy = self._device.upload(host)
         self._ledger.book_in(Kind.DATA, host.nbytes)
         made = self._copies[id(host)] = _Copy(host, host._version, copy, copy._version)
+        made.note(host)
         return made
+
+    def note_unseen(self) -> None:
+        """Raises the versions of what the next forward pass may write to unseen, which whoever has saved it sees."""
+        for module in self.written_unseen:
+            for buffer in buffers_of([module]):
+                torch.autograd.graph.increment_version(buffer)
 
     def take_back(self) -> None:
         """Copies what changed on the device into the host buffers (or in their place, if it was replaced)."""
         for module, host, copies in self._installed:
-            if not _changed(module, copies):
+            if not self._changed(module, copies):
                 continue
             for key, now in module.__dict__["_buffers"].items():
                 if now is not None:
@@ -135,13 +173,13 @@ class DeviceBuffers:
         with torch.no_grad():
             target.copy_(now)
         if copy is not None and copy.device is now:
-            copy.host_version, copy.device_version = target._version, now._version
+            copy.note(target)
             self._copies[id(target)] = copy
 
     def restore(self) -> None:
         """Puts the host buffers back. Device copies that were changed but not taken back are made anew next time."""
         for module, host, copies in self._installed:
-            if copies and _changed(module, copies):
+            if copies and self._changed(module, copies):
                 for buffer in host.values():
                     self._forget(buffer)
             module.__dict__["_buffers"] = host
@@ -157,13 +195,12 @@ class DeviceBuffers:
         if known is not None:
             self._device.discharge(known.device.nbytes)
 
-
-def _changed(module: nn.Module, copies: dict[str, _Copy]) -> bool:
-    if changes_buffers_unseen(module):
-        return True
-    now = module.__dict__["_buffers"]
-    return any(
-        buffer is not None
-        and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
-        for key, buffer in now.items()
-    )
+    def _changed(self, module: nn.Module, copies: dict[str, _Copy]) -> bool:
+        if changes_buffers_unseen(module) or module in self.written_unseen:
+            return True
+        now = module.__dict__["_buffers"]
+        return any(
+            buffer is not None
+            and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
+            for key, buffer in now.items()
+        )

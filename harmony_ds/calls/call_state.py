@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from harmony_ds.calls.buffers import WatchedBuffers
-from harmony_ds.calls.call_walk import Found, Walk
+from harmony_ds.calls.call_walk import Flag, Found, Walk
 from harmony_ds.calls.places import ABSENT, Items, Place, held, same
 from harmony_ds.errors import CallChangedError
 
@@ -51,6 +51,9 @@ class CallStates:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._advanced: set[Place] = set()
+        self._flags: set[Flag] = set()  # that the model has been measured with
+        self.new_flags: frozenset[Flag] = frozenset()
+        """Switches of the newest call that it has not been measured with: forward may leave or write something else."""
         self._functions: list[Any] = []  # that calls of this group were given
         self._writes = False  # whether forward writes to buffers or other tensors that stay
         self._watching = False
@@ -93,6 +96,19 @@ class CallStates:
             self._keep(found)
         return self._newest
 
+    def measured(self) -> None:
+        """The model has been measured as the newest call sees it."""
+        self._flags |= self._found.flags
+        self.new_flags = frozenset()
+
+    def _look_at_flags(self) -> None:
+        new = self._found.flags - self._flags
+        # What a program notes in dictionaries and objects of its own may have other names each time.
+        self.new_flags = frozenset(
+            (name, on) for name, on in new if name in self._found.attributes or (name, not on) in self._flags
+        )
+        self._flags |= new - self.new_flags
+
     def _refuse(self, change: str | None) -> None:
         queue = self._queue()
         if change is not None and queue is not None and queue.has_waiting():
@@ -118,6 +134,7 @@ class CallStates:
 
     def _keep(self, found: Found) -> None:
         self._found = found
+        self._look_at_flags()
         self._newest = CallState(found.values, found.modes)
         self._writes |= found.writes_unseen
         self._versions = self._found.versions()

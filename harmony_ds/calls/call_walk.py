@@ -61,6 +61,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 _SWITCHES = tuple(Setting(functions, name, name) for name, functions in _SETTINGS.items())
 
 
+Flag = tuple[str, bool]
+"""A switch by its name, or a factor, and whether it is on: not zero."""
+
+
 @dataclass(slots=True, eq=False)
 class Found:
     """What one walk found. The lists behind `parameters` are for the comparison that every call makes."""
@@ -68,6 +72,8 @@ class Found:
     values: dict[Place, Any] = field(default_factory=dict)
     checked: dict[Place, Any] = field(default_factory=dict)  # named by what is said when it differs
     modes: bytes = b""
+    flags: set[Flag] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)  # of modules, by the names that flags have
     writes_unseen: bool = False  # to buffers
     backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -185,6 +191,8 @@ class Walk:
                 place = Place(held, key, name(key))
                 if self._value(place, value):
                     keys.append(key)
+                    if not depth:
+                        self._found.attributes.add(place.name)
                     self._inside(place.name, value, depth)
         self._found.sized.append(held)
 
@@ -219,6 +227,8 @@ class Walk:
                 self._found.checked[changed] = value
             return False
         self._found.values[place] = value
+        if isinstance(value, (bool, float)):
+            self._found.flags.add((place.name, bool(value)))
         return True
 
     def _inside(self, name: str, value: Any, depth: int) -> None:

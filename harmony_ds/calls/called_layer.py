@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_tensors
 from harmony_ds.calls.boundary import DeadEnd, GradientTarget, cut
-from harmony_ds.calls.buffers import changes_buffers_unseen, versions
+from harmony_ds.calls.buffers import changes_buffers_unseen, reads_statistics, versions
 from harmony_ds.calls.caches import emptied
 from harmony_ds.calls.installed import LayerParameters
 from harmony_ds.calls.intercept import Request
@@ -41,6 +42,8 @@ class CalledLayer:
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
+        self._gathering: set[nn.Module] = set()  # normalization that has been seen to gather statistics
+        self._reading: set[nn.Module] = set()  # and to read them
         self._names = layer.parameters
 
     def watch(self, places: Iterable[Place]) -> bool:
@@ -94,24 +97,28 @@ class CalledLayer:
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
         leaves, shape = flatten((result, collected, [one.children for one in written], left, views), same)
-        return Outcome(inputs, leaves, shape, written, altered)
+        return Outcome(inputs, leaves, shape, written, altered, left)
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""
         if self.changes_buffers and self.replayed:
             return
+        self._gathering.update(filter(changes_buffers_unseen, self.buffered))
+        self._reading.update(filter(reads_statistics, self.buffered))
         after = versions(self.buffered)
         seen = len(after) != len(before) or any(
             a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
         )
-        self.replayed |= seen
-        self.changes_buffers |= seen or any(map(changes_buffers_unseen, self.buffered))
+        self.replayed |= seen or not self._gathering.isdisjoint(self._reading)
+        self.changes_buffers |= seen or bool(self._gathering)
 
     def hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
         """The result, made of `leaves`; what was written elsewhere goes where the layer put it."""
         result, collected, values, left, views = unflatten(leaves, outcome.shape)
         for place, view in zip(outcome.altered, views, strict=True):
-            sources[place].copy_(view)  # its memory holds that already: now its graph does, too
+            # Its memory holds that already: now its graph does, too. For who has saved it, nothing has changed.
+            with _unsafe_preserve_version_counter(sources[place]):
+                sources[place].copy_(view)
         give_back(call.request, collected, outcome.written, values)
         write_all(self.places, left)
         return result

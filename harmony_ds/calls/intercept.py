@@ -22,6 +22,7 @@ from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.compiling import AskedToCompile, Compiler
 from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
+from harmony_ds.calls.transforms import check_saved_tensors
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import UnsupportedError
 
@@ -135,6 +136,8 @@ class InterceptedForward(Added):
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_in_backward()
             return self._forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            check_saved_tensors(f"the call of layer {self._layer.name}")
         return handler.call(
             Request(
                 self._layer.index,

@@ -30,13 +30,13 @@ from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
-from harmony_ds.calls.places import Place
+from harmony_ds.calls.places import Place, Places, held, same
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import CallChangedError, ModelError
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
@@ -66,7 +66,19 @@ class LayerCalls:
 
     def replay_buffers(self, layer: int) -> None:
         """From now on, a recomputation of `layer` begins with what its buffers were."""
-        self._layers[layer].replayed = True
+        self._layers[layer].replayed = self._layers[layer].changes_buffers = True
+
+    def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
+        """Raises CallChangedError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
+        for call in calls:
+            layer = self._layers[call.request.layer]
+            if layer.replayed and call.buffers is None:
+                raise CallChangedError(
+                    f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
+                    "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were looked "
+                    "at, which cannot be run again as it was. Nothing has been updated. Look at losses behind "
+                    "engine.step()."
+                )
 
     def copied_buffers(self, layer: int) -> Buffers:
         """What the buffers of a layer hold, for `buffers_apart`."""
@@ -150,7 +162,8 @@ class LayerCalls:
         if not request.grad or layer.replayed or layer.places:
             return self.forward(request, number, copies, inter_layer, state)
         call, tensors = self._recorded(request, number, inter_layer, WHOLE_CALLS)
-        outcome = layer.run(call, [t.detach() for t in tensors], copies, call.targets)
+        targets = [t and layer.dead_end.unless(lambda: self.propagating, t) for t in call.targets]
+        outcome = layer.run(call, [t.detach() for t in tensors], copies, targets)
         call.states.append(state())  # behind it, as behind a recomputation
         outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
         self._check_seen(layer, call, inputs_changed=False)
@@ -255,9 +268,11 @@ class LayerCalls:
                     _propagate(call, given)
             else:
                 replay(call.states[0])
+                left: list[Any] = []
                 if not call.graph:
-                    _run_again(layer, call, self._tensors(call), copies, call.targets)
-                _propagate(call, gradients)
+                    left = _run_again(layer, call, self._tensors(call), copies, call.targets)
+                with _as_left(layer.places if left else (), left):
+                    _propagate(call, gradients)
         self.forget(call)
         return True
 
@@ -362,11 +377,25 @@ def _run_again(
     tensors: list[Tensor],
     copies: Mapping[str, Tensor],
     targets: list[GradientTarget | None],
-) -> None:
-    """Runs the call (or one piece of it) again, and keeps its graph."""
-    outputs = layer.run(call, tensors, copies, targets).tensors
+) -> list[Any]:
+    """Runs the call (or one piece of it) again, and keeps its graph; what the layer's places held behind it."""
+    outcome = layer.run(call, tensors, copies, targets)
+    outputs = outcome.tensors
     call.check(outputs, layer.name)
     call.keep_graph(outputs)
+    return outcome.left
+
+
+@contextmanager
+def _as_left(places: Places, left: Sequence[Any]) -> Iterator[None]:
+    """While open, `places` hold what the call had left there, as code in its backward pass finds it; what that writes
+    stays.
+    """
+    with held(places, left) as now:
+        yield
+    for place, before, value in zip(places, left, now, strict=True):
+        if not same(before, value):
+            place.write(value)
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:

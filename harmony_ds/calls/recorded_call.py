@@ -106,6 +106,7 @@ class Outcome:
 
     Attributes:
         altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+        left: what the layer's attributes and variables held behind it.
     """
 
     inputs: list[Tensor]
@@ -113,6 +114,7 @@ class Outcome:
     shape: Shape
     written: list[Contents]
     altered: list[int]
+    left: list[Any] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[Tensor]:

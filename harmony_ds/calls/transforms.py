@@ -1,4 +1,4 @@
-"""`torch.func` and forward-mode derivatives around calls of the engine, which they cannot see into."""
+"""`torch.func`, forward-mode derivatives and hooks on saved tensors, which cannot see into calls of the engine."""
 
 from __future__ import annotations
 
@@ -20,3 +20,21 @@ def refuse_transforms() -> None:
         f"the engine was called inside {what}: its micro-batches run later and layer by layer, and their derivatives are "
         "not the transform's to take. Call the model instead, which computes on the host: engine.module(...)."
     )
+
+
+def check_saved_tensors(what: str) -> None:
+    """Layers are run elsewhere than where they are called, so hooks there on what is saved for backward are not asked.
+
+    Raises:
+        UnsupportedError: those around `what` change values, other than torch.autograd.graph.save_on_cpu.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__.startswith("torch."):
+        return
+    pack, unpack = hooks
+    tried = torch.linspace(-1.0, 1.0, 7)
+    if not torch.equal(torch.as_tensor(unpack(pack(tried))).cpu(), tried):
+        raise UnsupportedError(
+            f"saved_tensors_hooks around {what} change what is saved for backward. Layers are recomputed for their "
+            "backward pass, which does not ask these hooks: open the context inside a layer's forward."
+        )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from harmony_ds.calls.call_walk import Flag
 from harmony_ds.calls.module_places import undone
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.trees import tensors_in
@@ -58,7 +59,7 @@ class Measuring:
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
         # The inputs, and what they were called in, with which it is known what forward passes change.
-        self._rehearsed: set[tuple[Shapes, bytes]] = set()
+        self._rehearsed: set[tuple[Shapes, bytes, frozenset[Flag]]] = set()
         self.sequential: str | None = None
         """Why forward passes must run one after another, in the order of their calls; None: they need not."""
         self.machine: Machine | None = None
@@ -160,7 +161,7 @@ class Measuring:
         if sizes != WHOLE:
             self._probe(sample)
         setup = replace(self._setup, rows=self.rows(sizes))
-        situation = shapes_of(sample.inputs), sample.modes
+        situation = shapes_of(sample.inputs), sample.modes, sample.flags
         new = self._parts.world.any("rehearse the model", situation not in self._rehearsed)
         rehearse = new and self._parts.device.has_values
         with self._undone():

@@ -8,7 +8,7 @@ forward passes must run one after another, if they must.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 
+_Buffer = tuple[nn.Module, str]
 _ATTEMPTS = 8
 _BETWEEN = -1
 _ATOMS = (bool, int, float, str, bytes, type(None), Absent)
@@ -77,8 +78,11 @@ class Rehearsal(Passes):
         return reason
 
     def _run_twice(self, sample: Sample) -> str | None:
+        unwritten = _BufferPrints([(m, m._buffers) for m in self._all])
         self._pass(sample)
+        self._note_unseen(unwritten)
         found = _Prints(self._all, self._touched)
+        written = unwritten.written()
         for layer in self._modules:
             if layer != _BETWEEN:
                 self._watch_touched(layer)
@@ -89,7 +93,7 @@ class Rehearsal(Passes):
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
         if not same and self._parts.device.has_values:
             self._check_again(sample, start)
-        return self._compare(found, same or not self._parts.device.has_values)
+        return self._compare(found, written, same or not self._parts.device.has_values)
 
     def _check_again(self, sample: Sample, start: _Start) -> None:
         """Whether the last pass gives the same once more."""
@@ -152,10 +156,13 @@ class Rehearsal(Passes):
         self._watch_touched(layer)
         for _ in range(_ATTEMPTS):
             buffers = calls.copied_buffers(layer)
+            start = _BufferPrints(buffers)
             outputs, touched = self._trial(request, copy, buffers)
             self._touched |= touched
             if not calls.watch(layer, touched):
                 break
+        if self._note_unseen(start):
+            calls.replay_buffers(layer)
         self._check_graph(layer, outputs)
         outputs = [output.detach() for output in outputs]
         self._check_written(f"layer {self._layers[layer].name}", copy)
@@ -172,6 +179,12 @@ class Rehearsal(Passes):
                 "iterator, a generator out of sight), so its forward pass cannot be recomputed. Keep such "
                 "state in attributes or buffers of the layer's modules."
             )
+
+    def _note_unseen(self, start: _BufferPrints) -> bool:
+        """Whether buffers have been written to since `start` without a rise of their versions (`.data`)."""
+        unseen = start.written_unseen()
+        self._parts.installation.buffers.written_unseen |= unseen
+        return bool(unseen)
 
     def _trial(self, request: Request, copy: DeviceCopy, buffers: Buffers) -> tuple[list[Tensor], set[Place]]:
         """Outputs of the call over `buffers`, and the attributes that it touches; everything is as before then."""
@@ -219,11 +232,14 @@ class Rehearsal(Passes):
 
     # ---- what two passes in a row have left
 
-    def _compare(self, first: _Prints, same_outputs: bool) -> str | None:
+    def _compare(self, first: _Prints, written: Collection[_Buffer], same_outputs: bool) -> str | None:
         """Tells apart what every forward pass writes anew, and what goes on from one to the next.
 
         A value that is the same behind either pass might still be read by the next one. It is taken not to be where both
         passes gave the same outputs and the value holds no tensor, which would come of the inputs.
+
+        Args:
+            written: buffers that a pass writes to.
         """
         model = set(self._all)  # a module that forward makes for itself (a loss function) is gone with it
         self._touched = {place for place in self._touched if place.module is None or place.module in model}
@@ -234,7 +250,7 @@ class Rehearsal(Passes):
         random.apart, random.touched = tuple({*random.apart, *apart}), tuple({*random.touched, *self._touched})
         carried = [place for place in self._touched if place not in apart and not self._is_in_order(place, second)]
         names = {module: name for name, module in self._all[0].named_modules()}
-        for module, key in [*((p.module, p.key) for p in carried), *self._carried_buffers(first, second)]:
+        for module, key in [*((p.module, p.key) for p in carried), *self._carried_buffers(first, second, written)]:
             name = f"the variable {key}" if module is None else ".".join(filter(None, (names.get(module), key)))
             return f"{name} goes on from one forward pass to the next"
         return None
@@ -250,11 +266,13 @@ class Rehearsal(Passes):
     def _is_one_call(self, owners: Sequence[int]) -> bool:
         return len(owners) == 1 and self._calls.count(owners[0]) == 1
 
-    def _carried_buffers(self, first: _Prints, second: _Prints) -> Iterable[tuple[nn.Module, str]]:
+    def _carried_buffers(self, first: _Prints, second: _Prints, written: Collection[_Buffer]) -> Iterable[_Buffer]:
         for (module, key), value in second.buffers.items():
             before = first.buffers.get((module, key))
             owners = [layer for layer, modules in self._modules.items() if module in modules]
-            if (before is None or not _equal(before, value)) and not self._is_one_call(owners):
+            # One that is written anew each time is still one for all that wait between the layers.
+            carried = before is None or (module, key) in written or not _equal(before, value)
+            if carried and not self._is_one_call(owners):
                 yield module, key
 
 
@@ -302,6 +320,38 @@ class _Start:
         self._random.rewind(self._state)
         with buffers_apart(self._buffers):
             yield
+
+
+class _BufferPrints:
+    """Buffers as they are now, with their versions."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._now = buffers
+        self._then = {
+            (module, key): (b, b._version, b.clone())
+            for module, held in buffers
+            if not changes_buffers_unseen(module)
+            for key, b in held.items()
+            if b is not None
+        }
+
+    def written(self) -> set[_Buffer]:
+        """Those that hold something else now, or were written to."""
+        return {one for one, now in self._held() if self._is_other(one, now) or not _equal(now, self._then[one][2])}
+
+    def written_unseen(self) -> set[nn.Module]:
+        """Modules with buffers that hold something else now, and say that nobody has written to them."""
+        return {
+            one[0] for one, now in self._held() if not self._is_other(one, now) and not _equal(now, self._then[one][2])
+        }
+
+    def _held(self) -> Iterator[tuple[_Buffer, Tensor]]:
+        held = (((module, key), b) for module, buffers in self._now for key, b in buffers.items())
+        return ((one, b) for one, b in held if one in self._then and b is not None)
+
+    def _is_other(self, one: _Buffer, now: Tensor) -> bool:
+        before, version, _ = self._then[one]
+        return now is not before or now._version != version
 
 
 class _Prints:

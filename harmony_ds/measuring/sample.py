@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from harmony_ds.calls.call_walk import Flag
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
@@ -21,6 +22,7 @@ class Sample:
         objective: what is propagated back from.
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
+        flags: switches of the model that it has not been measured with before.
     """
 
     inputs: Any
@@ -29,6 +31,7 @@ class Sample:
     objective: Objective
     seed: int
     modes: bytes = b""
+    flags: frozenset[Flag] = frozenset()
 
     @property
     def rows(self) -> int:

@@ -350,6 +350,7 @@ class Executor:
             self._parts.random.switch(micro_batch)
             return micro_batch.lane
         self._parts.random.start(micro_batch, micro_batch.seed)
+        self._parts.installation.buffers.note_unseen()
         return micro_batch.start(self._parts.device)
 
     # ---- stash

@@ -16,7 +16,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
-from harmony_ds.calls.transforms import refuse_transforms
+from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError, UnsupportedError
 from harmony_ds.measuring.row_probe import few_rows
@@ -26,7 +26,7 @@ from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
-from harmony_ds.stepping.inputs import Arguments, check_modes, check_saved_tensors
+from harmony_ds.stepping.inputs import Arguments, check_modes
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
@@ -90,7 +90,7 @@ class StepGroup:
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
-        check_saved_tensors()
+        check_saved_tensors("a call of the engine")
         try:
             return self._add(Arguments(args, kwargs, take_over=True))
         finally:
@@ -129,8 +129,13 @@ class StepGroup:
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs, planner = micro_batch.inputs, self._runner.planner
         known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
-        if self._world.any("call the model", redirected or not known):
-            self._measure(ticket)
+        if self._world.any("call the model", redirected or not known or bool(self._calls.new_flags)):
+            try:
+                self._measure(ticket)
+            except BaseException:
+                if known:  # as if its own forward pass had failed: those behind it draw the numbers that they would
+                    self._queue.append(ticket)
+                raise
         if self._runner.in_order:
             self._calls.watch_buffers()
         self._queue.append(ticket)
@@ -177,6 +182,7 @@ class StepGroup:
             self._calls.entered(micro_batch.state),
         ):
             self._runner.measure(self._sample(ticket), forwarded)
+        self._calls.measured()
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
@@ -202,7 +208,8 @@ class StepGroup:
             some = Arguments(*few_rows(own.tree, rows))
             return lambda: self._parts.calls.run(ticket.call, some)[0]
 
-        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
+        modes, flags = ticket.micro_batch.modes, self._calls.new_flags
+        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, modes, flags)
 
     # ---- running
 

@@ -148,24 +148,6 @@ def _own(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def check_saved_tensors() -> None:
-    """Layers are recomputed outside of the call, so hooks on what it saves for backward are not asked.
-
-    Raises:
-        UnsupportedError: those around the call change values, other than torch.autograd.graph.save_on_cpu.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0].__module__.startswith("torch."):
-        return
-    pack, unpack = hooks
-    tried = torch.linspace(-1.0, 1.0, 7)
-    if not torch.equal(torch.as_tensor(unpack(pack(tried))).cpu(), tried):
-        raise UnsupportedError(
-            "saved_tensors_hooks around a call of the engine change what is saved for backward. Layers are recomputed for "
-            "their backward pass, which does not ask these hooks: open the context inside a layer's forward."
-        )
-
-
 def check_modes(what: str, carried: tuple[type, ...]) -> None:
     """What runs later and on other threads is not seen by the modes that are active around `what`, but by those `carried`.
 

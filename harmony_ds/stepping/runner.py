@@ -232,7 +232,7 @@ class Runner:
             BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
-        self.check_hooks()
+        self._check_can_run(micro_batches)
         self._lessons.learn(self.planner.plan)
         begun = self.executor.begun
         plan = self.planner.step(micro_batches, begun)
@@ -264,7 +264,7 @@ class Runner:
         Raises: as `step`.
         """
         self.check_usable()
-        self.check_hooks()
+        self._check_can_run(micro_batches)
         first = self._after_norm is None
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
         with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook), self._guarded():
@@ -298,6 +298,12 @@ class Runner:
         with self._recovering(()):
             update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.begin())
         return True
+
+    def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """What is refused before anything runs."""
+        self.check_hooks()
+        for micro_batch in micro_batches:
+            self._parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
 
     def check_hooks(self) -> None:
         """Raises UnsupportedError if a hook of the user's would see a gradient in parts."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.exactness.sides import Setting, Side
+from tests.exactness.sides import Setting, Side, Stay
 
 Found = Mapping[str, Any]
 Program = Callable[[Side], Found]
-FOUR = (Setting(4, 0.0), Setting(4, 1.0), Setting(4, 1.0, resident=True))
-ONE = (Setting(1, 0.0), Setting(1, 1.0, resident=True))
+FOUR = (Setting(4, 0.0), Setting(4, 1.0), Setting(4, 0.0, Stay.RESIDENT), Setting(4, 1.0, Stay.GRAPHS))
+ONE = (Setting(1, 0.0), Setting(1, 1.0, Stay.RESIDENT))
 ALL = ONE + FOUR
-PAIRS = (Setting(1, 0.0, resident=True), Setting(4, 1.0))
+PAIRS = (Setting(1, 0.0, Stay.RESIDENT), Setting(4, 1.0, Stay.GRAPHS))
 CASES: dict[str, Case] = {}
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
-from tests.exactness.sides import Setting, Side
+from tests.exactness.sides import Setting, Side, Stay
 
 # ---- plans
 
@@ -98,7 +98,7 @@ def gptj(side: Side) -> Found:
     return weights(model)
 
 
-@case(Setting(2, 0.0), Setting(2, 1.0, resident=True))
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
 def pretrained_model_saved_within_a_group(side: Side) -> Found:
     """`model.save_pretrained(folder)` of a tiny Llama after the first micro-batch of a group; it writes into its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,7 +116,7 @@ def pretrained_model_saved_within_a_group(side: Side) -> Found:
     return weights(model)
 
 
-@case(Setting(2, 0.0), Setting(2, 1.0, resident=True))
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
 def prefix_tuning(side: Side) -> Found:
     """PEFT's prefix tuning of a tiny Llama: every layer is handed a cache that holds a trained prefix."""
     from peft import PrefixTuningConfig, TaskType, get_peft_model
@@ -414,6 +414,23 @@ def saved_tensors_changed(side: Side) -> Found:
         ):
             loss = F.cross_entropy(engine(x), y)
         engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+class Rounding(Net):
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            return super().body(x)
+
+
+@case(*PAIRS)
+def saved_tensors_changed_by_the_model(side: Side) -> Found:
+    """The same context within the model's forward, around its blocks."""
+    model = Rounding()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(2 * side.accumulation):
+        engine.backward(engine(x, labels=y))
         engine.step()
     return weights(model)
 

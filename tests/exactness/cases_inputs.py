@@ -330,6 +330,19 @@ def buffer_filled_within_a_group(side: Side) -> Found:
     return weights(model)
 
 
+@case(*ALL)
+def buffer_filled_by_data_between_steps(side: Side) -> Found:
+    """`model.shift.data.fill_(i)` before each step, which raises no version."""
+    model = Tempered()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i % side.accumulation == 0:
+            model.shift.data.fill_(0.1 * i)
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
 @case()
 def buffer_replaced_within_a_group(side: Side) -> Found:
     """`model.shift = torch.full(...)`, a registered buffer, before each micro-batch."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
-from tests.exactness.sides import Setting, Side
+from tests.exactness.sides import Setting, Side, Stay
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -720,7 +720,7 @@ def exception_between_forward_and_backward(side: Side) -> Found:
     return weights(model)
 
 
-@case(Setting(1, 1.0, resident=True), Setting(1, 1.0))
+@case(Setting(1, 1.0, Stay.RESIDENT), Setting(1, 1.0))
 def exception_in_a_backward(side: Side) -> Found:
     """A custom autograd.Function raises in backward once, with clipping; the loop calls zero_grad() and goes on."""
     fail = [False, True, False, False]

@@ -263,6 +263,20 @@ def forward_of_the_model_redirected(side: Side) -> Found:
 # ---- what is trained
 
 
+@case(*ALL)
+def backbone_frozen_for_a_step(side: Side) -> Found:
+    """All but the head is frozen before the second step, and thawed before the third."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for step in range(4):
+        model.requires_grad_(step != 1)
+        model.head.requires_grad_(True)
+        for x, y in batches(side.accumulation, seed=step):
+            engine.backward(engine(x, y))
+            engine.step()
+    return weights(model)
+
+
 @case()
 def requires_grad_after_the_start(side: Side) -> Found:
     """The head alone is trained first; after two steps the blocks are unfrozen."""

@@ -679,3 +679,36 @@ def iterator_of_the_model(side: Side) -> Found:
     model = Going()
     model.numbers = iter([1.0 + 0.01 * i for i in range(1000)])
     return trained(side, model)
+
+
+# ---- in the backward pass
+
+
+class _ByItsModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        module.scale = float(x.mean())
+        return x * module.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.module.scale, None
+
+
+class ScaledBothWays(Block):
+    scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_ByItsModule.apply(x, self))
+
+
+@case(*PAIRS)
+def attribute_read_by_an_autograd_function(side: Side) -> Found:
+    """A custom autograd.Function sets `module.scale` in forward, and reads it in its backward."""
+    model = Net(ScaledBothWays)
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, y))
+        engine.step()
+    return weights(model)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.exactness.case import PAIRS, Found, case
+from tests.exactness.case import ALL, PAIRS, Found, case
 from tests.exactness.models import WIDTH, Block, Net, adamw, batches, by_both_ways, weights
 from tests.exactness.sides import Side
 
@@ -179,6 +179,118 @@ def batch_norm_by_count(side: Side) -> Found:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))
 
     return trained(side, Net(block), rows=4)
+
+
+class CodebookByData(Codebook):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Block.forward(self, x)
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        self.codes.data[nearest] = 0.9 * quantized + 0.1 * x.detach()
+        return x + (quantized - x).detach()
+
+
+@case(*PAIRS)
+def codebook_by_data(side: Side) -> Found:
+    """The codebook, its codes written through `.data`, which raises no version."""
+    return trained(side, Net(CodebookByData))
+
+
+class Normalized(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.statistics(x))
+
+
+def in_both_modes(side: Side, look: bool) -> Found:
+    model = Net(Normalized)
+    engine = side.initialize(model, adamw(model))
+    losses = []
+    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=4)):
+        engine.train(i % 2 == 1)
+        loss = engine(x, labels=y)
+        losses.append(loss.item() if look else loss.detach())
+        engine.backward(loss)
+        engine.step()
+    return {**weights(model), "losses": torch.tensor(losses) if look else torch.stack(losses)}
+
+
+@case()
+def batch_norm_in_both_modes_within_a_group(side: Side) -> Found:
+    """Every second micro-batch runs in eval mode, by the statistics that those before it have gathered."""
+    return in_both_modes(side, look=False)
+
+
+@case(*ALL)
+def batch_norm_in_both_modes_and_losses_looked_at(side: Side) -> Found:
+    """The same, and each loss is looked at."""
+    return in_both_modes(side, look=True)
+
+
+class Gate(Block):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x) * gate
+
+
+class Gated(Net):
+    """Fills its buffer anew in each forward pass, for its blocks."""
+
+    def __init__(self, by_data: bool = False, between: bool = False) -> None:
+        super().__init__(Block if between else Gate)
+        self.by_data, self.between = by_data, between
+        self.gate: Tensor
+        self.register_buffer("gate", torch.ones(WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.gate.data if self.by_data else self.gate).copy_(x.mean(0).sigmoid())
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x * self.gate) if self.between else block(x, self.gate)
+        return x
+
+
+@case(*PAIRS)
+def buffer_filled_for_the_blocks(side: Side) -> Found:
+    """The model's forward copies a mean of its input into a buffer, which every block is given."""
+    model = Gated()
+    engine = side.initialize(model, adamw(model))
+    for x, y in batches(3 * side.accumulation):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def buffer_filled_by_data_for_the_blocks(side: Side) -> Found:
+    """The same through `.data`."""
+    return trained(side, Gated(by_data=True))
+
+
+@case(*PAIRS)
+def buffer_filled_and_used_between_blocks(side: Side) -> Found:
+    """The same buffer, multiplied with between the blocks."""
+    return trained(side, Gated(between=True))
+
+
+@case(*PAIRS)
+def buffer_filled_by_data_and_used_between_blocks(side: Side) -> Found:
+    """The same through `.data`."""
+    return trained(side, Gated(by_data=True, between=True))
+
+
+class Rectified(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.relu_())
+
+
+@case(*PAIRS)
+def input_rectified_in_place(side: Side) -> Found:
+    """A block begins with `x.relu_()` of what it is given, which its linear layer keeps for backward."""
+    return trained(side, Net(Rectified))
 
 
 class Observed(Block):

@@ -135,6 +135,52 @@ def penalty_on_blocks_added_to_the_models_loss(side: Side) -> Found:
     return trained(side, model, look)
 
 
+class SwitchedOn(Block):
+    collects = False
+    penalty = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.collects:
+            self.penalty = self.linear(x).pow(2).mean()
+        return super().forward(x)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def penalty_on_blocks_switched_on_later(side: Side) -> Found:
+    """Blocks keep it from the second micro-batch on, when the loop sets `block.collects = True`; before, it is zero."""
+
+    def look(engine: Any, x: Tensor, y: Tensor) -> Any:
+        loss = engine(x, y)
+        penalty = sum(block.penalty for block in model.blocks)
+        for block in model.blocks:
+            block.collects = True
+        return loss + 0.1 * penalty, penalty
+
+    model = Scored(SwitchedOn)
+    return trained(side, model, look)
+
+
+@case(*PAIRS)
+def penalty_in_train_batch_switched_on_unseen(side: Side) -> Found:
+    """The same in train_batch, from the third step on, by a number of the loop's that blocks compare with 2."""
+
+    class Staged(SwitchedOn):
+        stage = 0
+
+        @property
+        def collects(self) -> bool:  # type: ignore[override]
+            return self.stage >= 2
+
+    model = Net(Staged)
+    engine = side.initialize(model, sgd(model))
+    inputs = iter([(x,) for x, _ in batches(3 * side.accumulation)])
+    for stage in range(3):
+        for block in model.blocks:
+            block.stage = stage
+        engine.train_batch(inputs, loss_fn=lambda z: z.pow(2).mean() + sum(block.penalty for block in model.blocks))
+    return weights(model)
+
+
 @case(*PAIRS)
 def logits_kept_on_the_model(side: Side) -> Found:
     """`self.logits = logits.detach()`; the loop computes an accuracy of them."""

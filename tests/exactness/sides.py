@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,18 +20,38 @@ SEED = 5
 Weights = dict[str, Tensor]
 
 
+class Stay(Enum):
+    """What stays on the device, and the settings that make it so."""
+
+    NOTHING = ""
+    RESIDENT = "resident"
+    """All packs, from step to step."""
+    GRAPHS = "graphs kept"
+    """Packs, and graphs, from forward to backward."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if self is Stay.GRAPHS:
+            return {"residency": "kept", "device_memory_gib": 1.0}
+        return {"residency": _MANY if self is Stay.RESIDENT else "off"}
+
+
+_MANY = 1000  # packs
+
+
 @dataclass(frozen=True)
 class Setting:
     """What of a ds_config a case is tried with."""
 
     accumulation: int
     clipping: float
-    resident: bool = False  # packs stay on the device from step to step
+    stay: Stay = Stay.NOTHING
     harmony: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        resident = ", resident" if self.resident else ""
-        return f"accumulation {self.accumulation}, clipping {self.clipping:g}{resident}"
+        return ", ".join(
+            filter(None, (f"accumulation {self.accumulation}, clipping {self.clipping:g}", self.stay.value))
+        )
 
 
 class Side(Protocol):
@@ -58,7 +79,7 @@ class EngineSide:
 
     def __init__(self, setting: Setting) -> None:
         self.accumulation, self.clipping = setting.accumulation, setting.clipping
-        self._harmony = {"residency": "auto" if setting.resident else "off", **setting.harmony}
+        self._harmony = {**setting.stay.settings, **setting.harmony}
         self.models: list[nn.Module] = []
 
     def initialize(

@@ -12,7 +12,8 @@ HEADING = "## Programs that people write"
 INTRODUCTION = """\
 Each of these programs is run in plain PyTorch and on the engine, in fp32 unless it says otherwise, with
 `gradient_clipping` 0 (layers are updated as their gradients arrive) and 1 (updates wait for the norm), with packs that are
-swapped and packs that stay on the device ("resident"), in packs of one layer. "equal": every
+swapped, packs that stay on the device from step to step ("resident"), and packs that stay there from forward to backward
+with their autograd graphs ("graphs kept"), in packs of one layer. "equal": every
 tensor that the program's user looks at has the same bits, or is as close as stated. "refused": an error of
 `harmony_ds.errors` says what was seen and what to do, and no weight has changed since the last completed step. Written by
 `python -m tests.exactness.run`; `tests/exactness/test_table.py` holds the engine to it.
