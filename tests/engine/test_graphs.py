@@ -103,12 +103,11 @@ class Chain(nn.Module):
         return {"loss": self.head(hidden).square().mean()}
 
 
-def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that was kept would hold its old version: such layers are recomputed."""
+def assert_chain_trains(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such blocks, with graphs kept where they may be."""
     keep_graphs(monkeypatch, (3,))
     torch.manual_seed(0)
-    plain = Chain(Scaled)
-    model = Chain(Scaled)
+    plain, model = Chain(block), Chain(block)
     model.load_state_dict(plain.state_dict())
     groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
     losses = train_plainly(plain, groups, adamw(plain.parameters()), clip=None, seed_of=seed_of)
@@ -116,6 +115,11 @@ def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest
         assert train_groups(engine, groups) == means_of(losses)
         assert graphs_in(engine.plan)
     assert_same(model, plain, bitwise=True)
+
+
+def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was kept would hold its old version: such layers are recomputed."""
+    assert_chain_trains(Scaled, monkeypatch)
 
 
 class Rectified(nn.Module):
@@ -132,16 +136,7 @@ class Rectified(nn.Module):
 
 def test_an_input_that_is_changed_in_place_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model holds leads back into the layer, and the layer's graph does not take that for another change."""
-    keep_graphs(monkeypatch, (3,))
-    torch.manual_seed(0)
-    plain, model = Chain(Rectified), Chain(Rectified)
-    model.load_state_dict(plain.state_dict())
-    groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
-    losses = train_plainly(plain, groups, adamw(plain.parameters()), clip=None, seed_of=seed_of)
-    with engine_for(model, adamw, config_of(3, None, {"pack_layers": 1})) as engine:
-        assert train_groups(engine, groups) == means_of(losses)
-        assert graphs_in(engine.plan)
-    assert_same(model, plain, bitwise=True)
+    assert_chain_trains(Rectified, monkeypatch)
 
 
 class Staged(nn.Module):

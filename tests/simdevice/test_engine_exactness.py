@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import harmony_ds
+from harmony_ds.scheduler.plan import Plan
 from tests.cover import spread
 from tests.families import FAMILIES, MODULES, Family
 from tests.oracle import assert_same, train_plainly
@@ -51,35 +52,40 @@ def optimizer_for(family: Family, model: torch.nn.Module) -> torch.optim.Optimiz
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS), ids=str)
-def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str, way: Way) -> None:
-    family = ALL[name]
-    model, plain = family.build(way.dropout).train(), family.build(way.dropout).train()
-    if name in ("gpt2", "opt"):
+def assert_as_plainly_and_as_planned(family: Family, dropout: float, clip: float, harmony: dict[str, Any]) -> Plan:
+    """The weights are those of plain accumulation, and the peak is within the plan, which is returned."""
+    model, plain = family.build(dropout).train(), family.build(dropout).train()
+    if family.name in ("gpt2", "opt"):
         plain.config.use_cache = False  # a cache changes the bits of attention dropout, in plain PyTorch too
     groups: list[list[dict[str, Any]]] = [[family.batch(s * GROUP + i) for i in range(GROUP)] for s in range(STEPS)]
     train_plainly(
         plain,
         groups,
         optimizer_for(family, plain),
-        clip=way.clip or None,
+        clip=clip or None,
         seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
     )
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GROUP,
-        "gradient_clipping": way.clip,
-        "harmony": {"seed": SEED, "pack_layers": way.pack_layers, "stash": way.stash, "residency": way.residency},
+        "gradient_clipping": clip,
+        "harmony": {"seed": SEED, **harmony},
     }
-    device = SimDevice()
     engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=optimizer_for(family, model), config=config, device=device
+        model=model, optimizer=optimizer_for(family, model), config=config, device=SimDevice()
     )
     for group in groups:
         engine.train_batch(iter(group))
     engine.finish_updates()
-    report = engine.memory_report()
+    report, plan = engine.memory_report(), engine.plan
     engine.destroy()
 
     assert_same(model, plain, family.bitwise)
     assert report.device_peak_bytes <= report.planned_peak_bytes
+    return plan
+
+
+@pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS), ids=str)
+def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str, way: Way) -> None:
+    harmony = {"pack_layers": way.pack_layers, "stash": way.stash, "residency": way.residency}
+    assert_as_plainly_and_as_planned(ALL[name], way.dropout, way.clip, harmony)
