@@ -18,16 +18,16 @@ from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
 from harmony_ds.runtime.executor import OnTask
-from harmony_ds.scheduler.plan import Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Task, TaskKind
 
 _logger = logging.getLogger("harmony_ds.progress")
 Event = tuple[str, float, int]
 _FIRST_TIMED = 2  # DeepSpeed's throughput leaves two steps out
 
 _TIMERS = {
-    "fwd": (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH),
+    "fwd": FORWARD_KINDS,
     "fwd_bwd": (TaskKind.FUSED,),
-    "bwd": (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH),
+    "bwd": BACKWARD_KINDS,
     "swap_in": (TaskKind.SWAP_IN, TaskKind.GATHER, TaskKind.STASH_IN),
     "swap_out": (TaskKind.REDUCE, TaskKind.SWAP_OUT, TaskKind.STASH_OUT, TaskKind.EVICT, TaskKind.FREE_GRADIENTS),
     "step": (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE, TaskKind.NORM),

@@ -74,6 +74,11 @@ class CallCost:
         return max(0.0, min(self.backward_ms, self.fused_ms - self.forward_ms))
 
     @property
+    def saved_ms(self) -> float:
+        """What a graph that was kept spares: recomputing it."""
+        return self.backward_ms - self.propagate_ms
+
+    @property
     def stashed_bytes(self) -> int:
         """What stashing its inputs keeps on the device."""
         return self.stash_bytes + self.stash_base_bytes

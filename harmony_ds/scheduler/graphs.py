@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,11 +26,6 @@ class Graphs:
         self._rounds = request.micro_batches // self._at_once
         self._wanted = may_stay(request) and request.settings.keep_graphs and not costs.in_slices
 
-    def saved_ms(self, packing: Packing, index: int) -> float:
-        """What a micro-batch takes less through a pack's backward pass."""
-        costs = [self._costs.costs[p] for p in packing.packs[index].positions]
-        return sum(cost.backward_ms - cost.propagate_ms for cost in costs)
-
     def filling(self, packing: Packing, policies: Policies, spare_bytes: NDArray[np.float64]) -> Policies:
         """`policies` with as many graphs as so many bytes hold, of packs that stay from forward to backward."""
         if not self._wanted:
@@ -44,12 +39,16 @@ class Graphs:
             spare = spare - there * nbytes
         return replace(policies, graphs=counts)
 
-    def ways(self, packing: Packing, policy: Policy, peaks: Sequence[int], budget_bytes: float) -> list[Policy]:
+    def ways(self, packing: Packing, policy: Policy, peaks: Sequence[int], budget_bytes: float) -> Iterator[Policy]:
         """`fitting` with any pack's graphs before all others: what saves most time per byte may save none of the step's."""
-        ways = [self.fitting(packing, policy, peaks, budget_bytes)]
-        if ways[0].graphs:
-            ways += [self.fitting(packing, policy, peaks, budget_bytes, one) for one, _ in self._most_worth(packing)]
-        return list(dict.fromkeys(ways))
+        first = self.fitting(packing, policy, peaks, budget_bytes)
+        yield first
+        seen = {first}
+        for index, _ in self._most_worth(packing) if first.graphs else ():
+            way = self.fitting(packing, policy, peaks, budget_bytes, before=index)
+            if way not in seen:
+                seen.add(way)
+                yield way
 
     def fitting(
         self, packing: Packing, policy: Policy, peaks: Sequence[int], budget_bytes: float, before: int | None = None
@@ -94,7 +93,7 @@ class Graphs:
         for index in {*packing.forward}.intersection(packing.backward[:-1]):
             pack = packing.packs[index]
             nbytes = max(1, sum(self._costs.costs[p].kept_bytes for p in pack.positions))
-            saved_ms = self.saved_ms(packing, index)
+            saved_ms = sum(self._costs.costs[p].saved_ms for p in pack.positions)
             if pack.needs_backward and saved_ms > 0:
                 able.append((saved_ms / nbytes, index, nbytes))
         return [(index, nbytes) for _, index, nbytes in sorted(able, reverse=True)]

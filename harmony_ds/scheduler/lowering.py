@@ -21,14 +21,13 @@ from itertools import chain, groupby, zip_longest
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.events import Job
-from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
-_BACK = (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
-_RUNS = (*_STASHING, TaskKind.FORWARD_FOR_GRAPH, TaskKind.BACKWARD_FROM_GRAPH)
+_RUNS = (*FORWARD_KINDS, TaskKind.FUSED, *BACKWARD_KINDS)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION = 3.0
@@ -133,7 +132,7 @@ class Lowering:
         after = (*arrived, *self._compute_after, *sorted(stash))
         self._compute_after = []
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
-        duration = self._times.of(task.kind, pack, first and task.kind not in _BACK)
+        duration = self._times.of(task.kind, pack, first and task.kind not in BACKWARD_KINDS)
         self._compute(tasks, len(tasks) * duration, after)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
@@ -263,7 +262,7 @@ class _PackTimes:
 
     def _sum(self, kind: TaskKind, pack: Pack) -> float:
         costs = [self._costs.costs[p] for p in pack.positions]
-        if kind in (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH):
+        if kind in FORWARD_KINDS:
             return sum(cost.forward_ms for cost in costs)
         if kind is TaskKind.BACKWARD_FROM_GRAPH:
             return sum(cost.propagate_ms for cost in costs)

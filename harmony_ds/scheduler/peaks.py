@@ -20,14 +20,13 @@ from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
-from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.policies import Policies
 
 _SHORT = 4
-ALL = 2**31
+_ALL = 2**31
+"""Graphs of so many micro-batches are those of all, however many there are."""
 _Place = tuple[tuple[TaskKind, int, int], int]
-_FORWARD = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
-_BACKWARD = (TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
 
 
 class Peaks:
@@ -36,7 +35,7 @@ class Peaks:
     def __init__(self, costs: CostTable, request: PlanRequest) -> None:
         self._costs = costs
         self._request = request
-        self._stash = list(accumulate((cost.stash_bytes for cost in costs.costs), initial=0))
+        self._stash = np.array([*accumulate((cost.stash_bytes for cost in costs.costs), initial=0)], float)
         self._walks: dict[int, tuple[Packing, MemoryWalks]] = {}  # by identity: a packing takes long to hash
 
     def of(self, packing: Packing, policy: Policy) -> int:
@@ -46,10 +45,10 @@ class Peaks:
     def stages(self, packing: Packing, policy: Policy) -> list[int]:
         """The peak in bytes while each pack runs: forward, then back, in the order in which they do."""
         wanted = self._request.micro_batches
-        graphs = tuple(ALL if count >= wanted else count for count in policy.graphs)
+        graphs = tuple(_ALL if count >= wanted else count for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
         # What each has left behind grows between their tasks, not only within a pack; where some keep graphs, unevenly.
-        if not policy.grouping or not {0, ALL}.issuperset(graphs):
+        if not policy.grouping or not {0, _ALL}.issuperset(graphs):
             held = [(stage, nbytes) for _, stage, nbytes in self._walked(packing, policy, wanted)]
         elif wanted <= _SHORT + 1:
             held = [*self._held(packing, policy, wanted).values()]
@@ -69,14 +68,17 @@ class Peaks:
 
     def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Bytes below which the peaks cannot be, without graphs: weights, gradients, stash, and what waits for its turn."""
-        back = np.maximum(*self._at_least(packing, policies))
-        return np.maximum(self._forward_at_least(packing, policies), back)
+        running = [self._forward_at_least(packing, policies), *self._backward_at_least(packing, policies)]
+        most: NDArray[np.float64] = np.max(running, axis=0) + self._stays(packing, policies)
+        return most
 
     def spare(self, packing: Packing, policies: Policies, budget_bytes: float) -> NDArray[np.float64]:
         """Bytes that there are at most for graphs, which are all there when the fused pack runs back."""
-        return budget_bytes - self._at_least(packing, policies)[1]
+        return budget_bytes - self._backward_at_least(packing, policies)[1] - self._stays(packing, policies)
 
-    def _at_least(self, packing: Packing, policies: Policies) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _backward_at_least(
+        self, packing: Packing, policies: Policies
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """While each pack runs back, and while the fused one does."""
         packs = [packing.packs[index] for index in packing.backward]
         swapped = ~policies.resident
@@ -92,31 +94,31 @@ class Peaks:
         busy[:-1] += max(0, wanted - 2) * np.array(behind, int)[:, None]
         fused, begin = packing.fused, packing.fused.positions[0]
         kept = np.array([pack.weight_bytes for pack in packs]) @ policies.kept
-        full = kept + weights[-1] + self._stash_before(begin, packing, policies) + self._working(fused.positions)
+        full = kept + weights[-1] + self._stash_before([begin], packing, policies)[0] + self._working(fused.positions)
         # While the last one runs, the others have left gradients; while the first does, they wait with its inputs.
         last = (left[-1] if any(cost.needs_backward for cost in self._costs.costs[:begin]) else 0) * (wanted - 1)
         inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin and policies.base.fuse_last_pack else 0
         full = full + max(last + fused.gradient_bytes, inputs)
-        return busy.max(axis=0) + self._stays(packing, policies), full + self._stays(packing, policies)
+        return busy.max(axis=0), full
 
     def _forward_at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """While each pack runs forward: the others wait with its inputs."""
         wanted, most = self._at_once(policies), np.zeros(len(policies))
-        for stage, index in enumerate(packing.forward):
-            pack = packing.packs[index]
+        packs = [packing.packs[index] for index in packing.forward]
+        stash = self._stash_before([pack.positions[0] for pack in packs], packing, policies)
+        for stage, (index, pack) in enumerate(zip(packing.forward, packs, strict=True)):
             cost = self._costs.costs[pack.positions[0]]
             waiting = (wanted if stage else 1) * cost.alive_bytes
             swapped = ~policies.resident[index] if index < len(packing.backward) else 1
-            stash = self._stash_before(pack.positions[0], packing, policies)
-            most = np.maximum(most, pack.weight_bytes * swapped + waiting + cost.forward_bytes + stash)
-        return most + self._stays(packing, policies)
+            most = np.maximum(most, pack.weight_bytes * swapped + waiting + cost.forward_bytes + stash[stage])
+        return most
 
-    def _stash_before(self, position: int, packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """Of all micro-batches and the calls before this one, what is on the device."""
+    def _stash_before(self, positions: list[int], packing: Packing, policies: Policies) -> NDArray[np.float64]:
+        """Of all micro-batches and the calls before each position, what is on the device: shape (positions, policies)."""
         ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
-        stash = np.array(self._stash, float)
-        there: NDArray[np.float64] = np.maximum(0.0, stash[position] - stash[np.minimum(ends, position)])
-        return self._at_once(policies) * there
+        before = self._stash[positions][:, None] - self._stash[ends]
+        there: NDArray[np.float64] = self._at_once(policies) * np.maximum(0.0, before)
+        return there
 
     def _stays(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """What is there all the time."""
@@ -155,9 +157,9 @@ class Peaks:
         tasks = compose_step(packing, Group.of(micro_batches), policy)
         profile = self._walks_of(packing).walk(tasks)
         for task, weights, rest in zip(tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
-            if task.kind in _FORWARD:
+            if task.kind in FORWARD_KINDS:
                 stage = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
-            elif task.kind in _BACKWARD:
+            elif task.kind is TaskKind.FUSED or task.kind in BACKWARD_KINDS:
                 stage = backward[task.pack]
             yield task, stage, weights + rest
 

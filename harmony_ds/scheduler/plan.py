@@ -44,6 +44,11 @@ class TaskKind(Enum):
     GATHER = "A"
 
 
+FORWARD_KINDS = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
+BACKWARD_KINDS = (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
+"""Of the two passes, which the fused pack runs at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One step of a plan. `micro_batch` is -1 where the task concerns no single one."""

@@ -194,10 +194,9 @@ class _Search:
         peaks = self._peaks.stages(packing, without)
         if max(peaks) > self._budget:
             return False, 1
-        ways = self._graphs.ways(packing, without, peaks, self._budget)
         choices: list[Choice] = []
         tasks = 0
-        for way in ways:
+        for way in self._graphs.ways(packing, without, peaks, self._budget):
             if tasks > _WAYS_TASKS:
                 break
             choices.append(self._choice(packing, way, max(peaks), candidate.cut))

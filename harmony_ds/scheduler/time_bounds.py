@@ -36,7 +36,7 @@ class TimeBounds:
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)
         self._fused = _running(cost.fused_ms for cost in costs.costs)
-        self._kept = _running(max(0.0, cost.backward_ms - cost.propagate_ms) for cost in costs.costs)
+        self._kept = _running(cost.saved_ms for cost in costs.costs)
         self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
     def of(self, packing: Packing, policy: Policy) -> float:

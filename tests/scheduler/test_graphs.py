@@ -9,22 +9,14 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.candidates import policies
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Policy
-
-HALF = ElementBytes(weight=2, gradient=4)
-
-
-def graph_of(count: int) -> LayerGraph:
-    specs = tuple(ParameterSpec(f"p{i}", (1000,), True, state_bytes=12_000, update_bytes=4_000) for i in range(count))
-    layers = tuple(LayerSpec(i, f"l{i}", (f"p{i}",)) for i in range(count))
-    return LayerGraph(layers, specs, tuple(range(count)), ())
+from tests.scheduler.examples import FP32, graph_of
 
 
 def random_cost(draw: random.Random) -> CallCost:
@@ -57,12 +49,12 @@ def random_cost(draw: random.Random) -> CallCost:
 def random_cases(seed: int) -> Iterator[tuple[CostTable, PlanRequest, Packing, Policy]]:
     draw = random.Random(seed)
     count = draw.randint(3, 7)
-    graph = graph_of(count)
+    graph = graph_of([1_000] * count)
     costs = CostTable(graph.calls, tuple(random_cost(draw) for _ in range(count)), tail_bytes=100, held_bytes=200)
     request = PlanRequest(HarmonySettings(), draw.choice((1, 2, 4, 9)), 10**9, resident_bytes=0, policy=Policy())
     cuts = (0, *sorted(draw.sample(range(1, count), draw.randint(1, count - 1))), count)
     forward = tuple(cut for cut in cuts[:-1] if cut in (0, cuts[-2]) or draw.random() < 0.7)
-    packing = Packer(graph, costs, HALF).packing(cuts, forward)
+    packing = Packer(graph, costs, FP32).packing(cuts, forward)
     every = policies(packing, True, request)
     for place in draw.sample(range(len(every)), min(len(every), 8)):
         yield costs, request, packing, every[place]
@@ -89,11 +81,11 @@ def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
 
 
 def test_a_pack_named_first_has_its_graphs_before_others() -> None:
-    graph = graph_of(3)
+    graph = graph_of([1_000] * 3)
     cost = CallCost(stash_bytes=10, kept_bytes=1_000, needs_backward=True, forward_ms=1, backward_ms=3, fused_ms=3)
     costs = CostTable(graph.calls, (replace(cost, kept_bytes=900), cost, cost), tail_bytes=0)
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
-    packing = Packer(graph, costs, HALF).packing((0, 1, 2, 3))
+    packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))
     policy = Policy(kept=(0, 1), prefetch=False)
     peaks = Peaks(costs, request)
     graphs, without = Graphs(costs, request, peaks), peaks.stages(packing, policy)
