@@ -232,7 +232,13 @@ def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
 
 def _faster(costs: CostTable) -> CostTable:
     calls = tuple(
-        replace(c, forward_ms=c.forward_ms / 2, backward_ms=c.backward_ms / 2, fused_ms=c.fused_ms / 2)
+        replace(
+            c,
+            forward_ms=c.forward_ms / 2,
+            backward_ms=c.backward_ms / 2,
+            fused_ms=c.fused_ms / 2,
+            propagate_ms=c.propagate_ms / 2,
+        )
         for c in costs.costs
     )
     return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)

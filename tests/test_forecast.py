@@ -33,6 +33,7 @@ COST = CallCost(
     forward_ms=1.0,
     backward_ms=3.0,
     fused_ms=3.0,
+    propagate_ms=2.0,
 )
 MACHINE = Machine(
     name="made up",

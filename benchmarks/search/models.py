@@ -77,4 +77,5 @@ def _call(draw: Random, numel: int, pace: float) -> CallCost:
         forward_ms=forward_ms,
         backward_ms=forward_ms * 3,
         fused_ms=forward_ms * 3,
+        propagate_ms=forward_ms * 2,
     )

@@ -73,7 +73,13 @@ class ProfileFile:
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
     """`table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
     costs = tuple(
-        replace(cost, forward_ms=known.forward_ms, backward_ms=known.backward_ms, fused_ms=known.fused_ms)
+        replace(
+            cost,
+            forward_ms=known.forward_ms,
+            backward_ms=known.backward_ms,
+            fused_ms=known.fused_ms,
+            propagate_ms=known.propagate_ms,
+        )
         for cost, known in zip(table.costs, timed.costs, strict=True)
     )
     return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)

@@ -39,7 +39,8 @@ class _Samples:
     """Milliseconds of the calls of one structure, in the order they were made; the first one was cold."""
 
     forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)  # as it is recomputed, whole
+    backward: list[float] = field(default_factory=list)  # behind that, or with it where it is recomputed in slices
     inter_layer: list[float] = field(default_factory=list)
 
 
@@ -106,12 +107,13 @@ class Timing(Passes):
         if done > _BACKWARD_SAMPLES:
             self._parts.layer_calls.forget(call)
             return outputs
-        residency = self._parts.residency
+        residency, calls, replay = self._parts.residency, self._parts.layer_calls, self._parts.random.replay
         with self._made_up_gradients(call):
             self._lap()
-            self._parts.layer_calls.backward(
-                call, copy.leaves, self._parts.random.replay, lambda: residency.accumulate(copy)
-            )
+            if call.cut is None:
+                calls.recompute(call, copy.leaves, replay)
+                samples.again.append(self._lap())
+            calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
             residency.accumulate(copy)
             samples.backward.append(self._lap())
         for leaf in copy.leaves.values():
@@ -131,7 +133,7 @@ class Timing(Passes):
         timed = []
         for cost, structure in zip(costs.costs, self._structures, strict=True):
             samples = self._samples[structure]
-            backward = typical(samples.backward)
+            backward = typical(samples.again) + typical(samples.backward)
             timed.append(
                 replace(
                     cost,
@@ -142,6 +144,7 @@ class Timing(Passes):
                     fused_ms=(backward or typical(samples.forward))
                     + typical(samples.inter_layer)
                     + (typical(samples.forward) if backward and self._rows.cuts else 0.0),
+                    propagate_ms=typical(samples.backward),
                 )
             )
         return replace(costs, costs=tuple(timed), head_ms=typical(self._head), tail_ms=typical(self._tail))

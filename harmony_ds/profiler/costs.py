@@ -45,6 +45,7 @@ class CallCost:
         forward_ms: running it forward, and the code between it and the next call.
         backward_ms: recomputing it and propagating backward.
         fused_ms: running it forward and propagating backward at once, as in the fused pack.
+        propagate_ms: propagating backward through a graph that was kept.
     """
 
     alive_bytes: int = 0
@@ -67,11 +68,7 @@ class CallCost:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     fused_ms: float = 0.0
-
-    @property
-    def propagate_ms(self) -> float:
-        """Propagating backward through a graph that was kept."""
-        return max(0.0, min(self.backward_ms, self.fused_ms - self.forward_ms))
+    propagate_ms: float = 0.0
 
     @property
     def saved_ms(self) -> float:

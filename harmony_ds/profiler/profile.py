@@ -18,7 +18,7 @@ from harmony_ds.profiler.costs import CallCost, CostTable
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 3
+_FORMAT = 4
 _SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 

@@ -62,18 +62,19 @@ def _with_times(plan: Plan, costs: CostTable, ratios: _Times) -> CostTable:
         backward = _of_call(plan, ratios, TaskKind.BACKWARD, plan.packing.backward, position)
         at_once = ratios.get((COMPUTE, TaskKind.FUSED, fused.index)) if position in fused.positions else None
         through = _of_call(plan, ratios, TaskKind.BACKWARD_FROM_GRAPH, plan.packing.backward, position)
-        if through is not None and calls[position].fused_ms:  # forward and through the graph: what is fused elsewhere
-            back_ms, there_ms = calls[position].propagate_ms, calls[position].fused_ms - calls[position].propagate_ms
-            at_once = (there_ms * (forward or through) + back_ms * through) / calls[position].fused_ms
+        call = calls[position]
+        if backward is None and through is not None and call.backward_ms:  # forward and through the graph
+            backward = (call.saved_ms * (forward or through) + call.propagate_ms * through) / call.backward_ms
         known = [ratio for ratio in (at_once, backward, forward) if ratio is not None]
         if not known:
             continue
-        call, other = calls[position], known[0]
+        other = known[0]
         calls[position] = replace(
             call,
             forward_ms=call.forward_ms * (forward or other),
             backward_ms=call.backward_ms * (backward or other),
             fused_ms=call.fused_ms * (at_once or other),
+            propagate_ms=call.propagate_ms * (through or backward or other),
         )
         first, last = (forward or other) if position == 0 else first, other
     return replace(costs, costs=tuple(calls), head_ms=costs.head_ms * first, tail_ms=costs.tail_ms * last)

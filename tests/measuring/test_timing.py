@@ -89,6 +89,7 @@ def test_cold_calls_do_not_count() -> None:
         assert cost.forward_ms == 2.0 + 0.25
         assert cost.backward_ms == 2.0 + 5.0  # run again, and then propagated through
         assert cost.fused_ms == 7.0 + 0.25  # the graph is built while running forward
+        assert (cost.propagate_ms, cost.saved_ms) == (5.0, 2.0)
 
 
 def test_one_layer_has_one_sample_that_is_not_cold() -> None:
@@ -142,7 +143,7 @@ def test_nothing_is_propagated_through_what_is_not_trained() -> None:
     net.requires_grad_(False)
     table, _ = timed(net, trained=False)
     (cost,) = table.costs
-    assert (cost.forward_ms, cost.backward_ms, cost.fused_ms) == (1.0, 0.0, 1.0)
+    assert (cost.forward_ms, cost.backward_ms, cost.fused_ms, cost.propagate_ms) == (1.0, 0.0, 1.0, 0.0)
 
 
 def test_bytes_are_left_as_they_were() -> None:

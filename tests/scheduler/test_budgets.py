@@ -40,6 +40,7 @@ def llama(layers: int, deferred: bool) -> Model:
         forward_ms=0.1,
         backward_ms=0.3,
         fused_ms=0.3,
+        propagate_ms=0.2,
     )
 
     def product(numel: int, graph_bytes: int) -> CallCost:
@@ -51,6 +52,7 @@ def llama(layers: int, deferred: bool) -> Model:
             forward_ms=ms,
             backward_ms=3 * ms,
             fused_ms=3 * ms,
+            propagate_ms=2 * ms,
         )
 
     blocks, head = [product(block, 34 * tensor)] * layers, product(edge, 4 * tensor)

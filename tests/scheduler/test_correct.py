@@ -36,6 +36,7 @@ RIGHT = CostTable(
             forward_ms=size / 300,
             backward_ms=size / 100,
             fused_ms=size / 100,
+            propagate_ms=size / 150,
         )
         for size in SIZES
     ),
@@ -52,7 +53,13 @@ def searched(costs: CostTable, machine: Machine, deferred: bool) -> Plan:
 
 def slower(costs: CostTable, factors: tuple[float, ...]) -> CostTable:
     calls = tuple(
-        replace(c, forward_ms=f * c.forward_ms, backward_ms=f * c.backward_ms, fused_ms=f * c.fused_ms)
+        replace(
+            c,
+            forward_ms=f * c.forward_ms,
+            backward_ms=f * c.backward_ms,
+            fused_ms=f * c.fused_ms,
+            propagate_ms=f * c.propagate_ms,
+        )
         for c, f in zip(costs.costs, factors, strict=True)
     )
     return replace(costs, costs=calls, tail_ms=factors[-1] * costs.tail_ms)

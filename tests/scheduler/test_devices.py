@@ -24,7 +24,7 @@ from harmony_ds.scheduler.time_bounds import TimeBounds
 from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, reused, text
 
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
 NUMEL = 1000
 DEFERRED = Policy(prefetch=False, devices=2)

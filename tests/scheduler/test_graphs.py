@@ -43,6 +43,7 @@ def random_cost(draw: random.Random) -> CallCost:
         forward_ms=1.0,
         backward_ms=3.0,
         fused_ms=3.0,
+        propagate_ms=2.0,
     )
 
 
@@ -82,7 +83,7 @@ def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
 
 def test_a_pack_named_first_has_its_graphs_before_others() -> None:
     graph = graph_of([1_000] * 3)
-    cost = CallCost(stash_bytes=10, kept_bytes=1_000, needs_backward=True, forward_ms=1, backward_ms=3, fused_ms=3)
+    cost = CallCost(stash_bytes=10, kept_bytes=1_000, needs_backward=True, forward_ms=1, backward_ms=3, propagate_ms=2)
     costs = CostTable(graph.calls, (replace(cost, kept_bytes=900), cost, cost), tail_bytes=0)
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
     packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))

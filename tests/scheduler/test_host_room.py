@@ -19,7 +19,7 @@ from harmony_ds.scheduler.simulate import simulate
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of
 
 NUMELS = [1000, 3000, 1000, 2000]
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 GRAPH = graph_of(NUMELS)
 COSTS = costs_of(GRAPH.calls, COST)
 PACKING = Packer(GRAPH, COSTS, FP32).packing(tuple(range(len(NUMELS) + 1)))

@@ -47,6 +47,7 @@ COSTS = costs_of(
         forward_ms=1.0,
         backward_ms=3.0,
         fused_ms=3.0,
+        propagate_ms=2.0,
     ),
 )
 
@@ -182,7 +183,10 @@ def test_graphs_that_save_no_time_are_not_kept() -> None:
 
 
 def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recomputes_nothing() -> None:
-    slow = replace(COSTS, costs=tuple(replace(c, forward_ms=1e3, backward_ms=3e3, fused_ms=3e3) for c in COSTS.costs))
+    slow = replace(
+        COSTS,
+        costs=tuple(replace(c, forward_ms=1e3, backward_ms=3e3, fused_ms=3e3, propagate_ms=2e3) for c in COSTS.costs),
+    )
     plan = search(GRAPH, slow, GPU, FP32, request(None))[0].plan
 
     assert len(plan.packs) == 1

@@ -21,7 +21,7 @@ from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDA
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
 
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5)
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 
 
 def planned(

@@ -127,7 +127,13 @@ def mistaken(clip: float | None, **harmony: Any) -> Iterator[tuple[Any, HarmonyE
         planner = planner_of(engine)
         assert planner._costs is not None
         calls = tuple(
-            replace(c, forward_ms=100 * c.forward_ms, backward_ms=100 * c.backward_ms, fused_ms=100 * c.fused_ms)
+            replace(
+                c,
+                forward_ms=100 * c.forward_ms,
+                backward_ms=100 * c.backward_ms,
+                fused_ms=100 * c.fused_ms,
+                propagate_ms=100 * c.propagate_ms,
+            )
             for c in planner._costs.costs
         )
         planner._costs = replace(planner._costs, costs=calls)
