@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harmony_ds.calls.caches import empty_caches
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.trees import Contents, Shape, flatten, unflatten
+from harmony_ds.calls.trees import Contents, Shape, flatten_all, unflatten_all
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
 
@@ -29,7 +29,9 @@ class Arguments:
     """What a layer call takes, with its tensors taken out: arguments, and attributes of the layer's modules."""
 
     leaves: list[Any]
-    shape: Shape
+    shape: Shape  # of positional arguments, of keyword arguments, and of attributes, one after another
+    positional: int  # how many
+    keywords: tuple[str, ...]
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
     caches: list[Any]  # those that the layer may fill, and that are emptied again
 
@@ -40,8 +42,10 @@ class Arguments:
             for place in places:
                 leaves[place] = tensor
         made: list[Contents] = []
-        args, kwargs, attributes = unflatten(leaves, self.shape, made)
-        return args, kwargs, attributes, made
+        values = unflatten_all(leaves, self.shape, made)
+        named = self.positional + len(self.keywords)
+        kwargs = dict(zip(self.keywords, values[self.positional : named], strict=True))
+        return tuple(values[: self.positional]), kwargs, values[named:], made
 
     @property
     def may_be_cut(self) -> bool:
@@ -57,7 +61,8 @@ def is_plain(leaf: object) -> bool:
 def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
     """What a call takes without its tensors, and those, each once."""
     caches = empty_caches(request)
-    leaves, shape = flatten((request.args, request.kwargs, list(attributes)), {id(cache): cache for cache in caches})
+    args, kwargs = request.args, request.kwargs
+    leaves, shape = flatten_all((*args, *kwargs.values(), *attributes), {id(cache): cache for cache in caches})
     places: dict[int, list[int]] = {}
     tensors: dict[int, Tensor] = {}
     for place, leaf in enumerate(leaves):
@@ -65,7 +70,7 @@ def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Argu
             tensors[id(leaf)] = leaf
             places.setdefault(id(leaf), []).append(place)
             leaves[place] = None
-    return Arguments(leaves, shape, list(places.values()), caches), list(tensors.values())
+    return Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches), list(tensors.values())
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
@@ -78,14 +83,15 @@ def _collector_variable() -> Any:
     return getattr(variable, "context_var", variable)
 
 
-@contextmanager
-def collecting(request: Request) -> Iterator[dict[str, list[Any]]]:
+def collecting(request: Request) -> AbstractContextManager[dict[str, list[Any]]]:
     """While open, what the layer collects goes into the yielded lists instead of the caller's."""
     variable = _collector_variable()
     outer = request.context.run(variable.get) if variable is not None else None
-    if outer is None:
-        yield {}
-        return
+    return nullcontext({}) if outer is None else _collecting(request, variable, outer)
+
+
+@contextmanager
+def _collecting(request: Request, variable: Any, outer: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
     inner: dict[str, Any] = {key: [] if isinstance(value, list) else value for key, value in outer.items()}
     token = request.context.run(variable.set, inner)
     collected: dict[str, list[Any]] = {}

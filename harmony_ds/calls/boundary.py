@@ -12,8 +12,7 @@ the gradients of its inputs on to where those came from.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -181,13 +180,18 @@ class _BoundaryNode(torch.autograd.Function):
         return None, None, None
 
 
+_apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
+with torch.inference_mode(False), torch.enable_grad():
+    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
+"""Behind every Boundary, so that autograd takes its outputs to require gradients; none ever comes here."""
+
+
 def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
     """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
-    anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        cut_tensors: tuple[Tensor, ...] = _BoundaryNode.apply(anchor, tensors, targets)  # type: ignore[no-untyped-call]
+        cut_tensors: tuple[Tensor, ...] = _apply(_ANCHOR, tensors, targets)
     return cut_tensors
 
 
@@ -241,27 +245,50 @@ class _Begins(threading.local):
 _begins = _Begins()
 
 
-@contextmanager
-def backward_of_engine() -> Iterator[None]:
+class backward_of_engine:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """Around a backward pass that is the engine's: what begins within it is the program's.
 
     Raises:
         ModelError: something that was saved for it has been written to since.
     """
-    _begins.by_engine = True
-    try:
-        yield
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _begins.by_engine = True
+
+    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
+        _begins.by_engine = False
+        if isinstance(error, RuntimeError):
+            _refuse_changed(error)
+
+
+def _refuse_changed(error: RuntimeError) -> None:
+    """Raises ModelError if torch says so in its own words."""
+    if "modified by an inplace operation" in str(error):
         raise ModelError(
             "a tensor that a micro-batch's backward pass needs was changed in place after its forward pass had used it: by "
             "the model itself, or by the forward pass of a later micro-batch of the same step, which comes before this "
             "backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
             f"self.mask = ... instead of self.mask.copy_(...). torch says: {error}"
         ) from error
-    finally:
-        _begins.by_engine = False
+
+
+def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
+    """A backward pass of the engine's from `edges`, which are of tensors of the shapes and dtypes of `gradients`.
+
+    Raises:
+        ModelError: something that was saved for it has been written to since.
+    """
+    # torch.autograd.backward without its checks of shapes, which take as long as a small layer does; and past whoever
+    # watches it for passes that are not the engine's.
+    try:
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    except RuntimeError as error:
+        _refuse_changed(error)
+        raise
 
 
 def is_of_engine() -> bool:
@@ -316,9 +343,7 @@ class InterLayerGraph:
             if target.gradient is not None and target.deadline >= call
         ]
         if due:
-            gradients = [target.take() for _, target in due]
-            with backward_of_engine():
-                torch.autograd.backward([edge for edge, _ in due], gradients, retain_graph=True)
+            propagate([edge for edge, _ in due], [target.take() for _, target in due], retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
         """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""

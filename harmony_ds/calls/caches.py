@@ -8,29 +8,27 @@ transformers' own gradient checkpointing does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from harmony_ds.calls.intercept import Request
 
-_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "layer_past", "cache_params"))
 
 
 def without_unknown(request: Request) -> Request:
     """The request without caches of other kinds than those that can be emptied again."""
     given = request.kwargs
-    if (
-        not given.get("use_cache")
-        and not _caches(request)
-        and not any(given.get(key) is not None for key in _ARGUMENTS)
-    ):
+    named = not _ARGUMENTS.isdisjoint(given) and any(given.get(key) is not None for key in _ARGUMENTS)
+    if not (named or given.get("use_cache") or _caches(request)):
         return request
     kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_cache(a) and not _slots(a) else a for a in request.args)
+    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)  # type: ignore[arg-type]
     return replace(request, args=args, kwargs=kwargs)
 
 
@@ -40,9 +38,13 @@ def empty_caches(request: Request) -> list[Any]:
     return [cache for cache, inside in slots if not any(slot.is_initialized for slot in inside)]
 
 
-@contextmanager
-def emptied(caches: Iterable[Any]) -> Iterator[None]:
+def emptied(caches: Sequence[Any]) -> AbstractContextManager[None]:
     """In the end, `caches` are as they were."""
+    return _emptied(caches) if caches else nullcontext()
+
+
+@contextmanager
+def _emptied(caches: Iterable[Any]) -> Iterator[None]:
     held = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
     before = [(one, {key: _own(value) for key, value in vars(one).items()}) for one in held]
     try:
@@ -58,11 +60,12 @@ def _own(value: Any) -> Any:
 
 
 def _caches(request: Request) -> list[Any]:
-    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(value)]
+    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(type(value))]  # type: ignore[arg-type]
 
 
-def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache")
+@functools.cache
+def _is_cache(cls: type) -> bool:
+    return cls.__name__.endswith("Cache")
 
 
 def _parts(cache: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import ParameterMemory
 from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
-from harmony_ds.calls.trees import changed, flatten, unflatten
+from harmony_ds.calls.trees import changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
 
 
@@ -83,12 +84,11 @@ class CalledLayer:
         before = versions(self.buffered)
         with (
             self.parameters.installed(copies),
-            request.callers_state(),
-            held(self.places, attributes) as left,
+            self._held(attributes) as left,
             collecting(request) as collected,
             emptied(call.arguments.caches),
         ):
-            result = request.context.run(request.forward, *args, **kwargs)
+            result = request.run(args, kwargs)
         if self.buffered:
             self._look_at_buffers(before)
         written = changed(made)
@@ -96,8 +96,12 @@ class CalledLayer:
         altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
-        leaves, shape = flatten((result, collected, [one.children for one in written], left, views), same)
+        beside = (collected, [one.children for one in written], left, views)
+        leaves, shape = flatten_all((result, *beside) if any(beside) else (result,), same)
         return Outcome(inputs, leaves, shape, written, altered, left)
+
+    def _held(self, attributes: Sequence[Any]) -> AbstractContextManager[list[Any]]:
+        return held(self.places, attributes) if self.places else nullcontext([])
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""
@@ -114,7 +118,10 @@ class CalledLayer:
 
     def hand_over(self, call: RecordedCall, outcome: Outcome, leaves: list[Any], sources: list[Tensor]) -> Any:
         """The result, made of `leaves`; what was written elsewhere goes where the layer put it."""
-        result, collected, values, left, views = unflatten(leaves, outcome.shape)
+        result, *beside = unflatten_all(leaves, outcome.shape)
+        if not beside:
+            return result
+        collected, values, left, views = beside
         for place, view in zip(outcome.altered, views, strict=True):
             # Its memory holds that already: now its graph does, too. For who has saved it, nothing has changed.
             with _unsafe_preserve_version_counter(sources[place]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,15 +27,17 @@ _engine = _Engine()
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
-@contextmanager
-def passed_through() -> Iterator[None]:
+class passed_through:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """While open, this thread's checkpoints are calls of what they are given."""
-    _take_over_deepspeeds()
-    before, _engine.runs = _engine.runs, True
-    try:
-        yield
-    finally:
-        _engine.runs = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        _take_over_deepspeeds()
+        self._before, _engine.runs = _engine.runs, True
+
+    def __exit__(self, *_: object) -> None:
+        _engine.runs = self._before
 
 
 def refuse_around_engine() -> None:

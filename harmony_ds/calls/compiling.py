@@ -24,6 +24,11 @@ class AskedToCompile:
             for layer in layers
             if not _is_compiled(modules[layer])
         }
+        self._all = set().union(*self._around.values())
+
+    def by_anybody(self) -> bool:
+        """Whether there is a compiler for any layer, as of now."""
+        return any(_is_compiled(m) or m.__dict__.get("_compiled_call_impl") is not None for m in self._all)
 
     def compiler(self, layer: str) -> Compiler | None:
         """What `layer` is to be compiled with, as of now."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,35 +185,49 @@ class Installation:
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
         """Those of a layer's modules."""
         owners = [self._owners[module] for module in layer.modules() if module in self._owners]
-        return LayerParameters([(owner.module, owner.names) for owner in owners])
+        return LayerParameters(
+            [(owner.module, {key: owner.names.get(key, "") for key in owner.host}) for owner in owners]
+        )
 
 
 class LayerParameters:
     """The dictionaries in which a layer's parameters are looked up."""
 
     def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
-        self._owners = tuple(owners)
-        self._recurrent = [module for module, _ in self._owners if isinstance(module, nn.RNNBase)]
+        """`owners`: modules, and for each of their parameters its canonical name; "" where it is None."""
+        self.owners = tuple(owners)
+        self.recurrent = [module for module, _ in self.owners if isinstance(module, nn.RNNBase)]
 
-    @contextmanager
-    def installed(self, copies: Mapping[str, Tensor]) -> Iterator[None]:
+    def installed(self, copies: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """While open, the layer's modules hold `copies` (by canonical name)."""
-        before = [module.__dict__["_parameters"] for module, _ in self._owners]
-        lists = [(module._flat_weights, module._flat_weight_refs) for module in self._recurrent]
-        try:
-            for (module, names), held in zip(self._owners, before, strict=True):
-                filled = {key: copies.get(name, held[key]) for key, name in names.items()}
-                module.__dict__["_parameters"] = FixedParameters(
-                    filled if len(filled) == len(held) else {**held, **filled}
-                )
-            for module in self._recurrent:
-                _list_weights(module)
-            yield
-        finally:
-            for (module, _), held in zip(self._owners, before, strict=True):
-                module.__dict__["_parameters"] = held
-            for module, (weights, references) in zip(self._recurrent, lists, strict=True):
-                module._flat_weights, module._flat_weight_refs = weights, references
+        return _Installed(self, copies)
+
+
+class _Installed:
+    """A class, because it is entered for each layer call."""
+
+    __slots__ = ("_before", "_copies", "_layer", "_lists")
+
+    def __init__(self, layer: LayerParameters, copies: Mapping[str, Tensor]) -> None:
+        self._layer = layer
+        self._copies = copies
+        self._before = [owner.__dict__["_parameters"] for owner, _ in layer.owners]
+        self._lists = [(module._flat_weights, module._flat_weight_refs) for module in layer.recurrent]
+
+    def __enter__(self) -> None:
+        copies = self._copies
+        for (owner, names), held in zip(self._layer.owners, self._before, strict=True):
+            owner.__dict__["_parameters"] = FixedParameters(
+                {key: copies[name] if name in copies else held[key] for key, name in names.items()}
+            )
+        for module in self._layer.recurrent:
+            _list_weights(module)
+
+    def __exit__(self, *raised: object) -> None:
+        for (owner, _), held in zip(self._layer.owners, self._before, strict=True):
+            owner.__dict__["_parameters"] = held
+        for module, listed in zip(self._layer.recurrent, self._lists, strict=True):
+            module._flat_weights, module._flat_weight_refs = listed
 
 
 def _list_weights(module: nn.RNNBase) -> None:

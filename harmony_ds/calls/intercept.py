@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,17 +48,14 @@ class Autocast:
         return None if dtype is None else Autocast(device_type, dtype)
 
     @staticmethod
-    @contextmanager
-    def entered(state: Autocast | None) -> Iterator[None]:
-        """`state` entered. Without a weight cache: it is keyed by tensors that are swapped."""
+    def entered(state: Autocast | None) -> AbstractContextManager[Any]:
+        """`state`, to be entered at once. Without a weight cache: it is keyed by tensors that are swapped."""
         if state is None or not (state.enabled or torch.is_autocast_enabled(state.device_type)):
-            yield
-        else:
-            with torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False):
-                yield
+            return nullcontext()
+        return torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Request:
     """One layer call that a model is about to make.
 
@@ -78,11 +75,14 @@ class Request:
     grad: bool
     autocast: Autocast | None
 
-    @contextmanager
-    def callers_state(self) -> Iterator[None]:
-        """Gradients and autocast as the caller has them."""
+    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
         with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), passed_through():
-            yield
+            return self.context.run(self.forward, *args, **kwargs)
+
+    def without_arguments(self) -> Request:
+        """The same, to be kept."""
+        return Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast)
 
 
 class Handler(Protocol):
@@ -184,8 +184,9 @@ class Interception:
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
             self._intercept(layer)
+        asked = self._asked.by_anybody()
         for layer, forward in self._forwards.items():
-            forward.compile(self._asked.compiler(layer.name) or self._compiler)
+            forward.compile((self._asked.compiler(layer.name) if asked else None) or self._compiler)
         return bool(replaced)
 
     def compile(self, compiler: Compiler) -> None:

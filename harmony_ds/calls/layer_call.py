@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from harmony_ds.calls.boundary import (
     GradientTarget,
     InterLayerGraph,
     OutputGradient,
-    backward_of_engine,
     cut,
+    propagate,
     targets_of,
 )
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
@@ -92,12 +91,13 @@ class LayerCalls:
         if request.grad:
             request = without_unknown(request)
         caches = empty_caches(request) if request.grad else []  # generation fills them
-        with layer.parameters.installed(copies), request.callers_state(), emptied(caches):
-            outputs = request.context.run(request.forward, *request.args, **request.kwargs)
-            own = layer.memory.of(copies)
-            if not own.isdisjoint(memory_of(tensors_in(outputs))):
+        with layer.parameters.installed(copies), emptied(caches):
+            outputs = request.run(request.args, request.kwargs)
+        own = layer.memory.of(copies)
+        if not own.isdisjoint(memory_of(tensors_in(outputs))):
+            with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
-            return outputs
+        return outputs
 
     def _unrecorded(self, request: Request, copies: Mapping[str, Tensor], rows: Rows) -> Any:
         """As `attached`, for a call without gradients, in slices where it can be cut."""
@@ -202,11 +202,13 @@ class LayerCalls:
         request = without_unknown(request)
         arguments, tensors = layer.take(request)
         call = RecordedCall(
-            request=replace(request, args=(), kwargs={}),
+            request=request.without_arguments(),
             number=number,
             arguments=arguments,
             targets=self._targets(request, tensors, inter_layer),
-            cut=cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None,
+            cut=cut_of(rows, request.layer, tensors, layer.draws)
+            if rows.cuts and layer.may_be_cut(arguments)
+            else None,
             buffers=copied_buffers(layer.buffered) if layer.replayed else None,
         )
         return call, tensors
@@ -257,7 +259,29 @@ class LayerCalls:
             self.forget(call)
             return False
         layer = self._layers[call.request.layer]
-        with self._in_layer(), nullcontext() if call.graph else _apart(layer, call):
+        self.propagating = True
+        try:
+            self._run_back(layer, call, copies, gradients, replay, gather)
+        finally:
+            self.propagating = False
+        self.forget(call)
+        return True
+
+    def _run_back(
+        self,
+        layer: CalledLayer,
+        call: RecordedCall,
+        copies: Mapping[str, Tensor],
+        gradients: list[Tensor | None],
+        replay: Callable[[State], None],
+        gather: Callable[[], None],
+    ) -> None:
+        """Those `gradients` of the outputs of `call`, which is run again unless its graph was kept."""
+        if call.graph:
+            replay(call.states[0])
+            _propagate(call, gradients)
+            return
+        with _apart(layer, call):
             if call.cut is not None:
                 slices = call.cut.propagated(self._tensors(call), call.targets, gradients)
                 for number, (own, targets, given) in enumerate(slices):
@@ -268,13 +292,9 @@ class LayerCalls:
                     _propagate(call, given)
             else:
                 replay(call.states[0])
-                left: list[Any] = []
-                if not call.graph:
-                    left = _run_again(layer, call, self._tensors(call), copies, call.targets)
-                with _as_left(layer.places if left else (), left):
+                left = _run_again(layer, call, self._tensors(call), copies, call.targets)
+                with _as_left(layer.places, left) if left else nullcontext():
                     _propagate(call, gradients)
-        self.forget(call)
-        return True
 
     def recompute(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> None:
         """Runs the call again, whole, and keeps its graph for `backward`."""
@@ -282,14 +302,6 @@ class LayerCalls:
         with _apart(layer, call):
             replay(call.states[0])
             _run_again(layer, call, self._tensors(call), copies, call.targets)
-
-    @contextmanager
-    def _in_layer(self) -> Iterator[None]:
-        self.propagating = True
-        try:
-            yield
-        finally:
-            self.propagating = False
 
     def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
@@ -405,8 +417,7 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
         for edge, gradient in zip(call.graph, gradients, strict=True)
         if edge is not None and gradient is not None
     ]
-    with backward_of_engine():
-        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    propagate([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
     for place, reference in call.retained:
         handed = reference()
         if handed is not None:

@@ -177,9 +177,9 @@ class Same:
 
 @dataclass(slots=True, eq=False)
 class Shape:
-    """How to put leaves together again; `mutable` are the branches that can be changed in place."""
+    """How to put the leaves of trees together again; `mutable` are the branches that can be changed in place."""
 
-    root: Branch | Same | None
+    roots: list[Branch | Same | None]
     mutable: list[Branch]
 
     def contents(self) -> list[Contents]:
@@ -229,14 +229,19 @@ def may_change(value: Any) -> bool:
 
 
 def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
-    """All leaves of `tree`, tensors inside objects included.
+    """As `flatten_all` of one tree."""
+    return flatten_all((tree,), same)
+
+
+def flatten_all(trees: Iterable[Any], same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
+    """All leaves of `trees`, tensors inside objects included.
 
     Args:
         same: by id, containers that are not opened, and what comes back in their place.
     """
     opening = _Opening(same or {})
-    root = opening.visit(tree)
-    return opening.leaves, Shape(root, opening.mutable)
+    roots = opening.visit_all(trees)
+    return opening.leaves, Shape(roots, opening.mutable)
 
 
 class _Opening:
@@ -250,11 +255,18 @@ class _Opening:
         self.mutable: list[Branch] = []
         self.known: dict[int, Branch] = {}
 
-    def visit(self, value: Any) -> Branch | Same | None:
-        opener = _opener_of(type(value))  # type: ignore[arg-type]
-        if opener is None:
-            self.leaves.append(value)
-            return None
+    def visit_all(self, values: Iterable[Any]) -> list[Branch | Same | None]:
+        found: list[Branch | Same | None] = []
+        for value in values:
+            opener = _opener_of(type(value))  # type: ignore[arg-type]
+            if opener is None:  # as most are: no call for each
+                self.leaves.append(value)
+                found.append(None)
+            else:
+                found.append(self._visit(value, opener))
+        return found
+
+    def _visit(self, value: Any, opener: _Opener) -> Branch | Same:
         if id(value) in self.same:
             return Same(self.same[id(value)])
         if id(value) in self.known:
@@ -265,19 +277,19 @@ class _Opening:
         if opener.mutable:
             self.known[id(value)] = branch
             self.mutable.append(branch)
-        for child in children:
-            if _opener_of(type(child)) is None:  # type: ignore[arg-type]  # as most are: no call for each
-                self.leaves.append(child)
-                branch.children.append(None)
-            else:
-                branch.children.append(self.visit(child))
+        branch.children = self.visit_all(children)
         return branch
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None = None) -> Any:
-    """The tree of `shape` over other leaves, in fresh containers, which are added to `made`; IndexError: too few."""
+    """As `unflatten_all`, of one tree."""
+    return unflatten_all(leaves, shape, made)[0]
+
+
+def unflatten_all(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None = None) -> list[Any]:
+    """The trees of `shape` over other leaves, in fresh containers, which are added to `made`; IndexError: too few."""
     try:
-        return _Making(leaves, made).build(shape.root)
+        return _Making(leaves, made).build_all(shape.roots)
     except StopIteration:
         raise IndexError(f"{len(leaves)} leaves are too few for this shape") from None
 
@@ -290,24 +302,22 @@ class _Making:
         self.made = made
         self.built: dict[int, Any] = {}
 
-    def build(self, branch: Branch | Same | None) -> Any:
-        if branch is None:
-            return next(self.leaves)
+    def build_all(self, branches: Iterable[Branch | Same | None]) -> list[Any]:
+        leaves = self.leaves  # as most are: no call for each
+        return [next(leaves) if branch is None else self._build(branch) for branch in branches]
+
+    def _build(self, branch: Branch | Same) -> Any:
         if isinstance(branch, Same):
             return branch.value
         if id(branch) in self.built:
             return self.built[id(branch)]
         if not branch.opener.mutable:
-            return branch.opener.make(branch.cls, branch.known, self._children(branch))
+            return branch.opener.make(branch.cls, branch.known, self.build_all(branch.children))
         value = self.built[id(branch)] = branch.opener.empty(branch.cls, branch.known)
-        branch.opener.fill(value, branch.known, self._children(branch))
+        branch.opener.fill(value, branch.known, self.build_all(branch.children))
         if self.made is not None:
             self.made.append(Contents.of(branch, value))
         return value
-
-    def _children(self, branch: Branch) -> list[Any]:
-        leaves = self.leaves  # as most children are: no call for each
-        return [next(leaves) if child is None else self.build(child) for child in branch.children]
 
 
 def changed(made: Iterable[Contents]) -> list[Contents]:

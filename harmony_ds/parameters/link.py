@@ -215,7 +215,8 @@ class ParameterLink:
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        self._check_handed_out()
+        if self._handed_out is not None:
+            self._check_handed_out()
         if self._seen is not None:
             self.check_unwritten()
         if self._touched:
