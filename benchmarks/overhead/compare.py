@@ -70,7 +70,7 @@ def child(options: argparse.Namespace) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "harmony": {"device": "cpu"},
     }
     engine, *_ = harmony_ds.initialize(model=model, config=config)
@@ -81,7 +81,6 @@ def child(options: argparse.Namespace) -> None:
         for _ in range(options.accumulation):
             engine.backward(engine(**batch).loss)
             engine.step()
-        engine.finish_updates()
         answer = {"ms": (time.perf_counter() - wall) * 1e3, "cpu_ms": (time.process_time() - cpu) * 1e3}
         print(json.dumps(answer), flush=True)
     engine.destroy()
