@@ -57,6 +57,11 @@ class CalledLayer:
         """What a call takes without its tensors, and those."""
         return take_tensors(request, read_all(self.places))
 
+    @property
+    def may_keep_graphs(self) -> bool:
+        """Not where calls write into what they go on from: others do so before one is propagated back."""
+        return not (self.replayed or self.places)
+
     def may_be_cut(self, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
         return not (self.changes_inputs or self.changes_buffers or self.places) and arguments.may_be_cut

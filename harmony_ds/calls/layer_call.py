@@ -79,6 +79,10 @@ class LayerCalls:
                     "engine.step()."
                 )
 
+    def may_keep_graphs(self, layer: int) -> bool:
+        """Whether graphs of `layer` can be kept while other micro-batches go through it."""
+        return self._layers[layer].may_keep_graphs
+
     def copied_buffers(self, layer: int) -> Buffers:
         """What the buffers of a layer hold, for `buffers_apart`."""
         return copied_buffers(self._layers[layer].buffered)
@@ -154,12 +158,11 @@ class LayerCalls:
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
     ) -> tuple[Any, RecordedCall | None]:
-        """The same, of a call whose `copies` will be there until `backward`: its graph is kept, and nothing is stashed.
-
-        But not where the call writes into what it goes on from: others do so before this one is propagated back.
+        """The same, of a call whose `copies` will be there until `backward`: its graph is kept, and nothing is stashed, if
+        the layer's graphs can be.
         """
         layer = self._layers[request.layer]
-        if not request.grad or layer.replayed or layer.places:
+        if not request.grad or not layer.may_keep_graphs:
             return self.forward(request, number, copies, inter_layer, state)
         call, tensors = self._recorded(request, number, inter_layer, WHOLE_CALLS)
         targets = [t and layer.dead_end.unless(lambda: self.propagating, t) for t in call.targets]

@@ -40,7 +40,7 @@ class _Samples:
 
     forward: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)  # as it is recomputed, whole
-    backward: list[float] = field(default_factory=list)  # behind that, or with it where it is recomputed in slices
+    backward: list[float] = field(default_factory=list)  # behind that, or with it where no graph is kept
     inter_layer: list[float] = field(default_factory=list)
 
 
@@ -95,7 +95,8 @@ class Timing(Passes):
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, and propagates through the first few of its structure."""
-        structure = structure_of(self._layers[request.layer], request)
+        keeps_graphs = self._parts.layer_calls.may_keep_graphs(request.layer)
+        structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
         samples = self._samples.setdefault(structure, _Samples())
         self._structures.append(structure)
         self._lap()
@@ -110,7 +111,7 @@ class Timing(Passes):
         residency, calls, replay = self._parts.residency, self._parts.layer_calls, self._parts.random.replay
         with self._made_up_gradients(call):
             self._lap()
-            if call.cut is None:
+            if call.cut is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 samples.again.append(self._lap())
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.places import Place
 from harmony_ds.device.base import Stream
 from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.sample import Sample
@@ -53,12 +56,14 @@ class Net(nn.Module):
         return x
 
 
-def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, float]]]:
-    """The times of a micro-batch, and its swap-ins."""
+def timed(net: Net, trained: bool = True, writes: Sequence[int] = ()) -> tuple[CostTable, list[tuple[int, float]]]:
+    """The times of a micro-batch, and its swap-ins; layers `writes` are known to write to an attribute."""
     device = net.scripted
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
+        for layer in writes:
+            parts.layer_calls.watch(layer, [Place(net.layers[layer].__dict__, "last", "last")])
         timing = Timing(Setup(parts, assembly.layers))
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
@@ -96,6 +101,13 @@ def test_one_layer_has_one_sample_that_is_not_cold() -> None:
     device = ScriptedDevice()
     table, _ = timed(Net(device, [Layer(device, 2.0, 5.0)], 0.0, 0.0, 0.0))
     assert [cost.forward_ms for cost in table.costs] == [2.0]
+
+
+def test_a_layer_that_keeps_no_graph_is_not_said_to_save_anything_by_one() -> None:
+    device = ScriptedDevice()
+    table, _ = timed(Net(device, [Layer(device, 2.0, 5.0) for _ in range(3)], 0.0, 0.0, 0.0), writes=[1])
+    assert [cost.backward_ms for cost in table.costs] == [7.0] * 3
+    assert [cost.saved_ms for cost in table.costs] == [2.0, 0.0, 2.0]
 
 
 class Other(Layer):
