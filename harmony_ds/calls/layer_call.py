@@ -7,6 +7,7 @@ required, and the recomputation must give the same bits.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -427,10 +428,23 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
             handed.grad = call.watched[place].grad
 
 
+def _told_apart(leaves: list[Tensor]) -> list[Tensor]:
+    """`leaves`, such that torch refuses to write in place into one whose memory another shows too: the graph is cut
+    behind each by itself, and the other's gradient would not know of it.
+    """
+    if len(leaves) < 2:
+        return leaves
+    held = ((memory(leaf), leaf) for leaf in leaves)
+    shown = [id(leaf) if own is None else (own, leaf.storage_offset()) for own, leaf in held]
+    shared = {one for one, times in Counter(shown).items() if times > 1}
+    # To write into views among the results of an autograd function is an error.
+    return [torch.ops.aten.alias(leaf) if one in shared else leaf for leaf, one in zip(leaves, shown, strict=True)]
+
+
 def _cut_outputs(
     call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int | None], inter_layer: InterLayerGraph
 ) -> list[Any]:
-    """Output leaves for the model: inputs that came back are the model's own, the rest is cut.
+    """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
 
     Args:
         own: memory of the parameters, which will be evicted: outputs that lie in it are copied.
@@ -439,22 +453,27 @@ def _cut_outputs(
     leaves = list(outcome.leaves)
     cut_places: list[int] = []
     output_gradients: list[OutputGradient] = []
-    for place, leaf in enumerate(leaves):
+    first_of: dict[int, int] = {}
+    for place, leaf in enumerate(outcome.leaves):
         if not isinstance(leaf, Tensor):
             continue
         output_gradient = None
         if id(leaf) in source_of:
             leaves[place] = source_of[id(leaf)]
-        else:
+        elif first_of.setdefault(id(leaf), place) == place:
             leaves[place] = apart(leaf.detach()) if memory(leaf) in own else leaf.detach()
             if leaf.requires_grad:
                 output_gradient = OutputGradient(call.number, leaf, inter_layer.origin)
                 output_gradients.append(output_gradient)
                 cut_places.append(place)
         call.output_gradients.append(output_gradient)
-    for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], output_gradients), strict=True):
+    for place, tensor in zip(
+        cut_places, cut(_told_apart([leaves[p] for p in cut_places]), output_gradients), strict=True
+    ):
         leaves[place] = tensor
         if outcome.leaves[place].retains_grad:
             number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
             call.retained.append((number, weakref.ref(tensor)))
+    for place, leaf in enumerate(outcome.leaves):
+        leaves[place] = leaves[first_of.get(id(leaf), place)]
     return leaves

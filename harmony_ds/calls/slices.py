@@ -117,10 +117,12 @@ class Assembled:
         """Takes what one piece gave."""
         returned = {id(tensor): place for place, tensor in enumerate(inputs)}
         dims = iter(self._cut.dims.outputs)
+        first_of: dict[int, int] = {}  # a tensor may be a result several times
         for place, leaf in enumerate(leaves):
             dim = next(dims) if isinstance(leaf, Tensor) else None
+            first = first_of.setdefault(id(leaf), place) if dim is not None else place
             if part.first == 0:
-                self.leaves.append(self._begin(leaf, dim, returned))
+                self.leaves.append(self._begin(leaf, dim, returned) if first == place else self.leaves[first])
             if isinstance(leaf, Tensor) and dim is not None and id(leaf) not in returned:
                 part.narrow(self.leaves[place].detach(), dim).copy_(leaf.detach())
 

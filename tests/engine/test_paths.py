@@ -265,6 +265,45 @@ def test_what_a_layer_returns_is_what_it_was_given() -> None:
 # ---- attributes of modules
 
 
+class TwiceBlock(Block):
+    """Returns one tensor twice, or a view of it as well."""
+
+    view = False
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        return x, {"again": x.view(-1) if self.view else x}
+
+
+class ViewingBlock(TwiceBlock):
+    view = True
+
+
+class ChangingNet(Net):
+    """Writes in place into what a block returned, and goes on from what it returned beside."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, other = block(x)
+            x.mul_(2)
+            x = torch.tanh(other["again"].view(-1, WIDTH))
+        return x
+
+
+@pytest.mark.parametrize(
+    "harmony",
+    [{}, {"residency": "kept", "device_memory_gib": 1.0}, {"micro_batch": 1}],
+    ids=["swapped", "kept", "slices"],
+)
+def test_one_tensor_that_a_layer_returns_twice_is_one_tensor(harmony: dict[str, Any]) -> None:
+    # In slices its gradients are sums over rows, which are regrouped.
+    assert_equals_plain(lambda: ChangingNet(TwiceBlock), bitwise="micro_batch" not in harmony, **harmony)
+
+
+def test_writing_into_a_result_whose_memory_another_shows_is_refused() -> None:
+    assert_refused(lambda: ChangingNet(ViewingBlock), "is a view and is being modified inplace", RuntimeError)
+
+
 class AuxiliaryBlock(Block):
     def __init__(self, number: int) -> None:
         super().__init__(number)
