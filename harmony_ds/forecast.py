@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
+from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
-from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
@@ -135,18 +133,12 @@ def forecast(situation: Situation) -> Forecast:
 
 
 def _searched(situation: Situation) -> Choice:
-    """The fastest plan; if the host has no room for it, the fastest that it has room for, if there is any."""
-    survey, request = situation.survey, situation.survey.request
-    search_for = partial(search, survey.graph, survey.costs, survey.profile.machine, survey.element)
-    fastest = search_for(request)[0]
-    room = situation.host_budget_bytes
-    if room is None or sum(host_bytes(situation, fastest).values()) <= room:
-        return fastest
-    left = max(0, room - sum(_state_bytes(situation).values()))
-    try:
-        return search_for(replace(request, host_bytes=left // request.policy.devices))[0]
-    except DoesNotFitError:
-        return fastest
+    """The fastest plan, for which the host has room if it has any for one."""
+    survey, request, room = situation.survey, situation.survey.request, situation.host_budget_bytes
+    if room is not None:
+        left = max(0, room - sum(_state_bytes(situation).values()))
+        request = replace(request, host_bytes=left // request.policy.devices)
+    return search(survey.graph, survey.costs, survey.profile.machine, survey.element, request)[0]
 
 
 def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
@@ -154,13 +146,11 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
     optimizer state are there once.
     """
     plan = choice.plan
-    policies = Policies.of(plan.packing, [plan.policy])
-    gradients = gradient_bytes(plan.packing, policies)[0]
-    stash = away_bytes(plan.packing, policies, situation.survey.costs, plan.micro_batches)[0]
+    waiting = waiting_of(plan, situation.survey.costs)
     return {
         **_state_bytes(situation),
-        "gradients": plan.policy.devices * int(gradients),
-        "stash": plan.policy.devices * int(stash),
+        "gradients": plan.policy.devices * waiting.gradient_bytes,
+        "stash": plan.policy.devices * waiting.stash_bytes,
     }
 
 

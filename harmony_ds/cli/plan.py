@@ -10,7 +10,7 @@ from harmony_ds.cli.options import Asked
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
-from harmony_ds.offload.host_limits import host_rooms
+from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.subject import BatchShape, Subject, load_subject
 from harmony_ds.survey import Survey, measure, with_profile
@@ -19,7 +19,7 @@ from harmony_ds.survey import Survey, measure, with_profile
 def command(asked: Asked, profile: Path | None = None) -> int:
     """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
     known = None if profile is None else read_profile(profile)
-    found = answered(asked, partial(surveyed, known=known), _host_memory_bytes())
+    found = answered(asked, partial(surveyed, known=known), free_host_bytes())
     return reply(found, asked.as_json, "" if profile is None else f"as {profile} says")
 
 
@@ -40,8 +40,3 @@ def read_profile(path: Path) -> Profile:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
-
-
-def _host_memory_bytes() -> int | None:
-    """What this process can still get, where the system says so (Linux)."""
-    return min((room.free_bytes for room in host_rooms()), default=None)

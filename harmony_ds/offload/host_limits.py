@@ -90,6 +90,11 @@ _WAYS_OUT = (
 )
 
 
+def free_host_bytes() -> int | None:
+    """Memory that this process can still get without swap; None: the system does not say."""
+    return min((room.free_bytes for room in host_rooms()), default=None)
+
+
 def host_rooms(root: Path = Path("/")) -> list[HostRoom]:
     """What this machine's memory and every cgroup above this process leave; empty where the system does not say.
 

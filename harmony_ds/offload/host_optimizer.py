@@ -19,12 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.config.optimizers import of_class
+from harmony_ds.config.optimizers import of_class, state_numbers
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, is_native
 from harmony_ds.offload.watched_state import WatchedState, plain
 
+_NUMBER_BYTES = 4
 _KNOWN = ("torch", "deepspeed", "harmony_ds")
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
@@ -239,6 +240,12 @@ class HostOptimizer:
         states = list(plain(self.optimizer.state).values())
         tensors: Iterable[Any] = (value for state in states for value in state.values())
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+    def coming_bytes(self) -> int:
+        """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
+        numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
+        in_all = _NUMBER_BYTES * numbers * sum(self._masters[name].numel() for name in self._group_of)
+        return max(0, in_all - self.state_bytes())
 
 
 def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -24,7 +24,8 @@ class PlanRequest:
         beside_bytes: what was taken off for what is no part of a plan.
         exchange_bytes: what is to be taken off if several devices reduce gradients on the device.
         resident_bytes: what stays on the device besides packs: buffers.
-        host_bytes: host memory for what waits there, of one device (None: unlimited).
+        host_bytes: host memory for what waits there, of one device (None: unlimited). Where no plan can do with that, it is
+            no bound: the host says itself what it lacks.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
     """
 

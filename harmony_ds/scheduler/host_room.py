@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Packing
+from harmony_ds.scheduler.plan import Packing, Plan
 from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.swaps import stash_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Bytes of host memory that one device's part of a plan takes."""
+
+    gradient_bytes: int
+    stash_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gradient_bytes + self.stash_bytes
+
+
+def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
+    """What waits in host memory while `plan` runs."""
+    policies = Policies.of(plan.packing, [plan.policy])
+    stash = away_bytes(plan.packing, policies, costs, plan.micro_batches)
+    return Waiting(int(gradient_bytes(plan.packing, policies)[0]), int(stash[0]))
 
 
 def gradient_bytes(packing: Packing, policies: Policies) -> NDArray[np.float64]:

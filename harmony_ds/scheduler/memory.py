@@ -54,6 +54,10 @@ class MemoryWalks:
         rows = [walk.step(task) for task in tasks]
         return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
 
+    def costs(self, away: bool) -> CostTable:
+        """Those of the calls; `away`: where some stash waits on the host."""
+        return self._counted(away)[0]
+
     def pack_bytes(self, away: bool) -> list[PackBytes]:
         """What a micro-batch adds in each pack; `away`: where some stash waits on the host."""
         return self._counted(away)[1]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
-from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.compose import Group, compose_step, stash_moves
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Policy, Task, TaskKind
@@ -71,6 +71,41 @@ class Peaks:
         running = [self._forward_at_least(packing, policies), *self._backward_at_least(packing, policies)]
         most: NDArray[np.float64] = np.max(running, axis=0) + self._stays(packing, policies)
         return most
+
+    def at_least_closely(self, packing: Packing, policy: Policy) -> int:
+        """Bytes below which the peak is not, for one policy without graphs: what the packs before the fused one take when
+        they run back, told from each pack by itself. Where little fits that mostly is the peak, to the byte.
+        """
+        if not policy.grouping:
+            return 0
+        walks, away = self._walks_of(packing), policy.stash_on_host > 0
+        costs, bytes_of = walks.costs(away), walks.pack_bytes(away)
+        fused, loss = packing.backward[-1], 2 * costs.scalar_bytes
+        held = loss + costs.held_bytes
+        if policy.fuse_last_pack:
+            held = loss + min(costs.held_bytes, bytes_of[fused].alive_after_forward_bytes)
+        first_needing = min((place for place, cost in enumerate(costs.costs) if cost.needs_backward), default=0)
+        resident, taking = {*policy.resident}, stash_moves(packing, policy)[1]
+        order = [i for i in reversed(packing.backward[:-1]) if packing.packs[i].needs_backward]
+        kept = {*policy.kept}.intersection(packing.forward, order) - resident
+        there = sum(bytes_of[index].weight_bytes for index in kept)  # of packs that are still to run back
+        last, most = self._request.micro_batches - 1, 0
+        for before, index, after in zip([fused, *order], order, [*order[1:], None], strict=False):
+            pack = bytes_of[index]
+            running = pack.gradient_bytes + there + (0 if index in resident | kept else pack.weight_bytes)
+            if before not in resident and packing.packs[before].needs_backward:  # its gradients are on their way out
+                running += bytes_of[before].gradient_bytes
+            if policy.prefetch and after is not None and after not in resident | kept:
+                running += bytes_of[after].weight_bytes
+            came, excess = (pack.returning_bytes, pack.excess_bytes) if index in taking else (0, 0)
+            waiting = held + bytes_of[before].shared_bytes
+            done = loss if pack.first <= first_needing else held + pack.shared_bytes
+            for m in {0, min(1, last), max(0, last - 1), last}:
+                now = held + (excess if came else 0) + pack.backward_bytes[m > 0] + (came if m < last else 0)
+                most = max(most, running + m * done + (last - m) * waiting + now)
+            there -= pack.weight_bytes if index in kept else 0
+        always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
+        return resident_bytes(packing, policy, self._request) + always + costs.margin_bytes + most
 
     def spare(self, packing: Packing, policies: Policies, budget_bytes: float) -> NDArray[np.float64]:
         """Bytes that there are at most for graphs, which are all there when the fused pack runs back."""

@@ -27,7 +27,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
+from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes, waiting_of
 from harmony_ds.scheduler.neighbours import Point, neighbours
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
@@ -42,6 +42,8 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _WORK, _MORE_WORK = 10_000, 3_000
 """After so many packs no more neighbours are; so many more around what was found in another way."""
+_TASKS = 200_000
+"""After so many simulated tasks neither are any."""
 _PATIENT_LOOKS = 300
 """After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
 _SMALLEST = 50
@@ -69,20 +71,33 @@ class Choice:
 def search(
     graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
 ) -> tuple[Choice, ...]:
-    """The `top` fastest plans that fit, best first.
+    """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
 
     Raises:
-        DoesNotFitError: nothing fits; says what the smallest plan needs and what would help.
+        DoesNotFitError: nothing fits the device; says what the smallest plan needs and what would help.
     """
+    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top)
+    if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
+        return fastest
+    return _search(graph, costs, machine, element, request, top) or fastest
+
+
+def _search(
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
+) -> tuple[Choice, ...]:
+    """None where the host's room is what is too small."""
     found: list[tuple[Choice, ...]] = []
     failures: list[DoesNotFitError] = []
     for way in among_devices(request, machine):
         try:
-            found.append(_search_one(graph, costs, machine, element, way, top))
+            choices = _search_one(graph, costs, machine, element, way, top)
+            found += [choices] if choices else []
         except DoesNotFitError as failure:
             failures.append(failure)
     if not found:
-        raise failures[-1]
+        if failures:
+            raise failures[-1]
+        return ()
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choice for choices in found if choices is not best for choice in choices]
     return (*best, *others)[:top]
@@ -96,11 +111,13 @@ def _search_one(
     search = _Search(costs, machine, packer, request, top)
     found = search.run(cuts)
     if not found.choices:
+        if request.host_bytes is not None:
+            return ()
         raise DoesNotFitError(explain(search.smallest(packing for packing, _ in cuts), request))
     if may_stay(request) and search.has_improved:
         # Where nothing stays there is less to look at, so that more cuts are: what is found there may be better.
         swapped = replace(request, settings=replace(request.settings, residency="off"))
-        others = _Search(costs, machine, packer, swapped, top).run(cuts)
+        others = _Search(costs, machine, packer, swapped, top, search.tasks).run(cuts)
         if others.choices and found.add(others.choices[0]):
             search.improve(_MORE_WORK)
     return tuple(_checked(search.settled(choice), costs, request) for choice in found.choices[:top])
@@ -127,7 +144,10 @@ class _Candidate:
 class _Search:
     """What is known of one request while it is searched."""
 
-    def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
+    def __init__(
+        self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int, tasks: int = 0
+    ) -> None:
+        """`tasks`: simulated before, in another search."""
         self._costs = costs
         self._machine = machine
         self._request = request
@@ -141,6 +161,7 @@ class _Search:
         self._tried: set[tuple[Bounds, Bounds, Policy]] = set()
         self._numbers = count()
         self._work = self._limit = 0  # packs whose ways through the streams have been followed, and may be
+        self.tasks = tasks  # simulated
 
     @property
     def has_improved(self) -> bool:
@@ -191,6 +212,8 @@ class _Search:
             return False, 0
         self._tried.add((*cuts, policy))
         without = replace(policy, graphs=())
+        if self._peaks.at_least_closely(packing, without) > self._budget:  # most are, where little fits
+            return False, 1
         peaks = self._peaks.stages(packing, without)
         if max(peaks) > self._budget:
             return False, 1
@@ -205,6 +228,7 @@ class _Search:
 
     def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
         plan = draft_plan(packing, self._costs, self._request, policy, peak)
+        self.tasks += len(plan.tasks)
         return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
 
     def settled(self, choice: Choice) -> Choice:
@@ -220,6 +244,8 @@ class _Search:
             if more == policy or max(now) > self._budget:
                 break
             policy, peaks = more, now
+        if policy == without == choice.plan.policy:
+            return choice
         most = self._choice(packing, policy, max(peaks), cut)
         if not policy.graphs:
             return most
@@ -230,7 +256,7 @@ class _Search:
         """Looks at the neighbours of the best plans, as long as they bring better ones."""
         expanded: set[Point] = set()
         self._limit = self._work + work
-        while self._work < self._limit:
+        while self._may_go_on:
             points = (Point.of(choice.plan.packing, choice.plan.policy) for choice in self.found.choices)
             point = next((one for one in points if one not in expanded), None)
             if point is None:
@@ -238,9 +264,13 @@ class _Search:
             expanded.add(point)
             self.look(self._around(point))
 
+    @property
+    def _may_go_on(self) -> bool:
+        return self._work < self._limit and self.tasks < _TASKS
+
     def _around(self, point: Point) -> Iterator[Iterator[_Candidate]]:
         for near in (point, *neighbours(point)):
-            if self._work >= self._limit:
+            if not self._may_go_on:
                 return
             cuts = near.backward, near.forward
             new = cuts not in self._packings

@@ -16,6 +16,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample
+from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.profiler.rows import WHOLE_CALLS
@@ -69,6 +70,7 @@ class Planner:
         self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
+        self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
         self.lesson: Lesson | None = None
@@ -120,6 +122,7 @@ class Planner:
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
+            self._host_bytes = host_room_bytes(self._parts)
         moved = self._adopt(self._by_size(sample))
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
@@ -165,10 +168,11 @@ class Planner:
         return replace(graph, uncalled=tuple(name for name in trained if name not in used))
 
     def _agreed(self, table: CostTable) -> CostTable:
-        """What covers the micro-batches of all processes, and what they found out about the model."""
-        found = self._parts.world.all("costs", (table, self.measuring.unlayered))
-        self.measuring.join_unlayered(name for _, names in found for name in names)
-        return reduce(CostTable.worst, (one for one, _ in found))
+        """What covers the micro-batches of all processes, what they found out about the model, the least room."""
+        found = self._parts.world.all("costs", (table, self.measuring.unlayered, self._host_bytes))
+        self.measuring.join_unlayered(name for _, names, _ in found for name in names)
+        self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
+        return reduce(CostTable.worst, (one for one, _, _ in found))
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
         assert self.measuring.machine is not None
@@ -199,6 +203,7 @@ class Planner:
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._exchange_bytes,
             policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
+            host_bytes=self._host_bytes,
         )
 
     @property
@@ -350,6 +355,17 @@ def others_bytes(parts: Parts) -> int:
     """Device memory beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
     ours = parts.installation.buffers.copied_bytes + parts.device_store.nbytes
     return max(0, parts.device.allocated_bytes() - ours)
+
+
+def host_room_bytes(parts: Parts) -> int | None:
+    """Host memory for what waits there: this process's share of what is free, without what the optimizer is still to make.
+    None: the system does not say.
+
+    To be asked before gradients and stash have been there: what they have taken would be missing.
+    """
+    free = free_host_bytes()
+    coming = 0 if parts.optimizer is None else parts.optimizer.coming_bytes()
+    return None if free is None else max(0, free - coming) // parts.world.local_size
 
 
 def _dominates(known: Shapes, shapes: Shapes) -> bool:

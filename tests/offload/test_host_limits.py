@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harmony_ds.errors import HostMemoryError
-from harmony_ds.offload.host_limits import HostNeed, HostRoom, check_host_memory, host_rooms
+from harmony_ds.offload import host_limits
+from harmony_ds.offload.host_limits import HostNeed, HostRoom, check_host_memory, free_host_bytes, host_rooms
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\nSwapTotal: 500 kB\nSwapFree: 200 kB\n"
 NEED = HostNeed({"weights": 300, "masters": 600, "optimizer": 1200, "gradients": 0}, there_bytes=100)
@@ -122,3 +123,11 @@ def test_page_locked_memory_has_to_fit_without_swap() -> None:
 
 def test_this_machine_has_room_for_little() -> None:
     check_host_memory(HostNeed({"weights": 1024}, there_bytes=0))
+
+
+def test_what_is_free_is_what_the_tightest_limit_leaves_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = [HostRoom(700, 10**6, "machine"), HostRoom(600, 0, "cgroup")]
+    monkeypatch.setattr(host_limits, "host_rooms", lambda: rooms)
+    assert free_host_bytes() == 600
+    rooms.clear()
+    assert free_host_bytes() is None

@@ -253,3 +253,21 @@ def test_what_deepspeeds_adam_would_misread_is_caught() -> None:
         host.step({"0.weight": torch.ones(5, 5, dtype=torch.bfloat16)}, host.hyper())
     with pytest.raises(AssertionError, match=r"0.weight"):
         host.step({"0.weight": torch.ones(5, 10)[:, ::2]}, host.hyper())
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (torch.optim.AdamW, 2),
+        (torch.optim.SGD, 0),
+        (lambda groups: torch.optim.SGD(groups, momentum=0.9), 1),
+    ],
+)
+def test_state_that_is_still_to_come_comes_with_the_first_updates(make: Make, numbers: int) -> None:
+    model = odd_sizes()
+    parameters = parameters_of(model)
+    trained = {name: p for name, p in parameters.items() if not name.startswith("1")}
+    host = HostOptimizer(make(list(trained.values())), parameters)
+    assert host.coming_bytes() == 4 * numbers * sum(p.numel() for p in trained.values())
+    layer_by_layer(host, parameters, 0)
+    assert host.coming_bytes() == 0

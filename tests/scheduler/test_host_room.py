@@ -69,5 +69,21 @@ def test_a_plan_is_found_for_which_the_host_has_room() -> None:
     fits = search(GRAPH, costs, GPU, FP32, replace(request, host_bytes=room))[0]
     assert sum(OWN) + fits.prediction.swaps.stash_out <= room
     assert fits.prediction.step_ms > fastest.prediction.step_ms
-    with pytest.raises(DoesNotFitError):
-        search(GRAPH, costs, GPU, FP32, replace(request, host_bytes=sum(OWN) - 1))
+    # What fits the room that there is needs no other, and what nothing fits is no bound.
+    for enough in (room + 1, sum(OWN) - 1, 0):
+        assert search(GRAPH, costs, GPU, FP32, replace(request, host_bytes=enough), top=3) == search(
+            GRAPH, costs, GPU, FP32, request, top=3
+        )
+
+
+def test_where_the_device_is_too_small_the_hosts_room_is_not_what_is_said() -> None:
+    request = PlanRequest(HarmonySettings(), 6, 100, 0, Policy(), host_bytes=0)
+    with pytest.raises(DoesNotFitError, match="bytes of device memory"):
+        search(GRAPH, COSTS, GPU, FP32, request)
+
+
+def test_a_device_without_a_budget_has_its_host_looked_at_too() -> None:
+    request = PlanRequest(HarmonySettings(), 6, None, 0, Policy(), host_bytes=0)
+    assert search(GRAPH, COSTS, GPU, FP32, request) == search(
+        GRAPH, COSTS, GPU, FP32, replace(request, host_bytes=None)
+    )

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
+from harmony_ds.config import HarmonySettings
+from harmony_ds.profiler.costs import CallCost
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.peaks import Peaks
+from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.policies import Policies
+from tests.scheduler.examples import FP32, costs_of, graph_of
 from tests.scheduler.test_graphs import random_cases
 
 
@@ -14,3 +23,35 @@ def test_no_peak_is_below_what_it_is_at_least(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
         peaks = Peaks(costs, request)
         assert peaks.at_least(packing, Policies.of(packing, [policy]))[0] <= peaks.of(packing, policy)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_peak_is_below_what_its_packs_take_back(seed: int) -> None:
+    draw = Random(seed)
+    for costs, request, packing, policy in random_cases(seed):
+        other = replace(
+            policy,
+            prefetch=draw.random() < 0.5,
+            deferred_update=draw.random() < 0.5,
+            fuse_last_pack=draw.random() < 0.7,
+            overlap_update=draw.random() < 0.7,
+        )
+        table = replace(costs, scalar_bytes=draw.choice((0, 512)), margin_bytes=77)
+        peaks = Peaks(table, request)
+        for one in (policy, other):
+            assert peaks.at_least_closely(packing, one) <= peaks.of(packing, one)
+
+
+def test_where_little_fits_packs_that_run_back_tell_the_peak() -> None:
+    """A pack that is large when it runs back, all others' stash being away."""
+    large = CallCost(stash_bytes=100, alive_bytes=100, shared_bytes=10, backward_bytes=10_000, needs_backward=True)
+    costs = costs_of((0, 1, 2, 3), large, held_bytes=5)
+    packing = Packer(graph_of([1_000] * 4), costs, FP32).packing((0, 1, 2, 3, 4))
+    request = PlanRequest(HarmonySettings(), 6, None, 0, Policy())
+    for policy in (
+        Policy(stash_on_host=3, prefetch=False),
+        Policy(stash_on_host=3),
+        Policy(stash_on_host=3, kept=(0,)),
+    ):
+        peaks = Peaks(costs, request)
+        assert peaks.at_least_closely(packing, policy) == peaks.of(packing, policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -191,6 +192,21 @@ def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recompute
 
     assert len(plan.packs) == 1
     assert not plan.policy.stash_on_host
+
+
+def test_neighbours_are_looked_at_until_so_much_has_been_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Random(7)
+    calls = [
+        replace(COSTS.costs[0], forward_ms=draw.uniform(0.2, 2), backward_ms=draw.uniform(0.5, 6), propagate_ms=0.2)
+        for _ in GRAPH.calls
+    ]
+    uneven, budget = replace(COSTS, costs=tuple(calls)), request(8_000)
+    longest = search(GRAPH, uneven, GPU, FP32, budget)[0]
+    assert "cut by trial" in longest.reason
+    monkeypatch.setattr("harmony_ds.scheduler.search._TASKS", 0)
+    shortest = search(GRAPH, uneven, GPU, FP32, budget)[0]
+    assert "cut by trial" not in shortest.reason
+    assert shortest.prediction.step_ms > longest.prediction.step_ms
 
 
 @pytest.mark.parametrize("pack_layers", [1, 3, 8])
