@@ -32,7 +32,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
 from harmony_ds.calls.places import Place, Places, held, same
 from harmony_ds.calls.random_streams import State, differ
-from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial
+from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial, View
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -185,6 +185,7 @@ class LayerCalls:
         """What the model gets of a call that has run."""
         layer = self._layers[call.request.layer]
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        call.views = [View(layer.name, leaf) for leaf in _lie_elsewhere_too(outcome, leaves)]
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         forget_collected(call.request)
         call.arguments.shape.forget_originals()
@@ -428,17 +429,17 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
             handed.grad = call.watched[place].grad
 
 
-def _told_apart(leaves: list[Tensor]) -> list[Tensor]:
-    """`leaves`, such that torch refuses to write in place into one whose memory another shows too: the graph is cut
-    behind each by itself, and the other's gradient would not know of it.
+def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any]) -> list[Tensor]:
+    """Those of the outputs `leaves` that share their memory with another, or with an input: the graph is cut behind each,
+    and where one is written to in place the other's gradient does not know of it. Inputs that the layer has written to are
+    no longer what they were.
     """
-    if len(leaves) < 2:
-        return leaves
-    held = ((memory(leaf), leaf) for leaf in leaves)
-    shown = [id(leaf) if own is None else (own, leaf.storage_offset()) for own, leaf in held]
-    shared = {one for one, times in Counter(shown).items() if times > 1}
-    # To write into views among the results of an autograd function is an error.
-    return [torch.ops.aten.alias(leaf) if one in shared else leaf for leaf, one in zip(leaves, shown, strict=True)]
+    inputs = [tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered]
+    given = {id(tensor) for tensor in outcome.inputs}
+    made = {id(leaf): leaf for leaf, own in zip(leaves, outcome.leaves, strict=True) if id(own) not in given}
+    results = [leaf for leaf in made.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
+    times = Counter(map(memory, (*results, *inputs)))
+    return [result for result in results if times[memory(result)] > 1 and memory(result) is not None]
 
 
 def _cut_outputs(
@@ -467,9 +468,7 @@ def _cut_outputs(
                 output_gradients.append(output_gradient)
                 cut_places.append(place)
         call.output_gradients.append(output_gradient)
-    for place, tensor in zip(
-        cut_places, cut(_told_apart([leaves[p] for p in cut_places]), output_gradients), strict=True
-    ):
+    for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], output_gradients), strict=True):
         leaves[place] = tensor
         if outcome.leaves[place].retains_grad:
             number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])

@@ -39,6 +39,7 @@ class RecordedCall:
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
         graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
         watched: outputs of the graph whose `.grad` is asked for, by place.
+        views: outputs that share their memory with another or with an input.
         retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
@@ -53,6 +54,7 @@ class RecordedCall:
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
     watched: dict[int, Tensor] = field(default_factory=dict)
+    views: list[View] = field(default_factory=list)
     retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
@@ -98,6 +100,27 @@ class Kept:
 
     tensor: Tensor
     version: int
+
+
+class View:
+    """An output whose memory is another's too, or an input's."""
+
+    __slots__ = "_counter", "_layer", "_version"
+
+    def __init__(self, layer: str, output: Tensor) -> None:
+        self._layer = layer
+        self._version = output._version
+        self._counter = output.detach()
+        self._counter.data = output.new_empty(0)  # its memory is not kept, its version is
+
+    def check(self) -> None:
+        """Raises ModelError if that memory has been written to since."""
+        if self._counter._version != self._version:
+            raise ModelError(
+                f"layer {self._layer} returned a tensor that shares its memory with another or with an argument (a view), "
+                "and one of them was changed in place afterwards, so that gradients would be lost. Make the operation out "
+                "of place (x = x + y instead of x += y), or return a clone."
+            )
 
 
 @dataclass(slots=True, eq=False)

@@ -95,9 +95,11 @@ def assert_equals_plain(make: Callable[[], nn.Module], bitwise: bool = True, **h
     return model
 
 
-def assert_refused(make: Callable[[], nn.Module], match: str, error: type[Exception] = ModelError) -> None:
+def assert_refused(
+    make: Callable[[], nn.Module], match: str, error: type[Exception] = ModelError, **harmony: Any
+) -> None:
     """Training ends with `error` before a weight has changed."""
-    with training(make) as (model, engine):
+    with training(make, **harmony) as (model, engine):
         before = weights_of(model)
         with pytest.raises(error, match=match):
             engine.train_batch(iter(GROUPS[0]))
@@ -279,14 +281,22 @@ class ViewingBlock(TwiceBlock):
     view = True
 
 
+class PassingBlock(Block):
+    """Returns a view of its input as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.view(-1, WIDTH), {"again": self.linear(x.clone())}
+
+
 class ChangingNet(Net):
     """Writes in place into what a block returned, and goes on from what it returned beside."""
 
     def run(self, x: Tensor) -> Tensor:
+        x = x.clone()
         for block in self.blocks:
             x, other = block(x)
             x.mul_(2)
-            x = torch.tanh(other["again"].view(-1, WIDTH))
+            x = torch.tanh(other["again"].view(-1, WIDTH)) + 1
         return x
 
 
@@ -300,8 +310,11 @@ def test_one_tensor_that_a_layer_returns_twice_is_one_tensor(harmony: dict[str, 
     assert_equals_plain(lambda: ChangingNet(TwiceBlock), bitwise="micro_batch" not in harmony, **harmony)
 
 
-def test_writing_into_a_result_whose_memory_another_shows_is_refused() -> None:
-    assert_refused(lambda: ChangingNet(ViewingBlock), "is a view and is being modified inplace", RuntimeError)
+@pytest.mark.parametrize("block", [ViewingBlock, PassingBlock])
+@pytest.mark.parametrize("residency", ["off", "kept"])
+def test_writing_into_a_result_whose_memory_another_or_an_input_shows_is_refused(block: Any, residency: str) -> None:
+    match = "shares its memory with another or with an argument"
+    assert_refused(lambda: ChangingNet(block), match, residency=residency, device_memory_gib=1.0)
 
 
 class AuxiliaryBlock(Block):
