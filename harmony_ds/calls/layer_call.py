@@ -353,22 +353,18 @@ class LayerCalls:
         # position ids, rotary tables) is small and taken by every layer.
         if targets_of(tensor.grad_fn) is not None or tensor.requires_grad:
             return self._stash.put(tensor, name)
-        return Kept(tensor.detach(), tensor._version)
+        return Kept(tensor.detach(), tensor._version, name)
 
     def _tensors(self, call: RecordedCall) -> list[Tensor]:
         """What the call is run again over."""
         layer = self._layers[call.request.layer]
-        tensors = [self._tensor(layer.name, kept) for kept in call.tensors]
+        tensors = [self._tensor(kept) for kept in call.tensors]
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
-    def _tensor(self, name: str, kept: StashEntry | Kept) -> Tensor:
+    def _tensor(self, kept: StashEntry | Kept) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
-        if kept.tensor._version != kept.version:
-            raise ModelError(
-                f"an argument of layer {name} was changed in place after the layer was called, so the layer cannot be "
-                "recomputed. Make the operation out of place."
-            )
+        kept.check()
         return kept.tensor
 
     def forget(self, call: RecordedCall) -> None:

@@ -75,6 +75,13 @@ class RecordedCall:
             if output_gradient is not None:
                 output_gradient.propagated = True
 
+    def check_unwritten(self) -> None:
+        """Raises ModelError if what was kept of it, or a view that it gave, has been changed in place since."""
+        for kept in self.tensors:
+            kept.check()
+        for view in self.views:
+            view.check()
+
     def check(self, outputs: list[Tensor], name: str) -> None:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
 
@@ -96,10 +103,19 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """A tensor argument that stays where it is, and its version when the layer was called."""
+    """A tensor argument of `layer` that stays where it is, and its version when the layer was called."""
 
     tensor: Tensor
     version: int
+    layer: str
+
+    def check(self) -> None:
+        """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
+        if self.tensor._version != self.version:
+            raise ModelError(
+                f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
+                "be recomputed. Make the operation out of place."
+            )
 
 
 class View:

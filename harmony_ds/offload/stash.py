@@ -38,6 +38,15 @@ class StashEntry:
         tensor = self.device_tensor if self.device_tensor is not None else self.host_tensor
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
+    def check(self) -> None:
+        """Raises ModelError if it has been changed in place on the device, so that a layer cannot be run again over it."""
+        if self.device_tensor is not None and self.device_tensor._version != self.version:
+            raise ModelError(
+                f"the input of layer {self.what} was changed in place after the layer was called, so it cannot be "
+                "recomputed. Make the operation out of place (x = x + y instead of x += y), or let harmony.layers name "
+                "the module around both."
+            )
+
 
 class Stash:
     """Puts, moves and releases entries."""
@@ -71,7 +80,7 @@ class Stash:
             tensor = entry.device_tensor
             if tensor is None:
                 continue
-            self._check(entry, tensor)
+            entry.check()
             if entry.host_tensor is None:
                 entry.buffer = self._buffers.take(entry, tensor.numel() * tensor.element_size())
                 entry.host_tensor = self._copy_out(tensor, entry.buffer)
@@ -122,7 +131,7 @@ class Stash:
         if entry.arrived is not None:
             self._device.wait(Stream.COMPUTE, entry.arrived)
             entry.arrived = None
-        self._check(entry, tensor)
+        entry.check()
         return tensor
 
     def release(self, entry: StashEntry) -> None:
@@ -147,11 +156,3 @@ class Stash:
     def destroy(self) -> None:
         """Gives the host buffers back."""
         self._buffers.destroy()
-
-    def _check(self, entry: StashEntry, tensor: Tensor) -> None:
-        if tensor._version != entry.version:
-            raise ModelError(
-                f"the input of layer {entry.what} was changed in place after the layer was called, so it cannot be "
-                "recomputed. Make the operation out of place (x = x + y instead of x += y), or let harmony.layers name "
-                "the module around both."
-            )

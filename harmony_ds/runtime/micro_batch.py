@@ -155,8 +155,7 @@ class MicroBatch:
     def propagate_loss(self) -> None:
         """Back from its outputs, which are kept no longer, through what came behind its last call."""
         for _, call in self.calls:
-            for view in call.views:
-                view.check()
+            call.check_unwritten()
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:

@@ -44,6 +44,70 @@ class Carrier(Block):
         return self.wrap(super().forward(x if isinstance(x, Tensor) else self.tensor(x)))
 
 
+# ---- results that are written to in place, and what shares their memory
+
+
+class Twofold(Block):
+    """Gives its result, and what `again` makes of it and of what it was given."""
+
+    def __init__(self, again: Any) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Any:
+        given, x = x, super().forward(x.clone())
+        return x, self.again(given, x)
+
+
+class Overwriting(Net):
+    """Doubles the first of what each block gives, and goes on from both."""
+
+    def __init__(self, again: Any) -> None:
+        super().__init__(lambda: Twofold(again))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            made, again = block(x + 0)
+            made.mul_(2)
+            x = torch.tanh(made) + torch.sin(again.view(-1, WIDTH))
+        return x
+
+
+@case(*PAIRS)
+def result_given_twice_and_written_to(side: Side) -> Found:
+    """Blocks return one tensor twice; forward writes into the one in place and goes on from both."""
+    return trained(side, Overwriting(lambda given, made: made))
+
+
+@case(*PAIRS)
+def result_given_with_a_view_and_written_to(side: Side) -> Found:
+    """Blocks return a tensor and a view of it; forward writes into the one in place and goes on from both."""
+    return trained(side, Overwriting(lambda given, made: made.view(-1)))
+
+
+@case(*PAIRS)
+def view_of_an_input_and_input_written_to(side: Side) -> Found:
+    """Blocks return a view of what they were given; forward writes into that in place and goes on from the view."""
+    return trained(side, PassingOn())
+
+
+class PassingOn(Net):
+    """Writes in place into what blocks were given, of which they returned a view."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Twofold(lambda given, made: given.view(-1)))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            given = x + 0
+            made, again = block(given)
+            given.mul_(2)
+            x = torch.tanh(made) + torch.sin(again.view(-1, WIDTH))
+        return x
+
+
 # ---- objects that carry tensors
 
 
