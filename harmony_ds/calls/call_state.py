@@ -13,6 +13,7 @@ others wait for their forward pass.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,15 @@ from harmony_ds.errors import CallChangedError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """The values that a call saw, and the modes that it was made in (training and requires_grad flags)."""
+    """The values that a call saw, and the modes that it was made in (training and requires_grad flags).
+
+    Attributes:
+        of_threads: what holds some of the values for the thread that made the call, by name.
+    """
 
     values: dict[Place, Any]
     modes: bytes
+    of_threads: tuple[tuple[str, threading.local], ...] = ()
 
 
 class Queue(Protocol):
@@ -135,7 +141,7 @@ class CallStates:
     def _keep(self, found: Found) -> None:
         self._found = found
         self._look_at_flags()
-        self._newest = CallState(found.values, found.modes)
+        self._newest = CallState(found.values, found.modes, tuple(found.of_threads))
         self._writes |= found.writes_unseen
         self._versions = self._found.versions()
 
@@ -163,6 +169,11 @@ class CallStates:
             self._running = False
             self._differences.clear()
             self._learn(users)
+
+    @property
+    def of_threads(self) -> tuple[tuple[str, threading.local], ...]:
+        """What the newest call sees of its thread's own."""
+        return self._newest.of_threads
 
     @property
     def advances(self) -> bool:

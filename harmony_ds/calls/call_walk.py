@@ -11,6 +11,7 @@ Parameters look after themselves (see `harmony_ds.parameters`).
 
 from __future__ import annotations
 
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -76,6 +77,7 @@ class Found:
     attributes: set[str] = field(default_factory=set)  # of modules, by the names that flags have
     writes_unseen: bool = False  # to buffers
     backward_hook: str | None = None  # one of a module, or of all modules, and whose it is
+    of_threads: list[tuple[str, threading.local]] = field(default_factory=list)  # other threads see others in them
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     read: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = field(default_factory=list)  # mappings, by some keys
@@ -253,6 +255,8 @@ class Walk:
                 self._container(name, value, depth)
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._seen.add(id(value))
+            if isinstance(value, threading.local):
+                self._found.of_threads.append((name, value))
             self._class(type(value))
             self._entries(value.__dict__, frozenset(), lambda key: f"{name}.{key}", depth)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,14 +34,21 @@ class Lane:
         autocast: Autocast | None,
         device: Device,
         context: contextvars.Context | None = None,
+        of_threads: Iterable[threading.local] = (),
     ) -> None:
-        """`context`: to run in; None: a copy of the calling thread's."""
+        """A lane that has not begun.
+
+        Args:
+            context: to run in; None: a copy of the calling thread's.
+            of_threads: they hold for the lane what they hold for the calling thread.
+        """
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
         self._inherited = device.inherited()
         self._grad = grad
         self._autocast = autocast
+        self._of_threads = [(one, dict(vars(one))) for one in of_threads]
         self._failure: BaseException | None = None
         self._reply: Any = None
         self._go = threading.Lock()
@@ -103,6 +110,8 @@ class Lane:
         self._go.acquire()
         try:
             if not self._aborted:
+                for one, held in self._of_threads:
+                    vars(one).update(held)
                 with (
                     self._inherited,
                     torch.set_grad_enabled(self._grad),

@@ -87,7 +87,8 @@ class MicroBatch:
 
     def start(self, device: Device) -> Lane:
         """Runs forward up to the first layer call."""
-        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context)
+        of_threads = () if self.state is None else (one for _, one in self.state.of_threads)
+        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, of_threads)
         self.lane.resume()
         return self.lane
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harmony_ds import BatchError, CallChangedError, HarmonyEngine, UnsupportedError
+from harmony_ds.errors import RecomputeError
 from tests.cover import spread
 from tests.engine.drive import config_of, engine_for, seed_of
 from tests.families import build_seeded
@@ -316,6 +319,84 @@ def test_what_is_set_after_the_last_call_is_not_seen_and_stays() -> None:
 def test_context_variables_are_those_of_the_call() -> None:
     each(lambda model, number: FLAVOUR.set(1.0 + number))
     FLAVOUR.set(1.0)
+
+
+HERE: Any = threading.local()
+
+
+class OfThread(Model):
+    """Reads what its thread holds, in its layers and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: output * HERE.scale)
+
+    def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+        return super().forward(x * HERE.scale, extra) * getattr(HERE, "late", 1.0)
+
+
+def set_of_thread(model: Any, number: int) -> None:
+    HERE.scale = 1.0 + 0.25 * number
+    if number >= ACCUMULATION:
+        HERE.late = 2.0
+
+
+def test_what_a_thread_holds_is_that_of_the_calling_thread() -> None:
+    def before(model: nn.Module, number: int) -> None:
+        if number == 0:
+            vars(HERE).clear()
+        set_of_thread(model, number)
+
+    each(before, OfThread)
+    assert vars(HERE) == {"scale": 2.25, "late": 2.0}
+
+
+def test_a_setting_of_the_thread_within_a_context() -> None:
+    @contextlib.contextmanager
+    def scaled_by(scale: float) -> Iterator[None]:
+        before, HERE.scale = HERE.scale, scale
+        try:
+            yield
+        finally:
+            HERE.scale = before
+
+    def train(model: nn.Module, call: Call, backward: Callable[[Tensor], Any], end: Callable[[], None]) -> list[Any]:
+        vars(HERE).clear()
+        HERE.scale = 1.0
+        losses = []
+        for number in range(STEPS * ACCUMULATION):
+            with scaled_by(1.5) if number % 2 else contextlib.nullcontext():
+                losses.append(call(inputs(number)))
+            backward(losses[-1])
+            end()
+        return losses
+
+    drive(train, OfThread)
+
+
+class ChangesOfThread(OfThread):
+    def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+        HERE.scale *= 0.5
+        return super().forward(x, extra)
+
+
+class LayerChangesOfThread(OfThread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_pre_hook(lambda module, args: setattr(HERE, "scale", 3.0))
+
+
+@pytest.mark.parametrize("build", [ChangesOfThread, LayerChangesOfThread])
+def test_a_forward_that_changes_what_its_thread_holds_is_refused_by_name(build: type[Model]) -> None:
+    vars(HERE).clear()
+    HERE.scale = 2.0
+    model = build_seeded(build)
+    with (
+        pytest.raises(RecomputeError, match=r"changes what .*HERE, a threading\.local, holds"),
+        engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine,
+    ):
+        engine(inputs(0)).item()
 
 
 class Careful(nn.Module):

@@ -294,6 +294,25 @@ def setting_imported_in_forward(side: Side) -> Found:
     return trained(side, Scored(ScaledByImport), set_scale)
 
 
+@case(*ALL)
+def setting_of_the_thread(side: Side) -> Found:
+    """`HERE.scale = ...` of a `threading.local()` before each micro-batch; blocks read it, and the model between them."""
+
+    class Scaling(Scored):
+        def forward(self, x: Tensor, labels: Tensor, *more: Any) -> Tensor:
+            return super().forward(x * HIDDEN.scale, labels, *more)
+
+    class ScaledByThread(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * HIDDEN.scale
+
+    def set_scale_here(i: int) -> None:
+        HIDDEN.scale = 1.0 + 0.1 * i
+
+    vars(HIDDEN).clear()
+    return trained(side, Scaling(ScaledByThread), set_scale_here)
+
+
 @case(*PAIRS)
 def setting_within_a_context(side: Side) -> Found:
     """`with scaled(2.0): loss = engine(x)`, every second time; the context sets a module's global and puts it back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,15 @@ FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default
 
 @contextmanager
 def model_and_lane(
-    forward: Callable[[nn.Module], Any], grad: bool = True, autocast: Autocast | None = None
+    forward: Callable[[nn.Module], Any],
+    of_threads: Iterable[threading.local] = (),
+    grad: bool = True,
+    autocast: Autocast | None = None,
 ) -> Iterator[Lane]:
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     interception = Interception(find_layers(model).layers, model)
-    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice())
+    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice(), of_threads=of_threads)
     try:
         yield lane
     finally:
@@ -150,6 +153,24 @@ def test_context_variables_are_inherited_and_kept_apart() -> None:
         FLAVOUR.reset(token)
 
 
+def test_what_the_calling_thread_holds_is_given_and_kept_apart() -> None:
+    here = threading.local()
+    here.flavour = "the caller's"
+
+    def flavoured(model: nn.Module) -> str:
+        seen: str = here.flavour
+        here.flavour = "changed in the lane"
+        model[0](torch.ones(2))
+        return seen
+
+    with model_and_lane(flavoured, [here]) as lane:
+        here.flavour = "changed since"
+        lane.resume()
+        lane.resume()
+        assert lane.result == "the caller's"
+    assert here.flavour == "changed since"
+
+
 def test_autocast_is_entered_on_the_lane_and_seen_in_its_requests() -> None:
     state = Autocast("cpu", torch.bfloat16)
 
@@ -182,7 +203,7 @@ def test_the_current_autocast_is_found_and_one_that_is_off_is_entered() -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_grad_mode_is_the_one_asked_for(grad: bool) -> None:
-    with torch.set_grad_enabled(not grad), model_and_lane(whole, grad) as lane:
+    with torch.set_grad_enabled(not grad), model_and_lane(whole, grad=grad) as lane:
         lane.resume()
         assert lane.request is not None
         assert lane.request.grad == grad
