@@ -28,6 +28,7 @@ class CalledLayer:
     Attributes:
         places: what its calls take and give beside arguments and results.
         changes_inputs, changes_buffers: whether a call was seen to.
+        inputs_change: what a call was given was seen to be written to behind it, by the code between the layers.
         draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
         replayed: it depends on buffers that it changes: a recomputation begins with what they were.
     """
@@ -40,6 +41,7 @@ class CalledLayer:
         self.buffered = [module for module in layer.module.modules() if module._buffers]
         self.places: Places = ()
         self.changes_inputs = False
+        self.inputs_change = False
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
@@ -59,8 +61,10 @@ class CalledLayer:
 
     @property
     def may_keep_graphs(self) -> bool:
-        """Not where calls write into what they go on from: others do so before one is propagated back."""
-        return not (self.replayed or self.places)
+        """Not where calls write into what they go on from: others do so before one is propagated back. Nor where what they
+        were given is written to, which a graph may have saved.
+        """
+        return not (self.replayed or self.places or self.inputs_change)
 
     def may_be_cut(self, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""

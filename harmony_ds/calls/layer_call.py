@@ -68,6 +68,10 @@ class LayerCalls:
         """From now on, a recomputation of `layer` begins with what its buffers were."""
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
 
+    def copy_inputs(self, layer: int) -> None:
+        """From now on, what is kept of calls of `layer` is a copy of what they were given."""
+        self._layers[layer].inputs_change = True
+
     def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
         """Raises CallChangedError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
         for call in calls:
@@ -142,7 +146,7 @@ class LayerCalls:
             return self._unrecorded(request, copies, rows), None
         call, tensors = self._recorded(request, number, inter_layer, rows)
         given, layer = tensors, self._layers[request.layer]
-        if layer.changes_inputs:
+        if layer.changes_inputs or layer.inputs_change:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]

@@ -61,6 +61,12 @@ class RecordedCall:
     def entries(self) -> list[StashEntry]:
         return [t for t in self.tensors if isinstance(t, StashEntry)]
 
+    @property
+    def writes(self) -> list[Writes]:
+        """Whether anything that was just kept of it is written to from now on."""
+        kept = [t.tensor if isinstance(t, Kept) else t.device_tensor for t in self.tensors]
+        return [Writes(tensor) for tensor in kept if tensor is not None]
+
     def keep_graph(self, outputs: list[Tensor]) -> None:
         """What it takes to propagate back from `outputs`; not those themselves, which autograd may not need."""
         self.graph = [
@@ -118,20 +124,33 @@ class Kept:
             )
 
 
+class Writes:
+    """Whether a tensor is written to from now on."""
+
+    __slots__ = "_counter", "_version"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = tensor._version
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)  # its memory is not kept, its version is
+
+    @property
+    def happened(self) -> bool:
+        return self._counter._version != self._version
+
+
 class View:
     """An output whose memory is another's too, or an input's."""
 
-    __slots__ = "_counter", "_layer", "_version"
+    __slots__ = "_layer", "_writes"
 
     def __init__(self, layer: str, output: Tensor) -> None:
         self._layer = layer
-        self._version = output._version
-        self._counter = output.detach()
-        self._counter.data = output.new_empty(0)  # its memory is not kept, its version is
+        self._writes = Writes(output)
 
     def check(self) -> None:
         """Raises ModelError if that memory has been written to since."""
-        if self._counter._version != self._version:
+        if self._writes.happened:
             raise ModelError(
                 f"layer {self._layer} returned a tensor that shares its memory with another or with an argument (a view), "
                 "and one of them was changed in place afterwards, so that gradients would be lost. Make the operation out "

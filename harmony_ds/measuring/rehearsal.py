@@ -23,6 +23,7 @@ from harmony_ds.calls.module_places import assignments, modules_in, places_of, u
 from harmony_ds.calls.own_backward import guarded_forward
 from harmony_ds.calls.places import Absent, Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
+from harmony_ds.calls.recorded_call import InputChangedError, Writes
 from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.passes import Passes, Setup
@@ -61,6 +62,7 @@ class Rehearsal(Passes):
         self._inside = False  # a layer
         self._outputs: list[Tensor] = []
         self._of_threads: list[tuple[str, list[Any]]] = []
+        self._given: list[tuple[int, Writes]] = []  # to the layers' calls
 
     def rehearse(self, sample: Sample) -> str | None:
         """What forbids that forward passes of several micro-batches run side by side; None: nothing.
@@ -68,6 +70,7 @@ class Rehearsal(Passes):
         Raises:
             RecomputeError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
+            InputChangedError: what layers were given is written to behind them; copies are kept from now on.
             BaseException: whatever the model raised.
         """
         watching = self._parts.random.watching_others()
@@ -121,10 +124,12 @@ class Rehearsal(Passes):
         self._own = {layer: set(places_of(modules)) for layer, modules in self._known.items()}
         self._touched = set()
         self._calls.clear()
+        self._given.clear()
         self._of_threads = self._held_by_threads()
         with guarded_forward(lambda: self._inside), assignments() as self._assigned:
             outputs = self._forward(sample)
         self._check_threads()
+        self._check_given()
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned
         for snapshot in self._start.values():
@@ -145,7 +150,11 @@ class Rehearsal(Passes):
         self._inside = True
         if self._first:
             self._try(request, copy)
-        return super().run(request, copy)
+        outputs, call = self._record(request, copy)
+        if call is not None:
+            self._given += [(request.layer, writes) for writes in call.writes]
+            self._parts.layer_calls.forget(call)
+        return outputs
 
     def evicted(self) -> None:
         """What runs now is the code behind the call."""
@@ -227,6 +236,14 @@ class Rehearsal(Passes):
                     "there. Keep it in a contextvars.ContextVar that the code between the layers sets, in an attribute "
                     "of the model, or pass it as an argument."
                 )
+
+    def _check_given(self) -> None:
+        written = {layer for layer, writes in self._given if writes.happened}
+        for layer in written:
+            self._parts.layer_calls.copy_inputs(layer)
+        if written:
+            names = ", ".join(self._layers[layer].name for layer in sorted(written))
+            raise InputChangedError(f"the inputs of layers {names} are changed in place after their calls.")
 
     def _check_graph(self, layer: int, outputs: Sequence[Tensor]) -> None:
         """Whether gradients of a call's outputs go to that call alone."""

@@ -526,6 +526,48 @@ def test_inputs_that_layers_change_in_place(returned: bool, first: bool) -> None
     assert_equals_plain(InPlaceNet)
 
 
+class GivenBlock(Block):
+    """Plain PyTorch saves neither of its arguments for the backward pass."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.relu(x)) + shift)
+
+
+class WrittenBehindNet(Net):
+    """Writes into what it has given to its blocks, behind each call; `later`: not for the first micro-batch."""
+
+    def __init__(self, later: bool = False) -> None:
+        super().__init__(GivenBlock)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.later = later
+
+    def run(self, x: Tensor) -> Tensor:
+        writes = not (self.later and torch.equal(x, GROUPS[0][0]["x"]))
+        x, shift = self.entry(x), torch.zeros(1)
+        for block in self.blocks:
+            made = block(x, shift)
+            if writes:
+                x += made
+                shift += 0.5
+        return x * 2
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize(
+    "harmony", [{}, {"residency": "kept", "device_memory_gib": 1.0}], ids=["swapped", "graphs kept"]
+)
+def test_what_layers_were_given_may_be_changed_in_place_behind_them(pack: int, harmony: dict[str, Any]) -> None:
+    assert_equals_plain(WrittenBehindNet, pack_layers=pack, **harmony)
+
+
+def test_slices_of_layers_whose_input_is_changed_in_place_behind_them() -> None:
+    assert_equals_plain(WrittenBehindNet, bitwise=False, micro_batch=1)
+
+
+def test_an_input_changed_in_place_behind_its_layer_that_was_not_when_the_model_was_measured_is_refused() -> None:
+    assert_refused(lambda: WrittenBehindNet(later=True), "was changed in place after the layer was called")
+
+
 def test_a_checkpoint_around_the_engine_is_refused() -> None:
     with training(Net) as (model, engine):
         before = weights_of(model)
