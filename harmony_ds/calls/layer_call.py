@@ -29,7 +29,7 @@ from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.own_memory import apart, memory, memory_of, taken_apart
+from harmony_ds.calls.own_memory import apart, may_overlap, memory, memory_of, taken_apart
 from harmony_ds.calls.places import Place, Places, held, same
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial, View
@@ -430,16 +430,23 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
 
 
 def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any]) -> list[Tensor]:
-    """Those of the outputs `leaves` that share their memory with another, or with an input: the graph is cut behind each,
-    and where one is written to in place the other's gradient does not know of it. Inputs that the layer has written to are
-    no longer what they were.
+    """Those of the outputs `leaves` that share elements with another, or memory with an input: the graph is cut behind
+    each, and where one is written to in place the other's gradient does not know of it. Inputs that the layer has written
+    to are no longer what they were.
     """
     inputs = [tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered]
     given = {id(tensor) for tensor in outcome.inputs}
     made = {id(leaf): leaf for leaf, own in zip(leaves, outcome.leaves, strict=True) if id(own) not in given}
     results = [leaf for leaf in made.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
     times = Counter(map(memory, (*results, *inputs)))
-    return [result for result in results if times[memory(result)] > 1 and memory(result) is not None]
+    several = [result for result in results if times[memory(result)] > 1 and memory(result) is not None]
+    of_inputs = memory_of(inputs) if several else set()
+    return [
+        result
+        for result in several
+        if memory(result) in of_inputs
+        or any(o is not result and memory(o) == memory(result) and may_overlap(o, result) for o in several)
+    ]
 
 
 def _cut_outputs(

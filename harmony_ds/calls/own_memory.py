@@ -43,6 +43,39 @@ def memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
     return {found for tensor in tensors if (found := memory(tensor)) is not None}
 
 
+def may_overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors in one memory may have an element in common; False for slices of one that have none."""
+    if a.dtype != b.dtype:
+        return True
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    first, second = (a, b) if a.storage_offset() <= b.storage_offset() else (b, a)
+    sizes = _sizes_by_stride(first), _sizes_by_stride(second)
+    if sizes[0] is None or sizes[1] is None:
+        return True
+    # Where what lies within a stride stays below it, an element has one place: a digit for each stride.
+    shift = int(second.storage_offset()) - int(first.storage_offset())
+    digits = []
+    for stride in sorted(sizes[0].keys() | sizes[1].keys(), reverse=True):
+        digit, shift = divmod(shift, stride)
+        digits.append((stride, digit))
+    inside, disjoint = shift, shift > 0
+    for stride, digit in reversed(digits):
+        if inside >= stride:
+            return True
+        ahead, behind = sizes[0].get(stride, 1), sizes[1].get(stride, 1)
+        disjoint = disjoint or digit >= ahead
+        inside += (max(ahead, digit + behind) - 1) * stride
+    return not disjoint
+
+
+def _sizes_by_stride(tensor: Tensor) -> dict[int, int] | None:
+    """None where two dimensions have one stride."""
+    sizes = [(stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
+    found = dict(sizes)
+    return found if len(found) == len(sizes) else None
+
+
 class ParameterMemory:
     """Where a layer's parameters lie on the device; looked up once for each swap-in."""
 

@@ -317,6 +317,31 @@ def test_writing_into_a_result_whose_memory_another_or_an_input_shows_is_refused
     assert_refused(lambda: ChangingNet(block), match, residency=residency, device_memory_gib=1.0)
 
 
+class HalvesBlock(Block):
+    """Returns parts of one tensor that have no element in common."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        return x[:, :2], x[:, 2:]
+
+
+class HalvesNet(Net):
+    """Writes into one of them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            few, more = block(x)
+            few += 1
+            more[:, 0].mul_(2)
+            x = torch.tanh(torch.cat([few, more], 1))
+        return x
+
+
+@pytest.mark.parametrize("residency", ["off", "kept"])
+def test_results_without_an_element_in_common_may_be_written_to(residency: str) -> None:
+    assert_equals_plain(lambda: HalvesNet(HalvesBlock), residency=residency, device_memory_gib=1.0)
+
+
 class AuxiliaryBlock(Block):
     def __init__(self, number: int) -> None:
         super().__init__(number)
