@@ -230,6 +230,10 @@ class Noted:
         """The places that hold something else now."""
         return {place for place, noted in self._values.items() if noted.has_changed(place.read())}
 
+    def has_written(self, place: Place) -> bool:
+        """Whether a tensor that was in `place` has been written to since."""
+        return any(t._version != version for t, version, _ in self._values[place].tensors)
+
     def restore(self) -> None:
         """Puts everything back: values, what containers held, and what tensors held if there are copies."""
         for place, noted in self._values.items():

@@ -27,6 +27,7 @@ from harmony_ds.calls.module_places import all_places
 from harmony_ds.calls.places import SCALARS, Noted, Place, Places, Setting, kept, read_all, write_all
 from harmony_ds.calls.trees import flatten
 from harmony_ds.device.base import Device
+from harmony_ds.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+class OutOfOrderError(ModelError):
+    """A forward pass has changed what later ones had begun with; nothing is changed, and they can be run one by one."""
+
+
 class RandomStreams:
     """Switches generators and attributes between micro-batches. They are the process's and the model's: one runs at a
     time.
@@ -55,6 +60,8 @@ class RandomStreams:
     Attributes:
         apart: attributes that forward passes write anew, each for itself.
         touched: all that they write to, what goes on from one to the next included.
+        filled: attributes that the first of several writes, and the others only now and then (caches that grow). Each
+            micro-batch goes on with those that it has left, and begins with what those before it have left so far.
     """
 
     def __init__(self, device: Device) -> None:
@@ -66,9 +73,11 @@ class RandomStreams:
         self._current: object | None = None
         self._newest: object | None = None
         self._ambient: tuple[Tensor, ...] | None = None
-        self._before: tuple[tuple[Any, ...], Noted] | None = None
+        self._before: tuple[tuple[Any, ...], Noted, Noted] | None = None
+        self._entered: Noted | None = None  # what the current stream found, where there are caches
         self.apart: Places = ()
         self.touched: Places = ()
+        self.filled: Places = ()
 
     @property
     def draws_from_others(self) -> bool:
@@ -82,7 +91,7 @@ class RandomStreams:
     def open(self) -> None:
         """Remembers the user's generators."""
         self._ambient = self._device.random_state()
-        self._before = tuple(read_all(self._others)), Noted(self.touched, copies=True)
+        self._before = tuple(read_all(self._others)), Noted(self.touched, copies=True), Noted(self.filled)
 
     def close(self) -> None:
         """Gives torch's generators back as they were, and forgets all streams. Attributes are the newest stream's."""
@@ -99,8 +108,9 @@ class RandomStreams:
         """Before `close`, after a failure: forward passes have drawn and changed nothing, and may be run again."""
         assert self._before is not None
         self._current = self._newest = self._left = None
-        others, attributes = self._before
+        others, attributes, caches = self._before
         write_all(self._others, others)
+        caches.restore()
         attributes.restore()
 
     def start(self, stream: object, seed: int) -> None:
@@ -108,6 +118,7 @@ class RandomStreams:
         self._leave()
         self._device.seed(seed)
         self._current = self._newest = stream
+        self._entered = Noted(self.filled) if self.filled else None
 
     def switch(self, stream: object) -> None:
         """Goes on where `stream` was left."""
@@ -118,6 +129,29 @@ class RandomStreams:
         self._device.set_random_state(state)
         attributes.restore()
         self._current = stream
+        self._entered = attributes if self.filled else None
+
+    def check_order(self) -> None:
+        """After a piece of the current stream's forward pass.
+
+        Raises:
+            OutOfOrderError: it has changed a cache, and streams have begun with that as it was.
+            ModelError: it has written into a tensor of a cache that others go on with.
+        """
+        if self._current is None or self._entered is None:
+            return
+        changed = [place for place in self.filled if place in self._entered.changed()]
+        if not changed:
+            return
+        written = [place for place in changed if self._entered.has_written(place)]
+        if written and self._states:
+            raise ModelError(
+                f"forward writes in place into what {written[0].name} holds from one forward pass to the next (a cache "
+                "that grows), while other micro-batches of the step are on their way and read it. Make a new tensor "
+                "(self.cache = torch.cat(...)), or fill it to its full size before training."
+            )
+        if self._current is not self._newest:
+            raise OutOfOrderError(f"a forward pass changes {changed[0].name} after the next one has begun.")
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
@@ -159,8 +193,8 @@ class RandomStreams:
 
     def _leave(self) -> None:
         if self._current is not None:
-            self._states[self._current] = self._device.random_state(), Noted(self.apart)
-        self._current = None
+            self._states[self._current] = self._device.random_state(), Noted((*self.apart, *self.filled))
+        self._current = self._entered = None
         if self._left is not None:
             write_all(self._others, self._left)
             self._left = None

@@ -85,7 +85,7 @@ class Rehearsal(Passes):
         unwritten = _BufferPrints([(m, m._buffers) for m in self._all])
         self._pass(sample)
         self._note_unseen(unwritten)
-        found = _Prints(self._all, self._touched)
+        filled, found = self._touched, _Prints(self._all, self._touched)
         written = unwritten.written()
         for layer in self._modules:
             if layer != _BETWEEN:
@@ -97,7 +97,21 @@ class Rehearsal(Passes):
         same = len(outputs) == len(self._outputs) and all(map(_alike, outputs, self._outputs))
         if not same and self._parts.device.has_values:
             self._check_again(sample, start)
-        return self._compare(found, written, same or not self._parts.device.has_values)
+        reason = self._compare(found, written, same or not self._parts.device.has_values)
+        self._note_filled(filled)
+        return reason
+
+    def _note_filled(self, places: set[Place]) -> None:
+        """Of `places`, which the first pass has touched, those that the second one has not are caches. One that a single
+        call has for itself comes to each micro-batch in turn.
+        """
+        caches = {place for place in places - self._touched if self._is_cache(place)}
+        self._parts.random.filled = tuple(caches.union(self._parts.random.filled))
+
+    def _is_cache(self, place: Place) -> bool:
+        known = place.module is None or place.module in self._all
+        owners = [layer for layer in self._modules if self._owns(layer, place)]
+        return known and not self._is_one_call(owners) and _Print.of(place.read()).has_tensors
 
     def _check_again(self, sample: Sample, start: _Start) -> None:
         """Whether the last pass gives the same once more."""

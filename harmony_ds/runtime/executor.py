@@ -183,6 +183,7 @@ class Executor:
         try:
             with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                 yield
+                self._parts.random.check_order()
         finally:
             micro_batch.at_work = False
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.random_streams import micro_batch_seed
+from harmony_ds.calls.random_streams import OutOfOrderError, micro_batch_seed
 from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
@@ -358,7 +358,7 @@ class StepGroup:
         for _ in range(_ATTEMPTS):
             try:
                 return step(micro_batches, hyper, clipping)
-            except (OffPlanError, InputChangedError, PeerStrayed) as strayed:
+            except (OffPlanError, InputChangedError, OutOfOrderError, PeerStrayed) as strayed:
                 if not retry:
                     raise strayed if isinstance(strayed, PeerStrayed) else _strayed_beside_looks() from None
                 if not isinstance(strayed, PeerStrayed):
@@ -366,6 +366,9 @@ class StepGroup:
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
                     self._measure(ticket)
+                if isinstance(strayed, OutOfOrderError):
+                    for ticket in tickets:
+                        self._run_forward(ticket)
         raise _other_layers_each_time()
 
     def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
@@ -379,7 +382,11 @@ class StepGroup:
                 self._measure(ticket)
             micro_batches.append(micro_batch)
         with self._parts.calls.ledger.aside():
-            self._runner.evaluate(micro_batches)
+            try:
+                self._runner.evaluate(micro_batches)
+            except OutOfOrderError:
+                for micro_batch in micro_batches:
+                    self._runner.evaluate([micro_batch])
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self, destroyed: bool = False) -> None:

@@ -366,6 +366,73 @@ def cache_of_constants(side: Side) -> Found:
     return trained(side, Net(Caching))
 
 
+class Weighting(Net):
+    """Multiplies by a table of its own between the blocks, from the block `at` on."""
+
+    at = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def grow(self, rows: int) -> Tensor:
+        if self.table is None or self.table.shape[0] < rows:
+            self.table = torch.ones(rows, rows).tril() / rows
+        return self.table[:rows, :rows]
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number >= self.at:
+                x = self.grow(len(x)) @ x
+        return x
+
+
+def trained_on_several_lengths(side: Side, model: nn.Module) -> Found:
+    engine = side.initialize(model, adamw(model))
+    losses = []
+    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=8)):
+        rows = (2, 5, 3, 7, 1, 8)[i % 6]
+        losses.append(engine(x[:rows], labels=y[:rows]))
+        engine.backward(losses[-1])
+        engine.step()
+    return {**weights(model), "losses": torch.stack([loss.detach() + 0 for loss in losses])}
+
+
+@case(*ALL)
+def cache_that_grows(side: Side) -> Found:
+    """The model makes a table anew when a longer micro-batch comes, with other values; shorter ones take a part of it."""
+    return trained_on_several_lengths(side, Weighting())
+
+
+@case(*ALL)
+def cache_that_grows_behind_a_layer(side: Side) -> Found:
+    """The same, made behind the second block."""
+    model = Weighting()
+    model.at = 1
+    return trained_on_several_lengths(side, model)
+
+
+@case(*PAIRS)
+def cache_that_is_filled_in_place(side: Side) -> Found:
+    """The same in a table of its full size, of which longer micro-batches fill more."""
+
+    class Filling(Weighting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.filled = torch.zeros(8, 8), 0
+
+        def grow(self, rows: int) -> Tensor:
+            assert self.table is not None
+            if self.filled < rows:
+                self.table[:rows, :rows] = torch.ones(rows, rows).tril() / rows
+                self.filled = rows
+            return self.table[:rows, :rows]
+
+    return trained_on_several_lengths(side, Filling())
+
+
 class Remembering(Block):
     def __init__(self) -> None:
         super().__init__()
