@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -38,6 +39,8 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     asked = max(world_size, launched_size())
+    if not dist.is_initialized():
+        _leave_at_exit()
     if not dist.is_initialized() and asked > 1:
         ranks: dict[str, Any] = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
         try:
@@ -59,6 +62,28 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         )
     _check_accelerates_count()
     _init_deepspeeds(dist_backend)
+
+
+def _leave_at_exit() -> None:
+    """Who joins the process groups ends them: when the engines have ended with the program, before the interpreter does.
+
+    Threads of gloo may hold tensors of the program's own collectives still (see `World.leave`).
+    """
+    global _leaving  # noqa: PLW0603 - once in a process
+    for name in ("torch.distributed.nn", "deepspeed.comm.torch"):
+        import_module(name)  # before there is a group, which defaults of their functions would hold for ever
+    if _leaving is None:
+        # Not `atexit`: finalizers run in the opposite order to their making, so that an engine's comes first.
+        _leaving = weakref.finalize(dist, _leave)
+
+
+_leaving: weakref.finalize[..., Any] | None = None
+
+
+def _leave() -> None:
+    failed = hasattr(sys, "last_value")  # then the others may be stuck in an exchange, and this would wait for them
+    if dist.is_initialized() and not failed:
+        dist.destroy_process_group()
 
 
 def _check_accelerates_count() -> None:

@@ -93,6 +93,11 @@ class Exchange:
         self.sent_bytes = 0
         """What has been sent to other processes so far."""
 
+    @property
+    def process_groups(self) -> set[dist.ProcessGroup]:
+        groups = self._groups
+        return {group for group in (groups.server, groups.column, groups.everyone) if group is not None}
+
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:

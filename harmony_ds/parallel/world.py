@@ -53,6 +53,7 @@ class World(Alone):
         self._board = board
         self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
         self._agreeing: Agreeing = self._servers or board
+        self._first = first
         self.memory = memory
         self._objects = objects
         self._exchange = exchange
@@ -110,6 +111,18 @@ class World(Alone):
             self._slots.unlock()
         self.memory.make_private()
         self._board.close()
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        """Ends their threads, which may still hold tensors of the last exchange. One that lets go of those while the
+        interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
+        """
+        groups = {self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])}
+        for group in groups:
+            with suppress(ValueError):  # the program has ended all of them
+                dist.destroy_process_group(group)
+        # What the threads belong to ends with its last reference.
+        del self._objects, self._exchange, self._first, self._servers, self._agreeing
 
     # ---- agreeing
 

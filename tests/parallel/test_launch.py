@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -132,6 +133,46 @@ def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tm
         assert all(torch.equal(killed[2][name], value) for name, value in whole[2].items())
         for index, state in whole[3]["state"].items():
             assert all(torch.equal(killed[3]["state"][index][key], value) for key, value in state.items())
+
+
+ENDS = """
+import atexit, sys
+from pathlib import Path
+
+def threads_of_gloo():
+    return sum("gloo_run" in (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir())
+
+# The first one registered is the last one run.
+atexit.register(lambda: print(f"{threads_of_gloo()} left;", flush=True))
+import torch, harmony_ds
+from torch import distributed
+harmony_ds.init_distributed()
+distributed.all_gather([torch.zeros(4) for _ in range(2)], torch.ones(4))
+of_program = threads_of_gloo()
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
+engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+assert threads_of_gloo() > of_program
+if sys.argv[1] == "destroys":
+    engine.destroy()
+    assert threads_of_gloo() == of_program
+    distributed.destroy_process_group()
+if sys.argv[1] == "fails":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "destroys", "fails"])
+def test_no_thread_of_a_process_group_outlives_the_program(tmp_path: Path, how: str) -> None:
+    """One that let go of a tensor then would abort the process (pytorch/pytorch#179291)."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = torchrun(2, script, how)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert (ended.returncode == 0) == (how != "fails"), ended.stderr[-3000:]
+    assert re.findall(r"\d+ left;", ended.stdout) == ["0 left;"] * 2, ended.stdout + ended.stderr[-3000:]
 
 
 def shared_files(pids: Iterable[int] | None = None) -> int:
