@@ -34,6 +34,7 @@ class Arguments:
     keywords: tuple[str, ...]
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
     caches: list[Any]  # those that the layer may fill, and that are emptied again
+    collects: bool  # whether the layer may hand anything to a collector
 
     def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Contents]]:
         """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
@@ -60,34 +61,44 @@ def is_plain(leaf: object) -> bool:
 
 def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
     """What a call takes without its tensors, and those, each once."""
-    caches = empty_caches(request)
+    caches, collects = empty_caches(request), bool(_collector(request)[1])
     args, kwargs = request.args, request.kwargs
     leaves, shape = flatten_all((*args, *kwargs.values(), *attributes), {id(cache): cache for cache in caches})
     places: dict[int, list[int]] = {}
-    tensors: dict[int, Tensor] = {}
+    tensors: list[Tensor] = []
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            tensors[id(leaf)] = leaf
-            places.setdefault(id(leaf), []).append(place)
-            leaves[place] = None
-    return Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches), list(tensors.values())
+        if leaf is None or not isinstance(leaf, Tensor):
+            continue
+        key = id(leaf)
+        if key in places:
+            places[key].append(place)
+        else:
+            places[key] = [place]
+            tensors.append(leaf)
+        leaves[place] = None
+    return Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches, collects), tensors
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
 
 
-def _collector_variable() -> Any:
+def _collector(request: Request) -> tuple[Any, dict[str, Any] | None]:
+    """The context variable of transformers, and what it holds for the caller: lists by what is wanted; None or empty:
+    nothing is collected.
+    """
     # Never imported for its own sake: a model that uses it has imported it.
     capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None:
+        return None, None
     variable = getattr(capturing, "_active_collector", None)
-    return getattr(variable, "context_var", variable)
+    variable = getattr(variable, "context_var", variable)
+    return variable, None if variable is None else request.context.get(variable)
 
 
 def collecting(request: Request) -> AbstractContextManager[dict[str, list[Any]]]:
     """While open, what the layer collects goes into the yielded lists instead of the caller's."""
-    variable = _collector_variable()
-    outer = request.context.run(variable.get) if variable is not None else None
-    return nullcontext({}) if outer is None else _collecting(request, variable, outer)
+    variable, outer = _collector(request)
+    return _collecting(request, variable, outer) if outer else nullcontext({})
 
 
 @contextmanager
@@ -107,7 +118,8 @@ def give_back(
 ) -> None:
     """Lets the caller see what the layer collected, and wrote into what it was given, with cut tensors."""
     if collected:
-        outer = request.context.run(_collector_variable().get)
+        _, outer = _collector(request)
+        assert outer is not None
         for key, kept in collected.items():
             outer[key].extend(kept)
     for into, children in zip(written, values, strict=True):
@@ -116,7 +128,6 @@ def give_back(
 
 def forget_collected(request: Request) -> None:
     """Leaves nothing in the call's context that later layers collect: a recorded call would keep it, graphs included."""
-    variable = _collector_variable()
-    outer = request.context.run(variable.get) if variable is not None else None
+    variable, outer = _collector(request)
     if outer is not None:
         request.context.run(variable.set, {k: [] if isinstance(v, list) else v for k, v in outer.items()})

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.offload.residency import Leaves
 
 
 class GradientTarget(Protocol):
@@ -123,20 +124,14 @@ class DeadEnd:
         """
         return _Guarded(self, expected, target)
 
-    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Aliases of `copies` (each made once, unless one was frozen or thawed) for a forward pass whose graph is thrown
-        away.
-        """
-        return {name: self._guard(copy) for name, copy in copies.items()}
+    def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
+        """Aliases of `copies` for forward passes whose graphs are thrown away."""
+        return Leaves({name: self._guard(copy) for name, copy in copies})
 
-    def _guard(self, copy: Tensor) -> Tensor:
-        known: Tensor | None = getattr(copy, _GUARD, None)
-        if known is not None and known.requires_grad == copy.requires_grad:
-            return known
+    def _guard(self, copy: nn.Parameter) -> nn.Parameter:
         alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
         if copy.requires_grad:
             alias.register_hook(self.add)
-        setattr(copy, _GUARD, alias)
         return alias
 
 
@@ -155,7 +150,6 @@ class _Guarded:
         return self._target.take()
 
 
-_GUARD = "_harmony_guard"
 _FROM_ANOTHER = (
     "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
     "(state = state.detach())."
@@ -190,8 +184,10 @@ def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[T
     """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
-    with torch.enable_grad():
-        cut_tensors: tuple[Tensor, ...] = _apply(_ANCHOR, tensors, targets)
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return cut(tensors, targets)
+    cut_tensors: tuple[Tensor, ...] = _apply(_ANCHOR, tensors, targets)
     return cut_tensors
 
 

@@ -22,7 +22,7 @@ _ARGUMENTS = frozenset(("past_key_values", "past_key_value", "layer_past", "cach
 def without_unknown(request: Request) -> Request:
     """The request without caches of other kinds than those that can be emptied again."""
     given = request.kwargs
-    named = not _ARGUMENTS.isdisjoint(given) and any(given.get(key) is not None for key in _ARGUMENTS)
+    named = any(given[key] is not None for key in _ARGUMENTS & given.keys())
     if not (named or given.get("use_cache") or _caches(request)):
         return request
     kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
 from harmony_ds.calls.trees import changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.offload.residency import Leaves
 
 
 class CalledLayer:
@@ -70,15 +70,19 @@ class CalledLayer:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
         return not (self.changes_inputs or self.changes_buffers or self.places) and arguments.may_be_cut
 
-    def guarded(self, copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def guarded(self, copies: Leaves) -> Leaves:
         """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
-        return self.dead_end.guarded({name: copies[name] for name in self._names if name in copies})
+        found: Leaves | None = copies.made.get(self)
+        if found is None:
+            own = ((name, copies[name]) for name in self._names if name in copies)
+            found = copies.made[self] = self.dead_end.guarded(own)
+        return found
 
     def run(
         self,
         call: RecordedCall,
         tensors: list[Tensor],
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         targets: list[GradientTarget | None],
     ) -> Outcome:
         """The call over `tensors`, whose gradients go to `targets`."""
@@ -89,28 +93,31 @@ class CalledLayer:
         for place, tensor in zip(ends, leading, strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
-        nodes = [tensor.grad_fn for tensor in inputs]
-        before = versions(self.buffered)
-        with (
-            self.parameters.installed(copies),
-            self._held(attributes) as left,
-            collecting(request) as collected,
-            emptied(call.arguments.caches),
-        ):
-            result = request.run(args, kwargs)
+        node, written_to = leading[0].grad_fn if leading else None, [tensor._version for tensor in inputs]
+        before = versions(self.buffered) if self.buffered else []
+        with self.parameters.installed(copies):
+            if self.places or call.arguments.caches or call.arguments.collects:
+                with (
+                    held(self.places, attributes) as left,
+                    collecting(request) as collected,
+                    emptied(call.arguments.caches),
+                ):
+                    result = request.run(args, kwargs)
+            else:  # as most are: no contexts for each
+                result, left, collected = request.run(args, kwargs), [], {}
         if self.buffered:
             self._look_at_buffers(before)
         written = changed(made)
         same = {id(one.value): one.branch.original for one in made}
-        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        altered = []
+        if written_to != [tensor._version for tensor in inputs]:
+            nodes = [None if target is None else node for target in targets]
+            altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
         beside = (collected, [one.children for one in written], left, views)
         leaves, shape = flatten_all((result, *beside) if any(beside) else (result,), same)
         return Outcome(inputs, leaves, shape, written, altered, left)
-
-    def _held(self, attributes: Sequence[Any]) -> AbstractContextManager[list[Any]]:
-        return held(self.places, attributes) if self.places else nullcontext([])
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""

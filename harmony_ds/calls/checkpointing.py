@@ -27,13 +27,19 @@ _engine = _Engine()
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
+_DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"
+_taken_over: Any = None
+"""That module, once its checkpoints ask `_engine`."""
+
+
 class passed_through:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """While open, this thread's checkpoints are calls of what they are given."""
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        _take_over_deepspeeds()
+        if sys.modules.get(_DEEPSPEEDS) is not _taken_over:
+            _take_over_deepspeeds()
         self._before, _engine.runs = _engine.runs, True
 
     def __exit__(self, *_: object) -> None:
@@ -98,10 +104,14 @@ def _deepspeeds(function: Callable[..., Any], outputs: list[Any], *args: Any) ->
 
 def _take_over_deepspeeds() -> None:
     """DeepSpeed's, which takes seconds to import and may come at any time, once it is there."""
-    module: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    global _taken_over  # noqa: PLW0603 - as the module is
+    module: Any = sys.modules.get(_DEEPSPEEDS)
     function = getattr(module, "CheckpointFunction", None)  # None: it is being imported
-    if function is not None and not isinstance(function, _Reentrant):
+    if function is None:
+        return
+    if not isinstance(function, _Reentrant):
         module.CheckpointFunction = _Reentrant(function, _deepspeeds)
+    _taken_over = module
 
 
 # These are looked up in their modules when `checkpoint` is called.

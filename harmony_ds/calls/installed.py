@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from harmony_ds.calls.plain_copies import PlainWhenCopied
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.residency import Leaves
 
 Touched = Callable[[str], Tensor | None]
 
@@ -196,30 +197,40 @@ class LayerParameters:
     def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
         """`owners`: modules, and for each of their parameters its canonical name; "" where it is None."""
         self.owners = tuple(owners)
+        self._names = {name for _, names in self.owners for name in names.values() if name}
         self.recurrent = [module for module, _ in self.owners if isinstance(module, nn.RNNBase)]
 
-    def installed(self, copies: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """While open, the layer's modules hold `copies` (by canonical name)."""
-        return _Installed(self, copies)
+    def installed(self, copies: Leaves) -> AbstractContextManager[None]:
+        """While open, the layer's modules hold `copies`."""
+        before = [owner.__dict__["_parameters"] for owner, _ in self.owners]
+        return _Installed(self, before, copies.made.get(self) or self._holding(copies, before))
+
+    def _holding(self, copies: Leaves, before: Sequence[dict[str, Any]]) -> list[FixedParameters]:
+        holding = [
+            FixedParameters({key: copies[name] if name in copies else held[key] for key, name in names.items()})
+            for (_, names), held in zip(self.owners, before, strict=True)
+        ]
+        if copies.keys() >= self._names:  # what else is held may be another thing the next time
+            copies.made[self] = holding
+        return holding
 
 
 class _Installed:
     """A class, because it is entered for each layer call."""
 
-    __slots__ = ("_before", "_copies", "_layer", "_lists")
+    __slots__ = ("_before", "_holding", "_layer", "_lists")
 
-    def __init__(self, layer: LayerParameters, copies: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, layer: LayerParameters, before: Sequence[dict[str, Any]], holding: Sequence[FixedParameters]
+    ) -> None:
         self._layer = layer
-        self._copies = copies
-        self._before = [owner.__dict__["_parameters"] for owner, _ in layer.owners]
+        self._before = before
+        self._holding = holding
         self._lists = [(module._flat_weights, module._flat_weight_refs) for module in layer.recurrent]
 
     def __enter__(self) -> None:
-        copies = self._copies
-        for (owner, names), held in zip(self._layer.owners, self._before, strict=True):
-            owner.__dict__["_parameters"] = FixedParameters(
-                {key: copies[name] if name in copies else held[key] for key, name in names.items()}
-            )
+        for (owner, _), holding in zip(self._layer.owners, self._holding, strict=True):
+            owner.__dict__["_parameters"] = holding
         for module in self._layer.recurrent:
             _list_weights(module)
 

@@ -40,7 +40,7 @@ class Autocast:
         """The calling thread's; None where the device has none."""
         if not torch.amp.is_autocast_available(device_type):
             return None
-        return Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+        return _autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     @staticmethod
     def of(device_type: str, dtype: torch.dtype | None) -> Autocast | None:
@@ -50,9 +50,17 @@ class Autocast:
     @staticmethod
     def entered(state: Autocast | None) -> AbstractContextManager[Any]:
         """`state`, to be entered at once. Without a weight cache: it is keyed by tensors that are swapped."""
-        if state is None or not (state.enabled or torch.is_autocast_enabled(state.device_type)):
+        if state is None or not state.matters:
             return nullcontext()
         return torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False)
+
+    @property
+    def matters(self) -> bool:
+        """Whether entering it may change anything."""
+        return self.enabled or torch.is_autocast_enabled(self.device_type)
+
+
+_autocast = functools.cache(Autocast)  # a frozen object takes as long to make as a dozen calls
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +85,11 @@ class Request:
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
-        with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), passed_through():
-            return self.context.run(self.forward, *args, **kwargs)
+        with passed_through():
+            if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
+                return self.context.run(self.forward, *args, **kwargs)
+            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
+                return self.context.run(self.forward, *args, **kwargs)
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""

@@ -7,8 +7,7 @@ required, and the recomputation must give the same bits.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +21,6 @@ from harmony_ds.calls.boundary import (
     OutputGradient,
     cut,
     propagate,
-    targets_of,
 )
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
@@ -37,6 +35,7 @@ from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import CallChangedError, ModelError
+from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
@@ -94,7 +93,7 @@ class LayerCalls:
 
     # ---- attached: part of the caller's own graph, or of none
 
-    def attached(self, request: Request, copies: Mapping[str, Tensor]) -> Any:
+    def attached(self, request: Request, copies: Leaves) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         layer = self._layers[request.layer]
         if request.grad:
@@ -108,7 +107,7 @@ class LayerCalls:
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
         return outputs
 
-    def _unrecorded(self, request: Request, copies: Mapping[str, Tensor], rows: Rows) -> Any:
+    def _unrecorded(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """As `attached`, for a call without gradients, in slices where it can be cut."""
         if not rows.cuts:
             return self.attached(request, copies)
@@ -127,7 +126,7 @@ class LayerCalls:
         self,
         request: Request,
         number: int,
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
         rows: Rows = WHOLE_CALLS,
@@ -159,7 +158,7 @@ class LayerCalls:
         self,
         request: Request,
         number: int,
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
     ) -> tuple[Any, RecordedCall | None]:
@@ -183,7 +182,7 @@ class LayerCalls:
         call: RecordedCall,
         outcome: Outcome,
         tensors: list[Tensor],
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         inter_layer: InterLayerGraph,
     ) -> Any:
         """What the model gets of a call that has run."""
@@ -191,7 +190,8 @@ class LayerCalls:
         leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
         call.views = [View(layer.name, leaf) for leaf in _lie_elsewhere_too(outcome, leaves)]
         outputs = layer.hand_over(call, outcome, leaves, tensors)
-        forget_collected(call.request)
+        if call.arguments.collects:
+            forget_collected(call.request)
         call.arguments.shape.forget_originals()
         return outputs
 
@@ -251,7 +251,7 @@ class LayerCalls:
     def backward(
         self,
         call: RecordedCall,
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         replay: Callable[[State], None],
         gather: Callable[[], None],
     ) -> bool:
@@ -280,7 +280,7 @@ class LayerCalls:
         self,
         layer: CalledLayer,
         call: RecordedCall,
-        copies: Mapping[str, Tensor],
+        copies: Leaves,
         gradients: list[Tensor | None],
         replay: Callable[[State], None],
         gather: Callable[[], None],
@@ -305,14 +305,14 @@ class LayerCalls:
                 with _as_left(layer.places, left) if left else nullcontext():
                     _propagate(call, gradients)
 
-    def recompute(self, call: RecordedCall, copies: Mapping[str, Tensor], replay: Callable[[State], None]) -> None:
+    def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> None:
         """Runs the call again, whole, and keeps its graph for `backward`."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
             _run_again(layer, call, self._tensors(call), copies, call.targets)
 
-    def trial(self, request: Request, copies: Mapping[str, Tensor], cut: Cut | None = None) -> Trial:
+    def trial(self, request: Request, copies: Leaves, cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
         and nothing is handed back.
         """
@@ -324,7 +324,7 @@ class LayerCalls:
         return Trial(tensors, outcome.tensors, layer.may_be_cut(arguments))
 
     def _run_slices(
-        self, call: RecordedCall, tensors: list[Tensor], copies: Mapping[str, Tensor], state: Callable[[], State]
+        self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
     ) -> Outcome:
         """The call over detached `tensors`, forward, slice by slice if it is cut."""
         layer = self._layers[call.request.layer]
@@ -355,7 +355,7 @@ class LayerCalls:
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
         # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
         # position ids, rotary tables) is small and taken by every layer.
-        if targets_of(tensor.grad_fn) is not None or tensor.requires_grad:
+        if tensor.requires_grad:
             return self._stash.put(tensor, name)
         return Kept(tensor.detach(), tensor._version, name)
 
@@ -392,7 +392,7 @@ def _run_again(
     layer: CalledLayer,
     call: RecordedCall,
     tensors: list[Tensor],
-    copies: Mapping[str, Tensor],
+    copies: Leaves,
     targets: list[GradientTarget | None],
 ) -> list[Any]:
     """Runs the call (or one piece of it) again, and keeps its graph; what the layer's places held behind it."""
@@ -434,23 +434,26 @@ def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any]) -> list[Tensor]:
     each, and where one is written to in place the other's gradient does not know of it. Inputs that the layer has written
     to are no longer what they were.
     """
-    inputs = [tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered]
-    given = {id(tensor) for tensor in outcome.inputs}
+    of_inputs = memory_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
+    given = set(map(id, outcome.inputs))
     made = {id(leaf): leaf for leaf, own in zip(leaves, outcome.leaves, strict=True) if id(own) not in given}
     results = [leaf for leaf in made.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
-    times = Counter(map(memory, (*results, *inputs)))
-    several = [result for result in results if times[memory(result)] > 1 and memory(result) is not None]
-    of_inputs = memory_of(inputs) if several else set()
+    lie_in = list(map(memory, results))
+    if len(set(lie_in)) == len(lie_in) and of_inputs.isdisjoint(lie_in):  # as most are
+        return []
     return [
         result
-        for result in several
-        if memory(result) in of_inputs
-        or any(o is not result and memory(o) == memory(result) and may_overlap(o, result) for o in several)
+        for result, own in zip(results, lie_in, strict=True)
+        if own in of_inputs
+        or any(
+            own is not None and other == own and o is not result and may_overlap(o, result)
+            for o, other in zip(results, lie_in, strict=True)
+        )
     ]
 
 
 def _cut_outputs(
-    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int | None], inter_layer: InterLayerGraph
+    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int], inter_layer: InterLayerGraph
 ) -> list[Any]:
     """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from harmony_ds.offload.residency import Leaves
 
 
 class _Apart(torch.autograd.Function):
@@ -39,8 +40,8 @@ def memory(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
 
 
-def memory_of(tensors: Iterable[Tensor]) -> set[int | None]:
-    return {found for tensor in tensors if (found := memory(tensor)) is not None}
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
@@ -77,17 +78,14 @@ def _sizes_by_stride(tensor: Tensor) -> dict[int, int] | None:
 
 
 class ParameterMemory:
-    """Where a layer's parameters lie on the device; looked up once for each swap-in."""
+    """Where a layer's parameters lie on the device."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._first: weakref.ref[Tensor] | None = None
-        self._found: set[int | None] = set()
 
-    def of(self, copies: Mapping[str, Tensor]) -> set[int | None]:
+    def of(self, copies: Leaves) -> set[int]:
         """Of those of the layer's parameters that are among `copies`."""
-        first = copies.get(self._names[0])
-        if first is None or self._first is None or self._first() is not first:
-            self._found = memory_of(copies[name] for name in self._names if name in copies)
-            self._first = None if first is None else weakref.ref(first)
-        return self._found
+        found: set[int] | None = copies.made.get(self)
+        if found is None:
+            found = copies.made[self] = memory_of(copies[name] for name in self._names if name in copies)
+        return found

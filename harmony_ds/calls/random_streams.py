@@ -30,7 +30,7 @@ from harmony_ds.device.base import Device
 from harmony_ds.errors import ModelError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class State:
     """Where the generators stand: the device's, and those outside torch that are drawn from."""
 
@@ -155,7 +155,7 @@ class RandomStreams:
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), tuple(read_all(self._others)))
+        return State(self._device.random_state(), tuple(read_all(self._others)) if self._others else ())
 
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""

@@ -107,7 +107,7 @@ class RecordedCall:
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
 class Kept:
     """A tensor argument of `layer` that stays where it is, and its version when the layer was called."""
 

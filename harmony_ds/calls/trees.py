@@ -239,8 +239,11 @@ def flatten_all(trees: Iterable[Any], same: Mapping[int, Any] | None = None) -> 
     Args:
         same: by id, containers that are not opened, and what comes back in their place.
     """
+    leaves = list(trees)
+    if not any(map(_opener_of, map(type, leaves))):  # as most results are
+        return leaves, Shape([None] * len(leaves), [])
     opening = _Opening(same or {})
-    roots = opening.visit_all(trees)
+    roots = opening.visit_all(leaves)
     return opening.leaves, Shape(roots, opening.mutable)
 
 
@@ -288,6 +291,8 @@ def unflatten(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None =
 
 def unflatten_all(leaves: Sequence[Any], shape: Shape, made: list[Contents] | None = None) -> list[Any]:
     """The trees of `shape` over other leaves, in fresh containers, which are added to `made`; IndexError: too few."""
+    if not any(shape.roots) and len(leaves) >= len(shape.roots):
+        return list(leaves[: len(shape.roots)])
     try:
         return _Making(leaves, made).build_all(shape.roots)
     except StopIteration:

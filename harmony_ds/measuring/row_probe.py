@@ -7,7 +7,6 @@ normalization, capacities of experts) does not, and is never cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from harmony_ds.calls.slices import Cut, Shapes, row_dims
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.sample import Sample
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.profiler.rows import RowDims, Rows
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -91,9 +90,7 @@ class RowProbe(Passes):
         del trial
         return super().run(request, copy)
 
-    def _compare(
-        self, request: Request, may_be_cut: bool, more: tuple[int, Shapes, Shapes], copies: Mapping[str, Tensor]
-    ) -> None:
+    def _compare(self, request: Request, may_be_cut: bool, more: tuple[int, Shapes, Shapes], copies: Leaves) -> None:
         """Notes where the rows of this call are, or why it cannot be cut."""
         found, layer = self._found, request.layer
         few = self._few[self._number] if self._number < len(self._few) else None
@@ -114,7 +111,7 @@ class RowProbe(Passes):
         else:
             found.dims[layer] = dims
 
-    def _same_in_slices(self, request: Request, dims: RowDims, copies: Mapping[str, Tensor]) -> bool:
+    def _same_in_slices(self, request: Request, dims: RowDims, copies: Leaves) -> bool:
         if not self._parts.device.has_values:
             return True
         calls, rows = self._parts.layer_calls, self._counts[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,20 @@ from harmony_ds.decomposer.graph import share_of
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
+
+
+class Leaves(dict[str, nn.Parameter]):
+    """What a pack's layer calls are run with, by canonical name.
+
+    Attributes:
+        made: by its maker, what layer calls have made of them to use it again; it is gone with them.
+    """
+
+    __slots__ = ("made",)
+
+    def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(leaves)
+        self.made: dict[object, Any] = {}
 
 
 class DeviceCopy:
@@ -32,7 +47,7 @@ class DeviceCopy:
         arrived: behind what fills the buffer; None: the compute stream waits for it already.
     """
 
-    def __init__(self, buffer: Tensor, leaves: dict[str, nn.Parameter], arrived: Event) -> None:
+    def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event) -> None:
         self.buffer = buffer
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
@@ -95,7 +110,7 @@ class Residency:
         arrived = self._reading = self._device.record(Stream.SWAP_IN)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
-        leaves = {name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()}
+        leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
 
     def finish_reads(self) -> None:
@@ -146,10 +161,13 @@ class Residency:
 
     def follow(self, copy: DeviceCopy) -> None:
         """Does with device copies what the user did with their parameters: `register_hook`, `requires_grad_`."""
-        for name, leaf in copy.leaves.items():
-            with ungated():
-                hooks = self._store.parameters[name]._backward_hooks
-                leaf.requires_grad_(self._store.parameters[name].requires_grad)
+        with ungated():
+            parameters = [self._store.parameters[name] for name in copy.leaves]
+            done = [(parameter._backward_hooks, parameter.requires_grad) for parameter in parameters]
+        for (name, leaf), (hooks, trained) in zip(copy.leaves.items(), done, strict=True):
+            if leaf.requires_grad is not trained:
+                leaf.requires_grad_(trained)
+                copy.leaves.made.clear()
             if hooks and name not in copy.hooked:
                 leaf.register_hook(partial(_through, hooks))
                 copy.hooked.add(name)

@@ -23,7 +23,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.garbage import only_new_garbage
@@ -255,7 +255,7 @@ class Executor:
     def _evict(self, task: Task) -> None:
         self._parts.residency.evict(self._copies.pop(task.pack))
 
-    def _leaves(self, pack: int) -> Mapping[str, Tensor]:
+    def _leaves(self, pack: int) -> Leaves:
         copy = self._copies[pack]
         copy.wait(self._parts.device)
         self._parts.timeline.computes()

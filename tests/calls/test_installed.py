@@ -17,6 +17,7 @@ from harmony_ds.calls.installed import FixedParameters, Installation, PhantomPar
 from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.residency import Leaves
 from tests.oracle import assert_same
 
 
@@ -181,12 +182,23 @@ def test_resident_parameters_are_there_and_can_be_used() -> None:
 
 def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
     one = Installed()
-    copies = {"first.weight": torch.zeros(3, 3), "first.bias": torch.ones(3)}
+    copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3)), "first.bias": nn.Parameter(torch.ones(3))})
+    first = one.installation.parameters_of(one.model.first)
     with one.installation.installed({}):
-        with one.installation.parameters_of(one.model.first).installed(copies):
-            assert one.model.first(torch.ones(1, 3)).tolist() == [[1.0, 1.0, 1.0]]
-            assert isinstance(one.model.last.weight, PhantomParameter)
-        assert isinstance(one.model.first.weight, PhantomParameter)
+        for _ in range(2):
+            with first.installed(copies):
+                assert one.model.first(torch.ones(1, 3)).tolist() == [[1.0, 1.0, 1.0]]
+                assert isinstance(one.model.last.weight, PhantomParameter)
+            assert isinstance(one.model.first.weight, PhantomParameter)
+
+
+def test_what_a_layer_call_is_not_given_is_what_is_there_at_each_call() -> None:
+    one = Installed()
+    first = one.installation.parameters_of(one.model.first)
+    copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3))})
+    for bias in (1.0, 2.0):
+        with one.installation.installed({"first.bias": torch.full((3,), bias)}), first.installed(copies):
+            assert one.model.first(torch.ones(1, 3)).tolist() == [[bias, bias, bias]]
 
 
 def test_parameters_come_back_after_an_error() -> None:

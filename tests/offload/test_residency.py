@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Stream
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
 
 
 class Operators(TorchDispatchMode):
@@ -30,7 +30,7 @@ class Operators(TorchDispatchMode):
 def residency_in_bf16() -> tuple[Residency, DeviceCopy]:
     device = CpuDevice()
     store: Any = SimpleNamespace(dtype=torch.bfloat16)
-    leaves = {f"p{i}": nn.Parameter(torch.zeros(3, i + 1, dtype=torch.bfloat16)) for i in range(6)}
+    leaves = Leaves({f"p{i}": nn.Parameter(torch.zeros(3, i + 1, dtype=torch.bfloat16)) for i in range(6)})
     copy = DeviceCopy(torch.empty(0), leaves, device.record(Stream.SWAP_IN))
     return Residency(device, store, Ledger(), torch.float32), copy
 
