@@ -24,6 +24,7 @@ def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
     """
     _check_on_host(model, device)
     _check_parameters(model, dtype)
+    _check_buffers(model)
     _switch_off_checkpointing(model)
 
 
@@ -80,6 +81,16 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
                 f"{name} has sparse gradients, which the engine does not swap: build it with sparse=False."
+            )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raises ModelError for buffers that the engine cannot copy."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            raise ModelError(
+                f"the buffer {name} is of layout {buffer.layout}, and the engine copies dense ones alone: make it dense "
+                "(to_dense()), or give it to forward as an argument."
             )
 
 

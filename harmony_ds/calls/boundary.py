@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.modules._functions import BackwardHookFunction
 
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.residency import Leaves
@@ -310,6 +311,8 @@ class InterLayerGraph:
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
+        self._hooked: set[GradientEdge] = set()
+        self._checked = False
         self.origin = Origin()
 
     @property
@@ -330,6 +333,41 @@ class InterLayerGraph:
             nbytes = tensor.numel() * tensor.element_size()
             self._edges[key] = (edge, InterLayerGradient(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
+
+    def note_hook(self, tensor: Tensor) -> None:
+        """The program has put a hook on `tensor`, which is to see its gradient."""
+        if tensor.grad_fn is not None:
+            self._hooked.add(get_gradient_edge(tensor))
+
+    def check_whole(self, loss: Tensor | None = None) -> None:
+        """To be called before anything is propagated back, from `loss` first if there is one; looks once.
+
+        Raises:
+            UnsupportedError: code of the program's would see a gradient in parts that come one after another (each by way
+                of another layer), where autograd would hand it their sum. What autograd does itself adds up.
+        """
+        if self._checked or self.is_trivial:
+            return
+        self._checked = True
+        roots: dict[int, list[Node]] = {_OF_LOSS: [] if loss is None or loss.grad_fn is None else [loss.grad_fn]}
+        for edge, target in self._edges.values():
+            roots.setdefault(target.deadline, []).append(edge.node)
+        seen: set[Node] = set()
+        several: set[Node] = set()
+        for nodes in roots.values():
+            reached = _nodes_behind(nodes)
+            reached.update(*map(nodes_behind, reached), nodes)  # and Boundaries
+            several |= seen & reached
+            seen |= reached
+        what = "a hook on a tensor" if any(edge.node in several for edge in self._hooked) else None
+        what = what or next((told for node in several if (told := _code_of_program(node)) is not None), None)
+        if what is not None:
+            raise UnsupportedError(
+                f"{what} between the layers sees the gradient of a tensor that several layers take (a residual stream): it "
+                "comes in parts here, one by way of each layer, and would be handed over part by part instead of their "
+                "sum. Nothing has been updated. Name a module that contains all of them in harmony.layers, or put the "
+                "code into a layer's forward."
+            )
 
     def settle(self, call: int) -> None:
         """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
@@ -388,6 +426,20 @@ class InterLayerGraph:
             own = [target.call for target in targets or () if isinstance(target, OutputGradient)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
+
+
+_OF_LOSS = 2**31
+
+
+def _code_of_program(node: Node) -> str | None:
+    """The program's own code that runs in `node`, named."""
+    function: Any = getattr(node, "_forward_cls", None)  # of an autograd.Function
+    if function is None:
+        return None
+    if function is BackwardHookFunction:
+        return "a backward hook of a module"
+    ours = function.__module__.partition(".")[0] in ("harmony_ds", "torch")
+    return None if ours else f"the backward pass of {function.__qualname__}"
 
 
 def _nodes_behind(roots: Iterable[Node]) -> set[Node]:

@@ -14,22 +14,25 @@ from harmony_ds.calls.places import Places, patched
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.errors import UnsupportedError
 
+Noticed = Callable[[str, Tensor], None]
+"""Is told which method is called, and of which tensor."""
+
 
 @contextmanager
-def noticing_hooks(noticed: Callable[[str], None]) -> Iterator[None]:
-    """While open, `noticed` is told the name of what is called; what the engine itself registers is none of it."""
+def noticing_hooks(noticed: Noticed) -> Iterator[None]:
+    """While open, `noticed` is told of what is called; what the engine itself registers is none of it."""
 
     def registering(register: Any) -> Any:
         def registered(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
             if not is_ours(hook):
-                noticed("register_hook")
+                noticed("register_hook", tensor)
             return register(tensor, hook)
 
         return registered
 
     def retaining(retain: Any) -> Any:
         def retained(tensor: Tensor) -> None:
-            noticed("retain_grad")
+            noticed("retain_grad", tensor)
             retain(tensor)
 
         return retained

@@ -20,6 +20,7 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.errors import HarmonyError
 from harmony_ds.measuring.budget import measured_within_budget
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.passes import Setup
@@ -145,9 +146,20 @@ class Measuring:
             return
         # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
-        self._probed_calls = self._observe(replace(sample, forward=sample.few(more)), WHOLE).calls
-        with self._undone():
-            self._found = RowProbe(self._setup).probe(sample, (few, more))
+        try:
+            self._probed_calls = self._observe(replace(sample, forward=sample.few(more)), WHOLE).calls
+            with self._undone():
+                self._found = RowProbe(self._setup).probe(sample, (few, more))
+        except (HarmonyError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
+            self._probed_calls = self._observe(sample, WHOLE).calls
+            self._found = Found()
+            _logger.warning(
+                "all layers run with whole micro-batches: the model does not take %d of a micro-batch's rows (%r)",
+                more,
+                error,
+            )
         for layer, reason in self._found.refused.items():
             if reason:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._setup.layers[layer].name, reason)

@@ -45,6 +45,7 @@ class DeviceCopy:
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaf's own.
         hooked: leaves whose gradients the user's hooks see.
         arrived: behind what fills the buffer; None: the compute stream waits for it already.
+        joined: what came later, and lies in buffers of its own.
     """
 
     def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event) -> None:
@@ -53,6 +54,7 @@ class DeviceCopy:
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.arrived: Event | None = arrived
+        self.joined: list[DeviceCopy] = []
 
     def wait(self, device: Device) -> None:
         """Lets the compute stream wait for the weights, once."""
@@ -112,6 +114,17 @@ class Residency:
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
+
+    def join(self, copy: DeviceCopy, names: Iterable[str]) -> None:
+        """Swaps in those of `names` that `copy` does not have, to stay with it."""
+        missing = tuple(name for name in names if name not in copy.leaves)
+        if missing:
+            more = self.swap_in(missing)
+            more.wait(self._device)
+            copy.joined.append(more)
+            copy.leaves.update(more.leaves)
+            copy.leaves.made.clear()
+            self.follow(copy)
 
     def finish_reads(self) -> None:
         """Waits until no swap-in reads host memory any more: afterwards it may be written."""
@@ -194,7 +207,8 @@ class Residency:
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
         self._device.wait(Stream.SWAP_IN, done)
-        self._device.free(copy.buffer)
+        for one in (copy, *copy.joined):
+            self._device.free(one.buffer)
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:

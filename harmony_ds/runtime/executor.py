@@ -49,14 +49,19 @@ class Executor:
         self._held_transfers = 0  # of the plan, as what follows
         self._first = 0  # task of a micro-batch
         self._suspended: frozenset[int] = frozenset()
+        self._needs_backward: dict[int, bool] = {}  # by position
         self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave
         self._micro_batches: Mapping[int, MicroBatch] = {}
+        self._at_work: MicroBatch | None = None
         self._copies: dict[int, DeviceCopy] = {}
         self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
         self._left: dict[int, LeftGradients] = {}  # pack -> its gradients, which are to be reduced on the host
         self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
         self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._done = 0  # tasks
+        self._before: list[DeviceCopy] = []  # what was on the device when they began
+        self.propagated = False
+        """Whether the plan that was run last has begun to propagate back."""
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
         self._told: OnTask | None = None
@@ -105,6 +110,7 @@ class Executor:
         self._take(plan)
         self._hyper, self._clipping = hyper, clipping
         self._to_send, self._done = self._sends.copy(), 0
+        self._before, self.propagated = self._unlayered, False
         self.begin()
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
@@ -141,6 +147,11 @@ class Executor:
             if self._told is not None:
                 self._told(self._done, len(self._plan.tasks), task)
 
+    def note_hook(self, name: str, tensor: Tensor) -> None:
+        """The forward pass that runs has put a hook on `tensor`, by the method `name`."""
+        if self._at_work is not None and name == "register_hook":  # `retain_grad` adds up what comes
+            self._at_work.inter_layer.note_hook(tensor)
+
     def tell(self, listener: OnTask | None) -> None:
         """From now on `listener` is told of each task, and nobody else."""
         self._told = listener
@@ -157,6 +168,15 @@ class Executor:
             updater.add_norms(self._parts.device_store.take_norms())
             self.outcome.norm = updater.norm_of_updates()
         self._wait_for_host()
+
+    def abandon_run(self) -> None:
+        """After a failure before anything was propagated back: frees what the plan that was run last has brought to the
+        device. What earlier ones of the same step have left is as it was.
+        """
+        for pack, copy in list(self._copies.items()):
+            if not any(copy is one for one in self._before):
+                self._parts.residency.evict(self._copies.pop(pack))
+        self._parts.stash.abandon()
 
     def abandon(self) -> None:
         """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
@@ -178,14 +198,14 @@ class Executor:
         if task.micro_batch < 0:
             yield
             return
-        micro_batch = self._micro_batches[task.micro_batch]
+        micro_batch = self._at_work = self._micro_batches[task.micro_batch]
         micro_batch.at_work = True
         try:
             with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                 yield
                 self._parts.random.check_order()
         finally:
-            micro_batch.at_work = False
+            micro_batch.at_work, self._at_work = False, None
 
     # ---- weights
 
@@ -198,11 +218,15 @@ class Executor:
             if self._parts.updater is not None:
                 self._parts.updater.wait_all()
             self._copies = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
+            for index, copy in self._copies.items():  # more may have turned out to be used between layers
+                self._parts.residency.join(copy, plan.packs[index].parameters)
         self._plan = plan
         self._held_transfers = plan.held_transfers
         tasks = enumerate(plan.tasks)
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         self._suspended = suspended(plan.packs, plan.tasks)
+        packs = [plan.packs[index] for index in plan.packing.backward]
+        self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
         if self._sends and self._parts.gradients is not None:
             sent = [plan.packs[index] for index in self._sends]
@@ -286,7 +310,7 @@ class Executor:
             else:
                 outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
             if call is not None:
-                if not pack.needs_backward:  # it returned its input when it was measured
+                if not self._needs_backward[position]:  # it returned its input when it was measured
                     raise OffPlanError
                 micro_batch.record(position, call)
             if position == len(plan.calls) - 1 and self._suspends(task):
@@ -308,6 +332,7 @@ class Executor:
                 micro_batch.pass_position(micro_batch.place(lane.request.layer, plan.calls))
                 lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
             micro_batch.finish()
+        self.propagated = True
         micro_batch.propagate_loss()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
@@ -331,7 +356,10 @@ class Executor:
         leaves = self._leaves(task.pack)
         if self._suspends(task):
             self._run_to_end(micro_batch)
+            self.propagated = True
             micro_batch.propagate_loss()
+        micro_batch.inter_layer.check_whole()
+        self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.settle(call.number)
             self._parts.layer_calls.backward(

@@ -160,6 +160,7 @@ class MicroBatch:
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
+            self.inter_layer.check_whole(loss)
             with backward_of_engine():
                 loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 

@@ -153,6 +153,11 @@ class StepGroup:
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
 
+        if any(tensor.is_nested for tensor in arguments.tensors):
+            raise BatchError(
+                f"micro-batch {index} holds a nested tensor, whose size the engine cannot plan with: pass a padded one "
+                "(torch.nested.to_padded_tensor) and a mask."
+            )
         return MicroBatch(
             index=index,
             # As if one process had taken the micro-batches of all in turn.
@@ -288,6 +293,9 @@ class StepGroup:
                 self._runner.after_norm(hyper, held_back)
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
+        except BaseException as error:
+            self._runner.recover(error)
+            raise
         finally:
             for ticket in self._queue:
                 ticket.close()
@@ -299,7 +307,11 @@ class StepGroup:
         Returns:
             Whether there are gradients.
         """
-        ran = self._run(self._runner.until_norm, hyper, clipping)
+        try:
+            ran = self._run(self._runner.until_norm, hyper, clipping)
+        except BaseException as error:
+            self._runner.recover(error)
+            raise
         self.propagated = self.propagated or ran
         return self.propagated
 
@@ -335,7 +347,10 @@ class StepGroup:
         self._check_same(len(tickets), hyper)
         if not tickets:
             return False
-        self._run_until_planned(step, tickets, hyper, clipping)
+        # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
+        parts = [[ticket] for ticket in tickets] if self._runner.has_gathered else [tickets]
+        for part in parts:
+            self._run_until_planned(step, part, hyper, clipping)
         for ticket in tickets:
             ticket.finish_propagation()
         return True
@@ -354,12 +369,13 @@ class StepGroup:
         self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
     ) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
+        part = self._runner.has_gathered
         retry = not self._world.any("begin a step", any(m.forwarded for m in micro_batches))
         for _ in range(_ATTEMPTS):
             try:
                 return step(micro_batches, hyper, clipping)
             except (OffPlanError, InputChangedError, OutOfOrderError, PeerStrayed) as strayed:
-                if not retry:
+                if not retry or (part and not self._runner.has_gathered):
                     raise strayed if isinstance(strayed, PeerStrayed) else _strayed_beside_looks() from None
                 if not isinstance(strayed, PeerStrayed):
                     self._world.strayed()

@@ -12,7 +12,7 @@ from typing import Any
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
-from harmony_ds.errors import DoesNotFitError
+from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample
@@ -147,6 +147,12 @@ class Planner:
         failure: DoesNotFitError | None = None
         for sizes, measured in tables:
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
+            if not table.calls:
+                raise ModelError(
+                    "forward calls no module that owns parameters: it uses all of them by itself (from an "
+                    "nn.ParameterList, or as module.weight), so that there are no layers to swap. Let it call modules "
+                    "whose forward uses their own parameters."
+                )
             graph = self.graph_with(table.calls)
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import Tensor
 
 from harmony_ds.calls.call_state import CallStates
 from harmony_ds.calls.own_backward import guarded_hooks
 from harmony_ds.calls.places import Places
 from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import noticing_hooks
+from harmony_ds.calls.tensor_hooks import Noticed, noticing_hooks
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
@@ -127,13 +129,15 @@ class Runner:
             self._said.add(what)
             _logger.warning("%s", text)
 
-    def _note_hook(self, name: str) -> None:
+    def _note_hook(self, name: str, _: Tensor) -> None:
         self._parts.calls.tensor_hook = name
         self._parts.layer_calls.outputs_hooked = True
 
-    def _noticing_hooks(self, noticed: Callable[[str], None]) -> AbstractContextManager[None]:
-        """A context in which forward passes run, and `noticed` is told of hooks on tensors, unless it is known."""
-        return nullcontext() if self._parts.calls.tensor_hook is not None else noticing_hooks(noticed)
+    def _noticing_hooks(self, noticed: Noticed) -> AbstractContextManager[None]:
+        """A context in which forward passes run, and `noticed` is told of hooks on tensors, unless it is known that there
+        are some.
+        """
+        return noticing_hooks(noticed if self._parts.calls.tensor_hook is None else self.executor.note_hook)
 
     def _guarded(self) -> AbstractContextManager[None]:
         """A context in which backward passes run."""
@@ -267,9 +271,14 @@ class Runner:
         self._check_can_run(micro_batches)
         first = self._after_norm is None
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
-        with self._recovering(micro_batches), self._noticing_hooks(_refuse_hook), self._guarded():
+        with self._recovering(micro_batches, part=True), self._noticing_hooks(_refuse_hook), self._guarded():
             self.executor.run(part, micro_batches, hyper, clipping)
         self._after_norm = rest
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether gradients of a part of a step wait."""
+        return self._after_norm is not None
 
     def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
         """The norm and the updates of the step that `until_norm` ran the parts of."""
@@ -329,7 +338,7 @@ class Runner:
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """The forward pass of one micro-batch, because somebody wants its outputs."""
         self.check_usable()
-        with self._recovering([micro_batch]), self._noticing_hooks(_measure_again):
+        with self._recovering([micro_batch], part=True), self._noticing_hooks(_measure_again):
             self.executor.run(self.planner.forward(micro_batch, self.executor.begun), [micro_batch])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -351,18 +360,22 @@ class Runner:
             yield
 
     @contextmanager
-    def _recovering(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+    def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
+        """`part`: of a step, whose other parts are as they were after a failure before anything was propagated back."""
         with self._parts.calls.running():
             try:
                 yield
             except BaseException as error:
-                self.recover(error, micro_batches)
+                for micro_batch in micro_batches:
+                    micro_batch.abandon()
+                if part and not self.executor.propagated:
+                    self.executor.abandon_run()
+                else:
+                    self.recover(error)
                 raise
 
-    def recover(self, error: BaseException, micro_batches: Sequence[MicroBatch]) -> None:
-        """After `error` in a step: ends lanes, frees the device, drops gradients; decides whether one can go on."""
-        for micro_batch in micro_batches:
-            micro_batch.abandon()
+    def recover(self, error: BaseException) -> None:
+        """After `error` in a step: frees the device, drops gradients; decides whether one can go on."""
         self.executor.abandon()
         self._after_norm = None
         if self.failed is not None:
@@ -374,11 +387,11 @@ class Runner:
             self._parts.updater.discard()
 
 
-def _measure_again(name: str) -> None:
+def _measure_again(name: str, _: Tensor) -> None:
     raise InputChangedError(f"forward calls {name}() on a tensor, which was not seen when the model was measured.")
 
 
-def _refuse_hook(name: str) -> None:
+def _refuse_hook(name: str, _: Tensor) -> None:
     raise CallChangedError(
         f"forward has begun to call {name}() on a tensor, which it did not when the model was measured. It runs later than "
         "it is called, and the program may have looked for that gradient already: let forward do so from the first step "

@@ -1,0 +1,168 @@
+"""Code of the program's in backward passes between the layers, and models that are all between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.exactness.case import ONE, PAIRS, Found, case
+from tests.exactness.models import WIDTH, Block, Net, batches, by_both_ways, sgd, weights
+from tests.exactness.sides import Side
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+class Residual(Net):
+    """Blocks around which a stream goes on, clamped on its way back by one of several means."""
+
+    def __init__(self, means: str) -> None:
+        super().__init__(Block)
+        self.means = means
+        self.tap = nn.Identity()
+        if means == "module":
+            self.tap.register_full_backward_hook(lambda _, given, __: (given[0].clamp(-1e-3, 1e-3),))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            if self.means == "function":
+                x = Clamped.apply(x)
+            elif self.means == "module":
+                x = self.tap(x * 1.0)
+            elif self.means == "tensor":
+                x = x * 1.0
+                if x.requires_grad:
+                    x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            x = x + block(x)
+        return x
+
+
+def trained(side: Side, model: nn.Module) -> Found:
+    engine = side.initialize(model, sgd(model))
+    losses = by_both_ways(engine, batches(4 * side.accumulation))
+    return {**weights(model), "losses": losses}
+
+
+@case(*PAIRS)
+def gradient_of_a_residual_stream_clamped_by_a_function(side: Side) -> Found:
+    """An autograd function between blocks clamps the gradient of the residual stream."""
+    return trained(side, Residual("function"))
+
+
+@case(*PAIRS)
+def gradient_of_a_residual_stream_clamped_by_a_tensor_hook(side: Side) -> Found:
+    """x.register_hook() between blocks clamps the gradient of the residual stream."""
+    return trained(side, Residual("tensor"))
+
+
+@case(*PAIRS)
+def gradient_of_a_residual_stream_clamped_by_a_module_hook(side: Side) -> Found:
+    """A backward hook of an nn.Identity between blocks clamps the gradient of the residual stream."""
+    return trained(side, Residual("module"))
+
+
+class Chain(Residual):
+    """No stream goes past the blocks."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(Clamped.apply(x))
+        return x
+
+
+@case(*PAIRS)
+def gradient_of_a_chain_clamped_by_a_function(side: Side) -> Found:
+    """An autograd function between blocks clamps a gradient that comes by one way alone."""
+    return trained(side, Chain("function"))
+
+
+class Functional(nn.Module):
+    """Uses all of its weights by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2)])
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        for weight in self.layers:
+            x = torch.tanh(x @ weight)
+        return x if labels is None else F.cross_entropy(x, labels)
+
+
+@case(*ONE)
+def no_module_is_called(side: Side) -> Found:
+    """All weights are in an nn.ParameterList, and forward multiplies with them itself."""
+    return trained(side, Functional())
+
+
+class Graph(Net):
+    """Mixes its rows by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.register_buffer("edges", torch.eye(2).to_sparse())
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(torch.sparse.mm(self.edges, x))
+
+
+@case(*ONE)
+def sparse_buffer(side: Side) -> Found:
+    """A graph network keeps its adjacency matrix in a sparse buffer."""
+    return trained(side, Graph())
+
+
+class Ragged(Net):
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(torch.nested.to_padded_tensor(x, 0.0)[:, 0])
+
+
+@case(*ONE)
+def nested_tensor_given(side: Side) -> Found:
+    """Micro-batches are nested tensors."""
+    given = [
+        (torch.nested.nested_tensor([row.repeat(n + 1, 1) for n, row in enumerate(x)]), y)
+        for x, y in batches(4 * side.accumulation)
+    ]
+    engine = side.initialize(model := Ragged(Block), sgd(model))
+    by_both_ways(engine, given)
+    return weights(model)
+
+
+class Indexed(nn.Module):
+    """A graph network: of its inputs, one holds places in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, labels: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        x = self.front(x)
+        x = torch.zeros_like(x).index_add(0, target, x[source])
+        return F.cross_entropy(self.head(x), labels % 3)
+
+
+@case(*PAIRS, micro_batch=1)
+def rows_that_other_inputs_name(side: Side) -> Found:
+    """Rows are taken one at a time through layers, of inputs that hold each other's indices."""
+    model = Indexed()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        rows = len(x)
+        source = torch.arange(2 * rows) % rows
+        engine.backward(engine(x, labels=y, source=source, target=source.flip(0)))
+        engine.step()
+    return weights(model)

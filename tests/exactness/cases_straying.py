@@ -1,0 +1,158 @@
+"""Micro-batches that take another way through the model than those before, after some of their step has run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.exactness.case import PAIRS, REGROUPED, Found, case
+from tests.exactness.models import WIDTH, adamw, batches, sgd, weights
+from tests.exactness.sides import Side
+
+
+class Heads(nn.Module):
+    """Tasks, each with a head, and with a weight of its own in a dictionary that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleDict({task: nn.Linear(WIDTH, CLASSES_OF_TASKS) for task in "ab"})
+        self.weights = nn.ParameterDict({task: nn.Parameter(torch.zeros(())) for task in "ab"})
+        self.fail = False
+
+    def forward(self, x: Tensor, labels: Tensor, tasks: str) -> Tensor:
+        x = torch.tanh(self.front(x))
+        if self.fail:
+            raise FloatingPointError("bad data")
+        losses = [F.cross_entropy(self.heads[task](x), labels) for task in tasks]
+        return sum(
+            (loss * torch.exp(-self.weights[task]) + self.weights[task] for task, loss in zip(tasks, losses, strict=True)),
+            x.new_zeros(()),
+        )
+
+
+CLASSES_OF_TASKS = 5
+
+
+def in_turn(side: Side, look: Callable[[nn.Module, Tensor], object], watch: bool = False) -> Found:
+    """Two steps, whose micro-batches have either task; `look` at each behind its backward pass."""
+    model = Heads()
+    if watch:
+        model.front.register_full_backward_hook(lambda *_: None)
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        x.requires_grad_(look is gradient_of_input)
+        loss = engine(x, labels=y % CLASSES_OF_TASKS, tasks="ab"[i % 2])
+        if look is loss_itself:
+            loss.item()
+        engine.backward(loss)
+        look(model, x)
+        engine.step()
+    return weights(model)
+
+
+def loss_itself(model: nn.Module, x: Tensor) -> None:
+    """Looked at before."""
+
+
+def gradient_of_input(model: nn.Module, x: Tensor) -> Tensor | None:
+    return None if x.grad is None else x.grad.norm()
+
+
+@case(*PAIRS)
+def tasks_in_turn_with_gradients_read(side: Side) -> Found:
+    """Two tasks in turn, each with a head of its own; the gradient norm is logged behind each micro-batch."""
+    return in_turn(side, lambda model, x: model.front.weight.grad.norm().item())
+
+
+@case(*PAIRS)
+def tasks_in_turn_with_losses_read(side: Side) -> Found:
+    """Two tasks in turn, each weighted by a parameter of an nn.ParameterDict; each loss is logged."""
+    return in_turn(side, loss_itself)
+
+
+@case(*PAIRS)
+def tasks_in_turn_with_gradients_of_inputs(side: Side) -> Found:
+    """Two tasks in turn on inputs that require gradients, which are looked at."""
+    return in_turn(side, gradient_of_input)
+
+
+@case(*PAIRS)
+def tasks_in_turn_with_a_backward_hook(side: Side) -> Found:
+    """Two tasks in turn, and a backward hook of a module, so that each micro-batch is propagated by itself."""
+    return in_turn(side, lambda model, x: None, watch=True)
+
+
+@case(*PAIRS)
+def exception_behind_gradients_that_were_read(side: Side) -> Found:
+    """Gradients are read behind each micro-batch; one forward pass, whose loss is looked at, raises and is left out."""
+    model = Heads()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation + 1)):
+        model.fail = i == side.accumulation + side.accumulation // 2
+        with contextlib.suppress(FloatingPointError):
+            loss = engine(x, labels=y % CLASSES_OF_TASKS, tasks="ab")
+            loss.item()
+            engine.backward(loss)
+            model.front.weight.grad.norm()
+            engine.step()
+    return weights(model)
+
+
+class Borrowing(Heads):
+    """Uses the weight of another task's head itself, behind its own."""
+
+    def forward(self, x: Tensor, labels: Tensor, tasks: str) -> Tensor:
+        loss = super().forward(x, labels, tasks)
+        return loss + self.spare[tasks].weight.square().sum() * 1e-2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ModuleDict({task: nn.Linear(WIDTH, 1, bias=False) for task in "ab"})
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def weights_used_between_layers_within_a_step(side: Side) -> Found:
+    """A later task uses the weight of a module that it does not call, which no micro-batch of the step did before."""
+    model = Borrowing()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
+        loss = engine(x, labels=y % CLASSES_OF_TASKS, tasks="ab"[i % side.accumulation > 1])
+        loss.item()
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+class FixedPoint(nn.Module):
+    """Goes through one layer until it changes nothing, and once more with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
+        self.step = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES_OF_TASKS)
+
+    def forward(self, x: Tensor, labels: Tensor, rounds: int) -> Tensor:
+        x = z = self.front(x)
+        with torch.no_grad():
+            for _ in range(rounds):
+                z = torch.tanh(self.step(z) * 0.3 + x)
+        for _ in range(2):
+            z = torch.tanh(self.step(z) * 0.3 + x)
+        return F.cross_entropy(self.head(z), labels)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def fixed_point_of_as_many_rounds_as_it_takes(side: Side) -> Found:
+    """A layer is called without gradients as often as the data take, then twice with them (phantom gradients)."""
+    model = FixedPoint()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(engine(x, labels=y % CLASSES_OF_TASKS, rounds=(7, 3, 9, 5)[i % 4]))
+        engine.step()
+    return weights(model)
