@@ -110,7 +110,6 @@ class Executor:
         self._take(plan)
         self._hyper, self._clipping = hyper, clipping
         self._to_send, self._done = self._sends.copy(), 0
-        self._before, self.propagated = self._unlayered, False
         self.begin()
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
@@ -159,6 +158,7 @@ class Executor:
     def begin(self) -> Outcome:
         """What is to be known of a step that begins, and of no earlier one."""
         self.outcome = Outcome()
+        self._before, self.propagated = self._unlayered, False
         return self.outcome
 
     def promise_norm(self) -> None:

@@ -293,8 +293,8 @@ class StepGroup:
                 self._runner.after_norm(hyper, held_back)
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
-        except BaseException as error:
-            self._runner.recover(error)
+        except BaseException:
+            self._runner.drop()
             raise
         finally:
             for ticket in self._queue:
@@ -309,8 +309,8 @@ class StepGroup:
         """
         try:
             ran = self._run(self._runner.until_norm, hyper, clipping)
-        except BaseException as error:
-            self._runner.recover(error)
+        except BaseException:
+            self._runner.drop()
             raise
         self.propagated = self.propagated or ran
         return self.propagated

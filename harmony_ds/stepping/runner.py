@@ -362,6 +362,7 @@ class Runner:
     @contextmanager
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
         """`part`: of a step, whose other parts are as they were after a failure before anything was propagated back."""
+        self.executor.begin()
         with self._parts.calls.running():
             try:
                 yield
@@ -371,19 +372,21 @@ class Runner:
                 if part and not self.executor.propagated:
                     self.executor.abandon_run()
                 else:
-                    self.recover(error)
+                    self._recover(error)
                 raise
 
-    def recover(self, error: BaseException) -> None:
-        """After `error` in a step: frees the device, drops gradients; decides whether one can go on."""
+    def _recover(self, error: BaseException) -> None:
+        """After `error` in what was run last: drops the step, and decides whether one can go on."""
+        outcome = self.executor.outcome
+        if self.failed is None and (outcome.updates_issued or outcome.others_update):
+            self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
+        self.drop()
+
+    def drop(self) -> None:
+        """Frees the device, and drops the gradients, of a step that will not be taken."""
         self.executor.abandon()
         self._after_norm = None
-        if self.failed is not None:
-            return
-        outcome = self.executor.outcome
-        if outcome.updates_issued or outcome.others_update:
-            self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
-        elif self._parts.updater is not None:
+        if self.failed is None and self._parts.updater is not None:
             self._parts.updater.discard()
 
 

@@ -17,6 +17,7 @@ from harmony_ds import (
     EngineFailedError,
     HarmonyEngine,
 )
+from harmony_ds.stepping.planner import Planner
 from tests.cover import pairs
 from tests.engine.drive import (
     adamw,
@@ -209,6 +210,27 @@ def test_a_failure_before_any_early_update_leaves_the_engine_usable() -> None:
         assert engine.usable
         train_groups(engine, GROUPS[1:2])
     assert_same(unwrapped(model), weights_of(plain), bitwise=True)
+
+
+def test_a_failure_before_anything_of_a_step_runs_is_not_taken_for_one_of_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw)
+    trap = Trap(0)
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with monkeypatch.context() as patch:
+            patch.setattr(Planner, "forward", lambda *_: trap.spring())
+            loss = engine(**GROUPS[1][0]).loss
+            with pytest.warns(RuntimeWarning, match="before"), pytest.raises(Mishap):
+                loss.item()
+        assert engine.usable
+        engine.backward(loss)
+        engine.step()
+        loop(engine, [GROUPS[1][1:]])
+    assert_same(model, plain, bitwise=True)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
