@@ -112,6 +112,11 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def is_between_layers() -> bool:
+    """Whether the calling thread runs a model's code for a handler, and is in no layer call."""
+    return _active.handler is not None
+
+
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
     """Layer calls of this thread go to `handler` while the context is open."""

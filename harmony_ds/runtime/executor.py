@@ -19,7 +19,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.intercept import Autocast, is_between_layers
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
 from harmony_ds.offload.host_optimizer import Hyper
@@ -148,7 +148,8 @@ class Executor:
 
     def note_hook(self, name: str, tensor: Tensor) -> None:
         """The forward pass that runs has put a hook on `tensor`, by the method `name`."""
-        if self._at_work is not None and name == "register_hook":  # `retain_grad` adds up what comes
+        # `retain_grad` adds up what comes. What lies in a layer is the layer's, whose graph must not be kept by it.
+        if self._at_work is not None and name == "register_hook" and is_between_layers():
             self._at_work.inter_layer.note_hook(tensor)
 
     def tell(self, listener: OnTask | None) -> None:

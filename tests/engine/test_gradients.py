@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -155,3 +156,51 @@ def test_a_failure_while_looking_leaves_the_engine_usable(monkeypatch: pytest.Mo
                 safe_get_full_grad(model.model.norm.weight)
         assert engine.usable
         assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0
+
+
+class Token:
+    """Alive as long as the graph of a layer call is."""
+
+
+class Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alive: WeakSet[Token]) -> Tensor:
+        ctx.token = Token()
+        alive.add(ctx.token)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class HooksWithin(nn.Module):
+    """A layer that puts a hook on a tensor of its own."""
+
+    def __init__(self, alive: WeakSet[Token]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.alive = alive
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Hooked.apply(self.linear(x), self.alive)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient)
+        self.most = max(self.most, len(self.alive))
+        return x
+
+
+def test_a_hook_within_a_layer_does_not_keep_the_graph_of_its_forward_pass() -> None:
+    alive: WeakSet[Token] = WeakSet()
+    layers = [HooksWithin(alive) for _ in range(6)]
+    model = nn.Sequential(*layers, nn.Linear(4, 1))
+    groups = [[(torch.ones(2, 4),)] * 3 for _ in range(3)]
+    settings = {"pack_layers": 1, "layers": [str(number) for number in range(7)]}
+    with engine_for(model, sgd, config_of(3, None, settings)) as engine:
+        for group in groups[:2]:
+            engine.train_batch(group, loss_fn=lambda out: out.sum())
+        for one in layers:
+            one.most = 0
+        engine.train_batch(groups[2], loss_fn=lambda out: out.sum())
+    assert max(one.most for one in layers) <= 2
