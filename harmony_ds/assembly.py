@@ -94,6 +94,7 @@ class Assembly:
         self.parts.device_store.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch()
+            self.host_optimizer.give_back(self.store.parameters)
         self.interception.remove()
         self.parts.installation.remove()
         self.parts.calls.remove()
@@ -188,7 +189,8 @@ def _share_buffers(model: nn.Module, world: Alone) -> None:
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world)
-    return HostOptimizer(optimizer, store.masters)
+    apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
+    return HostOptimizer(optimizer, store.masters, apart)
 
 
 def _parts(

@@ -135,6 +135,8 @@ class Checkpoints:
                 "have to be handed over again after loading it.",
                 len(self._open.group),
             )
+        else:  # what was written into weights by hand is in what is saved of their masters, too
+            self._open.links.settle()
         progress = checkpoint.Progress(
             global_steps=counts.global_steps,
             global_samples=counts.global_samples,

@@ -34,10 +34,13 @@ Hyper = tuple[dict[str, Any], ...]
 class HostOptimizer:
     """Shares the state of `optimizer` and steps subsets of its parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], apart: Iterable[str] = ()
+    ) -> None:
         """Args:
             optimizer: already over the masters.
             masters: by canonical name; those that `optimizer` does not have are not trained.
+            apart: the names of those that are not the model's own parameters.
 
         Raises:
             OptimizerError: `optimizer` needs all parameters at once, or knows one that is not the model's.
@@ -53,6 +56,7 @@ class HostOptimizer:
         self._names = names
         self._look: Callable[[str | None], None] | None = None
         self._masters = masters
+        self._apart = frozenset(apart)
         self._group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -139,6 +143,15 @@ class HostOptimizer:
         self._look = None
         self.optimizer.state = plain(self.optimizer.state)  # type: ignore[assignment]
 
+    def give_back(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The user's optimizer has the model's own `parameters` again in the place of masters; its state stays, in fp32."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
+        state = plain(self.optimizer.state)
+        for name in self._apart:
+            if self._masters[name] in state:
+                state[parameters[name]] = state.pop(self._masters[name])
+
     def was_replaced(self) -> bool:
         """Whether the user's optimizer has got another state (load_state_dict), which is watched from now on."""
         if self._look is None or isinstance(self.optimizer.state, WatchedState):
@@ -197,9 +210,28 @@ class HostOptimizer:
                 master = self._masters[name]
                 # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
                 assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
-        # load_state_dict puts another one there
-        self.part.state = plain(self.optimizer.state)  # type: ignore[assignment]
-        self.step_part(self.part, self._masters, trained, hyper)
+        stepped = {name: self._stepped(name) for name in trained}
+        known = plain(self.optimizer.state)  # load_state_dict puts another one there
+        self.part.state = defaultdict(dict)
+        for name, parameter in stepped.items():
+            if self._masters[name] in known:
+                self.part.state[parameter] = known[self._masters[name]]
+        self.step_part(self.part, stepped, trained, hyper)
+        for name, parameter in stepped.items():
+            if parameter in self.part.state:
+                known[self._masters[name]] = self.part.state[parameter]
+
+    def _stepped(self, name: str) -> nn.Parameter:
+        """What is stepped as `name`: where the master is not the model's parameter, which notices what is done to its
+        gradient, one over the same memory that nobody else has. The program's `zero_grad()` right behind a step would drop
+        the gradient that a pending update steps with.
+        """
+        master = self._masters[name]
+        if name not in self._apart:
+            return master
+        stepped = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
+        stepped.__dict__.update(master.__dict__)
+        return stepped
 
     def step_part(
         self,

@@ -246,6 +246,8 @@ class ParameterLink:
         self.owner.finish()
         if self._master is None:
             return None
+        if not self.owner.has_queued():
+            self.settle()
         source = self._master if optim_state_key is None else self._state(optim_state_key)
         return source.detach().float().clone()
 

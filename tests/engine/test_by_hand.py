@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import harmony_ds
 from harmony_ds import UnsupportedError
+from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd
 from tests.engine.test_parameters import HARMONY, Net, batch, net
 from tests.oracle import assert_same
@@ -47,6 +50,101 @@ def test_a_plain_loop_around_the_engine_trains(loss_inside: bool, harmony: Any) 
         assert train(model, engine, optimizer) == expected
         assert (engine.global_steps, engine.micro_steps) == (4, 4)
     assert_same(model, plain, bitwise=True)
+
+
+class Waiting(torch.optim.SGD):
+    """Steps once the program has gone on."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.began, self.gone_on = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> None:
+        self.began.set()
+        assert self.gone_on.wait(60)
+        super().step()
+
+
+def drop_each(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [lambda one: one.zero_grad(), lambda one: one.zero_grad(set_to_none=False), drop_each],
+    ids=["none", "zero", "each"],
+)
+def test_gradients_dropped_right_behind_a_step_are_those_of_the_next_one(drop: Any) -> None:
+    """In bf16 the optimizer has masters, and the pending update steps with gradients on the same."""
+    trained = []
+    for waits in (True, False):
+        model = net().bfloat16()
+        optimizer = Waiting(model.parameters())
+        config = {**config_of(1, 0.5, {"pack_layers": 1}), "bf16": {"enabled": True}}
+        with engine_for(model, lambda _, optimizer=optimizer: optimizer, config) as engine:
+            for step in range(2):
+                optimizer.gone_on.set()  # measuring steps, too
+                inputs, targets = batch(step)
+                engine.backward(F.cross_entropy(engine(inputs.bfloat16()).float(), targets))
+                optimizer.began.clear()
+                if waits:
+                    optimizer.gone_on.clear()
+                engine.step()
+                assert optimizer.began.wait(60)
+                if waits:
+                    drop(optimizer)
+                optimizer.gone_on.set()
+                engine.module.state_dict()
+        trained.append(model)
+    assert_same(trained[0], trained[1], bitwise=True)
+
+
+def test_an_optimizer_has_the_models_own_parameters_again_when_its_engine_is_gone() -> None:
+    model = net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = {**config_of(1, None), "bf16": {"enabled": True}}
+    for step in range(2):
+        with engine_for(model, lambda _: optimizer, config) as engine:
+            inputs, targets = batch(step)
+            engine.backward(F.cross_entropy(engine(inputs.bfloat16()).float(), targets))
+            engine.step()
+            assert all(p.dtype == torch.float32 for p in optimizer.param_groups[0]["params"])
+        mine = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(mine, model.parameters(), strict=True))
+        assert set(map(id, optimizer.state)) == set(map(id, mine))
+    before = copy.deepcopy(model)
+    optimizer.zero_grad()
+    inputs, targets = batch(2)
+    F.cross_entropy(model(inputs.bfloat16()).float(), targets).backward()
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_masters_that_are_read_or_saved_are_those_of_weights_written_by_hand(tmp_path: Path) -> None:
+    config = {**config_of(1, None), "bf16": {"enabled": True}}
+
+    def trained(engine: Any) -> Any:
+        inputs, targets = batch(0)
+        engine.backward(F.cross_entropy(engine(inputs.bfloat16()).float(), targets))
+        engine.step()
+        return next(iter(engine.module.parameters()))
+
+    with engine_for(net().bfloat16(), sgd, config) as engine:
+        weight = trained(engine)
+        with torch.no_grad():
+            weight.fill_(0.5)
+        engine.save_checkpoint(tmp_path)
+        with torch.no_grad():
+            weight.fill_(0.25)
+        assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.25))  # type: ignore[arg-type]
+    with engine_for(net().bfloat16(), sgd, config) as engine:
+        weight = trained(engine)
+        engine.load_checkpoint(tmp_path)
+        assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("clip", CLIPS)
