@@ -187,9 +187,9 @@ def _share_buffers(model: nn.Module, world: Alone) -> None:
 
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
-    if isinstance(world, World):
-        return PieceOptimizer(optimizer, store.masters, world)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
+    if isinstance(world, World):
+        return PieceOptimizer(optimizer, store.masters, world, apart)
     return HostOptimizer(optimizer, store.masters, apart)
 
 

@@ -433,12 +433,15 @@ _OF_LOSS = 2**31
 
 def _code_of_program(node: Node) -> str | None:
     """The program's own code that runs in `node`, named."""
+    if getattr(getattr(node, "variable", None), "_backward_hooks", None):  # of a leaf
+        return "a hook on a parameter that is used"
     function: Any = getattr(node, "_forward_cls", None)  # of an autograd.Function
     if function is None:
         return None
     if function is BackwardHookFunction:
         return "a backward hook of a module"
-    ours = function.__module__.partition(".")[0] in ("harmony_ds", "torch")
+    module = function.__module__
+    ours = module.partition(".")[0] in ("harmony_ds", "torch") and not module.startswith("torch._library")
     return None if ours else f"the backward pass of {function.__qualname__}"
 
 

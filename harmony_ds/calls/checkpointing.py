@@ -29,7 +29,7 @@ _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 _DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _taken_over: Any = None
-"""That module, once its checkpoints ask `_engine`."""
+"""What stands there for its autograd function, and asks `_engine`."""
 
 
 class passed_through:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
@@ -38,7 +38,8 @@ class passed_through:  # noqa: N801 - used as a function; a class, because it is
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        if sys.modules.get(_DEEPSPEEDS) is not _taken_over:
+        module = sys.modules.get(_DEEPSPEEDS)
+        if module is not None and module.__dict__.get("CheckpointFunction") is not _taken_over:
             _take_over_deepspeeds()
         self._before, _engine.runs = _engine.runs, True
 
@@ -107,11 +108,9 @@ def _take_over_deepspeeds() -> None:
     global _taken_over  # noqa: PLW0603 - as the module is
     module: Any = sys.modules.get(_DEEPSPEEDS)
     function = getattr(module, "CheckpointFunction", None)  # None: it is being imported
-    if function is None:
-        return
-    if not isinstance(function, _Reentrant):
+    if function is not None and not isinstance(function, _Reentrant):
         module.CheckpointFunction = _Reentrant(function, _deepspeeds)
-    _taken_over = module
+    _taken_over = getattr(module, "CheckpointFunction", None)
 
 
 # These are looked up in their modules when `checkpoint` is called.

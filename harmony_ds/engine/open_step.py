@@ -82,6 +82,7 @@ class OpenStep(Owner):
         """Begins a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""
         if seed is not None and self._config.harmony.seed is None:
             self._parts = replace(self._parts, seed=seed)
+        self._parts.runner.end_step()
         self.group = StepGroup(self._parts, self._counts.global_steps)
 
     def end(self) -> None:

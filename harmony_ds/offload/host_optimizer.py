@@ -57,6 +57,7 @@ class HostOptimizer:
         self._look: Callable[[str | None], None] | None = None
         self._masters = masters
         self._apart = frozenset(apart)
+        self._stepped: dict[str, nn.Parameter] = {}
         self._group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -73,6 +74,9 @@ class HostOptimizer:
         self.native = is_native(optimizer)
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = part_of(optimizer)
+        if self._apart:
+            beside = {key: value for key, value in plain(optimizer.state).items() if id(key) not in names}
+            self.part.state = defaultdict(dict, beside)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
 
@@ -210,10 +214,14 @@ class HostOptimizer:
                 master = self._masters[name]
                 # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
                 assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
-        stepped = {name: self._stepped(name) for name in trained}
         known = plain(self.optimizer.state)  # load_state_dict puts another one there
-        self.part.state = defaultdict(dict)
+        if not self._apart:
+            self.part.state = known  # type: ignore[assignment]
+            self.step_part(self.part, self._masters, trained, hyper)
+            return
+        stepped = {name: self._parameter_to_step(name) for name in trained}
         for name, parameter in stepped.items():
+            self.part.state.pop(parameter, None)
             if self._masters[name] in known:
                 self.part.state[parameter] = known[self._masters[name]]
         self.step_part(self.part, stepped, trained, hyper)
@@ -221,7 +229,7 @@ class HostOptimizer:
             if parameter in self.part.state:
                 known[self._masters[name]] = self.part.state[parameter]
 
-    def _stepped(self, name: str) -> nn.Parameter:
+    def _parameter_to_step(self, name: str) -> nn.Parameter:
         """What is stepped as `name`: where the master is not the model's parameter, which notices what is done to its
         gradient, one over the same memory that nobody else has. The program's `zero_grad()` right behind a step would drop
         the gradient that a pending update steps with.
@@ -229,9 +237,12 @@ class HostOptimizer:
         master = self._masters[name]
         if name not in self._apart:
             return master
-        stepped = nn.Parameter(master.detach(), requires_grad=master.requires_grad)
-        stepped.__dict__.update(master.__dict__)
-        return stepped
+        if name not in self._stepped:  # an optimizer may keep things by its parameters, or on them
+            self._stepped[name] = nn.Parameter(master.detach())
+            self._stepped[name].__dict__ = master.__dict__
+        if self._stepped[name].data_ptr() != master.data_ptr():
+            self._stepped[name].data = master.detach()
+        return self._stepped[name]
 
     def step_part(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +40,15 @@ _STATE_BYTES = 4
 class PieceOptimizer(HostOptimizer):
     """A `HostOptimizer` of one of several processes."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], world: World) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Mapping[str, nn.Parameter],
+        world: World,
+        apart: Iterable[str] = (),
+    ) -> None:
         """Raises OptimizerError: what `optimizer` does to a number depends on others of its parameter."""
-        super().__init__(optimizer, masters)
+        super().__init__(optimizer, masters, apart)
         self._check_elementwise()
         self._world = world
         self._pieces: dict[str, nn.Parameter] = {}

@@ -94,9 +94,9 @@ class Exchange:
         """What has been sent to other processes so far."""
 
     @property
-    def process_groups(self) -> set[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         groups = self._groups
-        return {group for group in (groups.server, groups.column, groups.everyone) if group is not None}
+        return [group for group in (groups.server, groups.column, groups.everyone) if group is not None]
 
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype

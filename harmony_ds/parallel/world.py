@@ -117,8 +117,10 @@ class World(Alone):
         """Ends their threads, which may still hold tensors of the last exchange. One that lets go of those while the
         interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
         """
-        groups = {self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])}
-        for group in groups:
+        groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
+        for group in (
+            dict.fromkeys(groups) if self._told is None else ()
+        ):  # NCCL's: in the same order everywhere, if at all
             with suppress(ValueError):  # the program has ended all of them
                 dist.destroy_process_group(group)
         # What the threads belong to ends with its last reference.

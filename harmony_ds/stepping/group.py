@@ -73,7 +73,6 @@ class StepGroup:
         self._world = parts.runner.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
-        self.propagated = False  # forward and backward of some are done, the updates are not
         self._called_back = False
         self._calls = parts.runner.calls
         self._calls.follow(self)
@@ -308,12 +307,16 @@ class StepGroup:
             Whether there are gradients.
         """
         try:
-            ran = self._run(self._runner.until_norm, hyper, clipping)
+            self._run(self._runner.until_norm, hyper, clipping)
         except BaseException:
             self._runner.drop()
             raise
-        self.propagated = self.propagated or ran
         return self.propagated
+
+    @property
+    def propagated(self) -> bool:
+        """Whether forward and backward of some are done, and the updates are not."""
+        return self._runner.has_gathered
 
     @property
     def wanted(self) -> bool:

@@ -382,6 +382,11 @@ class Runner:
             self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
         self.drop()
 
+    def end_step(self) -> None:
+        """A step begins anew: nothing stays of one that has run in part and was not taken."""
+        if (self.has_gathered or self.executor.begun) and not self._destroyed:
+            self.drop()
+
     def drop(self) -> None:
         """Frees the device, and drops the gradients, of a step that will not be taken."""
         self.executor.abandon()

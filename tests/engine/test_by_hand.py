@@ -525,3 +525,69 @@ def test_a_gradient_of_gradients_through_an_engine_is_refused() -> None:
         loss = F.cross_entropy(engine(batch(0)[0]), batch(0)[1])
         with pytest.raises(UnsupportedError, match="create_graph"):
             loss.backward(create_graph=True)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps the momentum of each parameter in a dictionary of its own."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
+                    parameter.sub_(kept.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
+
+
+def test_an_optimizer_may_keep_things_by_its_parameters_in_bf16() -> None:
+    trained = []
+    for make in (Remembering, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)):
+        model = net().bfloat16()
+        config = {**config_of(1, None), "bf16": {"enabled": True}}
+        with engine_for(model, make, config) as engine:
+            for step in range(3):
+                inputs, targets = batch(step)
+                engine.backward(F.cross_entropy(engine(inputs.bfloat16()).float(), targets))
+                engine.step()
+        trained.append(model)
+    assert_same(trained[0], trained[1], bitwise=True)
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("looks", [True, False], ids=["gradient", "loss"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_what_had_run_of_a_step_that_loading_a_checkpoint_cuts_off_is_dropped(
+    clip: float | None, looks: bool, tmp_path: Path
+) -> None:
+    plain, model = net(), net()
+    optimizer = adamw(plain.parameters())
+    with engine_for(model, adamw, config_of(2, clip)) as engine:
+
+        def steps(*batches: int) -> None:
+            for number in batches:
+                engine.backward(engine(*batch(number)))
+                engine.step()
+
+        steps(0, 1)
+        engine.save_checkpoint(tmp_path)
+        loss = engine(*batch(2))
+        engine.backward(loss)
+        found = next(iter(model.parameters())).grad if looks else loss
+        assert found is not None and found.abs().sum() > 0
+        engine.load_checkpoint(tmp_path)
+        steps(3, 4)
+        assert {float(state["step"]) for state in engine.optimizer.state.values()} == {2.0}
+    for group in ((0, 1), (3, 4)):
+        for number in group:
+            (plain(*batch(number)) / 2).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, plain, bitwise=True)

@@ -23,6 +23,14 @@ class Clamped(torch.autograd.Function):
         return gradient.clamp(-1e-3, 1e-3)
 
 
+@torch.library.custom_op("harmony_ds_cases::clamped", mutates_args=())
+def clamped(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+torch.library.register_autograd("harmony_ds_cases::clamped", lambda ctx, gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 class Residual(Net):
     """Blocks around which a stream goes on, clamped on its way back by one of several means."""
 
@@ -38,6 +46,8 @@ class Residual(Net):
         for block in self.blocks:
             if self.means == "function":
                 x = Clamped.apply(x)
+            elif self.means == "operator":
+                x = clamped(x)
             elif self.means == "module":
                 x = self.tap(x * 1.0)
             elif self.means == "tensor":
@@ -61,6 +71,12 @@ def gradient_of_a_residual_stream_clamped_by_a_function(side: Side) -> Found:
 
 
 @case(*PAIRS)
+def gradient_of_a_residual_stream_clamped_by_an_operator(side: Side) -> Found:
+    """The backward pass of a torch.library.custom_op between blocks clamps the gradient of the residual stream."""
+    return trained(side, Residual("operator"))
+
+
+@case(*PAIRS)
 def gradient_of_a_residual_stream_clamped_by_a_tensor_hook(side: Side) -> Found:
     """x.register_hook() between blocks clamps the gradient of the residual stream."""
     return trained(side, Residual("tensor"))
@@ -70,6 +86,27 @@ def gradient_of_a_residual_stream_clamped_by_a_tensor_hook(side: Side) -> Found:
 def gradient_of_a_residual_stream_clamped_by_a_module_hook(side: Side) -> Found:
     """A backward hook of an nn.Identity between blocks clamps the gradient of the residual stream."""
     return trained(side, Residual("module"))
+
+
+class Scaled(Net):
+    """Scales the stream between the blocks by one parameter, whose gradient has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+@case(*PAIRS)
+def hook_on_a_parameter_used_between_layers(side: Side) -> Found:
+    """A parameter scales the stream between all blocks, and a hook clamps its gradient."""
+    return trained(side, Scaled())
 
 
 class Chain(Residual):
