@@ -118,11 +118,10 @@ class World(Alone):
         interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
         """
         groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
-        for group in (
-            dict.fromkeys(groups) if self._told is None else ()
-        ):  # NCCL's: in the same order everywhere, if at all
-            with suppress(ValueError):  # the program has ended all of them
-                dist.destroy_process_group(group)
+        if self._told is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
+            for group in dict.fromkeys(groups):  # in the same order everywhere
+                with suppress(ValueError):  # the program has ended all of them
+                    dist.destroy_process_group(group)
         # What the threads belong to ends with its last reference.
         del self._objects, self._exchange, self._first, self._servers, self._agreeing
 

@@ -292,9 +292,6 @@ class StepGroup:
                 self._runner.after_norm(hyper, held_back)
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
-        except BaseException:
-            self._runner.drop()
-            raise
         finally:
             for ticket in self._queue:
                 ticket.close()
@@ -306,11 +303,7 @@ class StepGroup:
         Returns:
             Whether there are gradients.
         """
-        try:
-            self._run(self._runner.until_norm, hyper, clipping)
-        except BaseException:
-            self._runner.drop()
-            raise
+        self._run(self._runner.until_norm, hyper, clipping)
         return self.propagated
 
     @property

@@ -273,7 +273,7 @@ class Runner:
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
         with self._recovering(micro_batches, part=True), self._noticing_hooks(_refuse_hook), self._guarded():
             self.executor.run(part, micro_batches, hyper, clipping)
-        self._after_norm = rest
+            self._after_norm = rest
 
     @property
     def has_gathered(self) -> bool:
@@ -375,19 +375,19 @@ class Runner:
                     self._recover(error)
                 raise
 
+    def end_step(self) -> None:
+        """Whatever became of the last step, another begins: nothing stays of one that has run in part and was not taken."""
+        if (self.has_gathered or self.executor.begun) and not self._destroyed:
+            self._drop()
+
     def _recover(self, error: BaseException) -> None:
         """After `error` in what was run last: drops the step, and decides whether one can go on."""
         outcome = self.executor.outcome
         if self.failed is None and (outcome.updates_issued or outcome.others_update):
             self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
-        self.drop()
+        self._drop()
 
-    def end_step(self) -> None:
-        """A step begins anew: nothing stays of one that has run in part and was not taken."""
-        if (self.has_gathered or self.executor.begun) and not self._destroyed:
-            self.drop()
-
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Frees the device, and drops the gradients, of a step that will not be taken."""
         self.executor.abandon()
         self._after_norm = None
