@@ -32,7 +32,7 @@ _SOURCES = [
 _LEFT_OUT = ("benchmarks/results/", "benchmarks/vldb22/data/")
 _COMPILED_HERE = ["deepspeed"]  # published as source only; no operation of it is compiled before its first use
 _WHEELS = """
-    accelerate annotated-doc annotated-types click einops hjson hypothesis iniconfig markdown-it-py mdurl msgpack ninja
+    accelerate annotated-doc annotated-types click einops greenlet hjson hypothesis iniconfig markdown-it-py mdurl msgpack ninja
     packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors shellingham
     sortedcontainers tqdm typer typing-extensions typing-inspection
 """.split()

@@ -30,15 +30,10 @@ from harmony_ds.errors import CallChangedError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """The values that a call saw, and the modes that it was made in (training and requires_grad flags).
-
-    Attributes:
-        of_threads: what holds some of the values for the thread that made the call, by name.
-    """
+    """The values that a call saw, and the modes that it was made in (training and requires_grad flags)."""
 
     values: dict[Place, Any]
     modes: bytes
-    of_threads: tuple[tuple[str, threading.local], ...] = ()
 
 
 class Queue(Protocol):
@@ -141,7 +136,7 @@ class CallStates:
     def _keep(self, found: Found) -> None:
         self._found = found
         self._look_at_flags()
-        self._newest = CallState(found.values, found.modes, tuple(found.of_threads))
+        self._newest = CallState(found.values, found.modes)
         self._writes |= found.writes_unseen
         self._versions = self._found.versions()
 
@@ -171,9 +166,9 @@ class CallStates:
             self._learn(users)
 
     @property
-    def of_threads(self) -> tuple[tuple[str, threading.local], ...]:
-        """What the newest call sees of its thread's own."""
-        return self._newest.of_threads
+    def of_threads(self) -> Sequence[tuple[str, threading.local]]:
+        """What holds some of what the newest call sees for its thread alone, by name."""
+        return self._found.of_threads
 
     @property
     def advances(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,15 +117,22 @@ def is_between_layers() -> bool:
     return _active.handler is not None
 
 
-@contextmanager
-def handled_by(handler: Handler | None) -> Iterator[None]:
-    """Layer calls of this thread go to `handler` while the context is open."""
-    before, _active.handler = _active.handler, handler
-    try:
-        with passed_through() if handler is not None else nullcontext():
-            yield
-    finally:
-        _active.handler = before
+class handled_by:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
+    """While open, layer calls of this thread go to `handler`, or (None) run as they always did."""
+
+    __slots__ = ("_before", "_handler", "_passed")
+
+    def __init__(self, handler: Handler | None) -> None:
+        self._handler = handler
+        self._passed = passed_through() if handler is not None else nullcontext()
+
+    def __enter__(self) -> None:
+        self._before, _active.handler = _active.handler, self._handler
+        self._passed.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._passed.__exit__(None, None, None)
+        _active.handler = self._before
 
 
 class InterceptedForward(Added):

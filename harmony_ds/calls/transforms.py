@@ -9,7 +9,7 @@ from harmony_ds.errors import UnsupportedError
 
 
 def refuse_transforms() -> None:
-    """Raises UnsupportedError where the caller has opened one: a call of the engine runs later, on another thread."""
+    """Raises UnsupportedError where the caller has opened one: a call of the engine runs later."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func (grad, vmap, jvp, jacrev, functional_call within one)"
     elif torch.autograd.forward_ad._current_level >= 0:
@@ -32,8 +32,8 @@ def check_saved_tensors(what: str) -> None:
     if hooks is None or hooks[0].__module__.startswith("torch."):
         return
     pack, unpack = hooks
-    tried = torch.linspace(-1.0, 1.0, 7)
-    if not torch.equal(torch.as_tensor(unpack(pack(tried))).cpu(), tried):
+    tried = torch.linspace(-1.0, 1.0, 7, device="cpu")
+    if not torch.equal(torch.as_tensor(unpack(pack(tried)), device="cpu"), tried):
         raise UnsupportedError(
             f"saved_tensors_hooks around {what} change what is saved for backward. Layers are recomputed for their "
             "backward pass, which does not ask these hooks: open the context inside a layer's forward."

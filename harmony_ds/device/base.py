@@ -66,7 +66,7 @@ class Device(ABC):
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
     modes: tuple[type, ...] = ()
-    """Torch's modes of its own, which `inherited` enters on every thread."""
+    """Torch's modes of its own, which `inherited` enters."""
     _watch: Callable[[Stream, Issuing], Issuing] | None = None
 
     @property
@@ -110,7 +110,7 @@ class Device(ABC):
 
     @abstractmethod
     def inherited(self) -> AbstractContextManager[object]:
-        """A context for any thread: this is the current device, and this thread's compute stream the current one."""
+        """A context for the thread that runs a model: this is the current device, its compute stream the current one."""
 
     @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
@@ -165,10 +165,8 @@ class Device(ABC):
     def unlimit_process(self) -> None:  # noqa: B027
         """Undoes `limit_process`; nothing if that is undone, or was never done."""
 
-    def reserve_bytes(self, threads: int) -> int:
-        """Of the budget, what no plan may fill: what libraries take while `threads` threads run the model's code, and what
-        the allocator cannot hand out.
-        """
+    def reserve_bytes(self) -> int:
+        """Of the budget, what no plan may fill: what libraries take, and what the allocator cannot hand out."""
         return 0
 
     @abstractmethod

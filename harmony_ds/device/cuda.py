@@ -141,11 +141,11 @@ class CudaDevice(Device):
         if len(shares) == 1:
             del self._shares[index]
 
-    def reserve_bytes(self, threads: int) -> int:
+    def reserve_bytes(self) -> int:
         """Workspaces, and the segments of the caching allocator that are partly used.
 
-        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: `threads`, the engine's and
-                     autograd's. 32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
+        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
+                     32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
                      aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
         segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER, where all
                      but little is in segments of its own (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer,
@@ -153,7 +153,7 @@ class CudaDevice(Device):
         """
         hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
         workspace = 32 * 2**20 if hopper else 8320 * 2**10
-        return (threads + 2) * workspace + (len(Stream) - 1) * (2 + 20) * 2**20
+        return 2 * workspace + (len(Stream) - 1) * (2 + 20) * 2**20
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)

@@ -14,11 +14,11 @@ are new from the group's first `training_step` on, not from `optimizer.step`.
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,12 +38,8 @@ from harmony_ds.errors import UnsupportedError, UsageError
 _NOTES = ("_metrics", "_textual_logs")  # of TRL's trainers: appended to while a loss is computed
 
 
-class _Lane(threading.local):
-    losses: list[Tensor] | None = None
-    last: bool | None = None
-
-
-_lane = _Lane()
+_losses: ContextVar[list[Tensor] | None] = ContextVar("losses of a micro-batch's training_step", default=None)
+_is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
 
 
 class _GradientState(GradientState):  # type: ignore[misc]
@@ -51,7 +47,8 @@ class _GradientState(GradientState):  # type: ignore[misc]
 
     @property
     def sync_gradients(self) -> bool:
-        return bool(self.__dict__["sync_gradients"]) if _lane.last is None else _lane.last
+        last = _is_last.get()
+        return bool(self.__dict__["sync_gradients"]) if last is None else last
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
@@ -294,12 +291,12 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
     def _loss_of(self, batch: Any, last: bool, num_items_in_batch: Any) -> Tensor:
         noted: list[Tensor] = []
-        before = _lane.losses, _lane.last
-        _lane.losses, _lane.last = noted, last
+        losses, is_last = _losses.set(noted), _is_last.set(last)
         try:
             super().training_step(self.model, batch, num_items_in_batch)
         finally:
-            _lane.losses, _lane.last = before
+            _losses.reset(losses)
+            _is_last.reset(is_last)
         if len(noted) != 1:
             raise UsageError(
                 f"{type(self).__name__}.training_step() called accelerator.backward {len(noted)} times, not once."
@@ -363,11 +360,12 @@ class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
 
 
 def _note_loss(loss: Tensor, **_: Any) -> None:
-    if _lane.losses is None:
+    losses = _losses.get()
+    if losses is None:
         raise UsageError(
             "accelerator.backward(loss) was called outside training_step: the engine runs backward itself."
         )
-    _lane.losses.append(loss)
+    losses.append(loss)
 
 
 def _prepares_inputs(trainer: type) -> bool:

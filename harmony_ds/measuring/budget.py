@@ -13,8 +13,8 @@ from harmony_ds.errors import DoesNotFitError
 
 
 @contextmanager
-def measured_within_budget(device: Device, threads: int) -> Iterator[None]:
-    """A context for measuring. `threads`: that will run the model's code in a step.
+def measured_within_budget(device: Device) -> Iterator[None]:
+    """A context for measuring.
 
     Raises:
         DoesNotFitError: from any torch.OutOfMemoryError that leaves the context. Nothing that was on the device when it
@@ -25,18 +25,18 @@ def measured_within_budget(device: Device, threads: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        message = _explanation(device, threads, before)
+        message = _explanation(device, before)
         _let_go(error)
         raise DoesNotFitError(message) from error
 
 
-def _explanation(device: Device, threads: int, before: int) -> str:
-    budget, reserve, peak = device.budget_bytes, device.reserve_bytes(threads), device.peak_bytes()
+def _explanation(device: Device, before: int) -> str:
+    budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
     said, more = "there is no budget" if budget is None else f"the budget is {budget:,} bytes", ""
     if reserve:
         said += (
-            f", of which {reserve:,} are the reserve of libraries (cuBLAS's workspaces, for a step of {threads} "
-            "micro-batches) and of the allocator (which takes whole segments, for each stream its own)"
+            f", of which {reserve:,} are the reserve of libraries (cuBLAS's workspaces) and of the allocator (which takes "
+            "whole segments, for each stream its own)"
         )
         more = f" to well above {(reserve + peak) / 2**30:.2f}"
     if budget is not None and reserve >= budget:

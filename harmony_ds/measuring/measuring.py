@@ -49,13 +49,10 @@ _MOST_COUNTED = 8
 class Measuring:
     """Measures one model. What it finds out about it (its unlayered set, rates, rows) it keeps."""
 
-    def __init__(
-        self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile, group_size: int
-    ) -> None:
-        """`file`: for times and rates; `group_size`: how many micro-batches are there at once in a step."""
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile) -> None:
+        """`file`: for times and rates."""
         self._parts = parts
         self._file = file
-        self._group_size = group_size
         self._setup = Setup(parts, layers, graph.unlayered)
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
@@ -133,7 +130,7 @@ class Measuring:
 
     @contextmanager
     def _within_budget(self) -> Iterator[None]:
-        with measured_within_budget(self._parts.device, self._group_size):
+        with measured_within_budget(self._parts.device):
             try:
                 yield
             except torch.OutOfMemoryError:

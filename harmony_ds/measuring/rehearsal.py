@@ -245,10 +245,10 @@ class Rehearsal(Passes):
                 a is b or (type(a) in _ATOMS and a == b) for a, b in zip(before, now, strict=True)
             ):
                 raise RecomputeError(
-                    f"forward changes what {name}, a threading.local, holds for its thread. The layers run on another "
-                    "thread than the code between them, and again in the backward pass, and would find something else "
-                    "there. Keep it in a contextvars.ContextVar that the code between the layers sets, in an attribute "
-                    "of the model, or pass it as an argument."
+                    f"forward changes what {name}, a threading.local, holds for its thread. Micro-batches take turns on "
+                    "one thread, layer by layer, and layers run again in the backward pass, where they would find "
+                    "something else there. Keep it in a contextvars.ContextVar that the code between the layers sets, "
+                    "in an attribute of the model, or pass it as an argument."
                 )
 
     def _check_given(self) -> None:

@@ -1,23 +1,22 @@
 """One micro-batch's forward pass, suspended at layer calls.
 
-A lane is a thread that runs the model's own forward; exactly one of all threads (the lanes and the engine's) runs at
-any time. Python, torch and the user keep per-thread and per-context state (autocast, grad mode, context variables):
-threads keep it apart by construction, which coroutines on one thread do not.
+A lane is a greenlet: the model's own forward with a stack of its own, on the engine's thread. The engine resumes one lane
+at a time, and runs on when that lane comes to a layer call or to its end. Context variables are kept apart by greenlets
+themselves; what torch keeps for the thread (grad mode, autocast, modes, ...) is exchanged here (`thread_state`).
 """
 
 from __future__ import annotations
 
 import contextvars
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.device.base import Device
-
-_POLL_S = 0.01
+from harmony_ds.runtime.thread_state import ThreadState
 
 
 class LaneAborted(BaseException):
@@ -25,7 +24,7 @@ class LaneAborted(BaseException):
 
 
 class Lane:
-    """Runs `function` up to its next layer call, again and again."""
+    """Runs `function` up to its next layer call, again and again, on the thread that made the lane."""
 
     def __init__(
         self,
@@ -34,36 +33,27 @@ class Lane:
         autocast: Autocast | None,
         device: Device,
         context: contextvars.Context | None = None,
-        of_threads: Iterable[threading.local] = (),
     ) -> None:
         """A lane that has not begun.
 
         Args:
-            context: to run in; None: a copy of the calling thread's.
-            of_threads: they hold for the lane what they hold for the calling thread.
+            context: to run in; None: a copy of the caller's.
         """
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
-        self._inherited = device.inherited()
+        self._function = function
         self._grad = grad
         self._autocast = autocast
-        self._of_threads = [(one, dict(vars(one))) for one in of_threads]
-        self._failure: BaseException | None = None
-        self._reply: Any = None
-        self._go = threading.Lock()
-        self._back = threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+        self._put_back: list[Callable[[], object]] = []  # what it has put on the thread, while it is suspended
         self._aborted = False
-        self.finished = False
-        self._thread = threading.Thread(
-            target=(context or contextvars.copy_context()).run,
-            args=(self._run, function),
-            name="harmony-lane",
-            daemon=True,
-        )
-        self._thread.start()
+        self._greenlet = greenlet(_run)
+        self._greenlet.gr_context = context or contextvars.copy_context()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to its end, or was ended."""
+        return bool(self._greenlet.dead)
 
     def resume(self, reply: Any = None) -> None:
         """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
@@ -72,12 +62,7 @@ class Lane:
             BaseException: what `function` raised.
         """
         self.request = None
-        self._reply = reply
-        self._go.release()
-        self._back.acquire()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._go_on(self._greenlet.switch, reply if self._greenlet else self)
 
     def take_result(self) -> Any:
         """What `function` returned, which is kept no longer."""
@@ -85,45 +70,37 @@ class Lane:
         return result
 
     def close(self) -> None:
-        """Ends the thread wherever it is: at its next layer call, if the engine's thread was interrupted in `resume`."""
+        """Ends it wherever it is: what is open in the model's code is unwound."""
         self._aborted = True
-        self.request = self._reply = None
-        while self._thread.is_alive():
-            if self._go.locked():  # an interrupt leaves no trace of whose turn it was
-                self._go.release()
-            self._thread.join(_POLL_S)
+        self.request = None
+        if self._greenlet:
+            self._go_on(self._greenlet.throw, LaneAborted)
 
-    # ---- on the lane's thread
+    def _go_on(self, switch: Callable[[Any], Any], value: Any) -> None:
+        engines = ThreadState(self.device_type)
+        self._greenlet.parent = getcurrent()
+        try:
+            with handled_by(self):
+                for put_back in self._put_back:
+                    put_back()
+                switch(value)
+        finally:
+            self._put_back = engines.restore()
+
+    # ---- in the greenlet
 
     def call(self, request: Request) -> Any:
         """Suspends at a layer call and returns what the engine made of it."""
-        if not self._aborted:
-            self.request = request
-            self._back.release()
-            self._go.acquire()
         if self._aborted:
             raise LaneAborted
-        reply, self._reply = self._reply, None
-        return reply
+        self.request = request
+        return self._greenlet.parent.switch()
 
-    def _run(self, function: Callable[[], Any]) -> None:
-        self._go.acquire()
-        try:
-            if not self._aborted:
-                for one, held in self._of_threads:
-                    vars(one).update(held)
-                with (
-                    self._inherited,
-                    torch.set_grad_enabled(self._grad),
-                    Autocast.entered(self._autocast),
-                    handled_by(self),
-                ):
-                    self.result = function()
-        except LaneAborted:
-            pass
-        except BaseException as failure:  # noqa: BLE001 - surfaces in `resume`
-            self._failure = failure
-        finally:
-            self.finished = True
-            if not self._aborted:
-                self._back.release()
+
+def _run(lane: Lane) -> None:
+    try:
+        with torch.set_grad_enabled(lane._grad), Autocast.entered(lane._autocast):
+            lane.result = lane._function()
+    except BaseException:
+        if not lane._aborted:
+            raise

@@ -37,9 +37,9 @@ class MicroBatch:
     Attributes:
         index: place in the group.
         seed: of its random stream.
-        forward: runs the model on its inputs; called on the lane's thread.
-        objective: called with the outputs, on the engine's thread, where forward and backward are fused.
-        autocast: the caller's, entered again on the lane's thread.
+        forward: runs the model on its inputs; called in the lane.
+        objective: called with the outputs, by the engine, where forward and backward are fused.
+        autocast: the caller's, entered again in the lane.
         backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model; None: what is there when it runs.
@@ -87,8 +87,7 @@ class MicroBatch:
 
     def start(self, device: Device) -> Lane:
         """Runs forward up to the first layer call."""
-        of_threads = () if self.state is None else (one for _, one in self.state.of_threads)
-        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, of_threads)
+        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context)
         self.lane.resume()
         return self.lane
 

@@ -149,7 +149,7 @@ def _own(leaf: Any) -> Any:
 
 
 def check_modes(what: str, carried: tuple[type, ...]) -> None:
-    """What runs later and on other threads is not seen by the modes that are active around `what`, but by those `carried`.
+    """What runs later is not seen by the modes that are active around `what`, but by those `carried`.
 
     Raises:
         UnsupportedError: one is, other than torch's default device.
@@ -159,7 +159,7 @@ def check_modes(what: str, carried: tuple[type, ...]) -> None:
         modes = [type(mode).__name__ for mode in active if not isinstance(mode, (DeviceContext, *carried))]
         if modes:
             raise UnsupportedError(
-                f"{modes[-1]} is active around {what}, which runs layer by layer, later and on other threads, where a "
-                "TorchFunctionMode or TorchDispatchMode is not: enter it inside a layer's forward, or use it with the "
-                "plain model, before initialize."
+                f"{modes[-1]} is active around {what}, which runs layer by layer and later, when a TorchFunctionMode or "
+                "TorchDispatchMode may be closed: enter it inside a layer's forward, or use it with the plain model, "
+                "before initialize."
             )

@@ -80,7 +80,7 @@ class Planner:
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
         file = ProfileFile(profile, graph, dtypes, parts.device)
-        self.measuring = Measuring(parts, decomposition.layers, graph, file, self._group_size)
+        self.measuring = Measuring(parts, decomposition.layers, graph, file)
 
     @property
     def plan(self) -> Plan | None:
@@ -228,7 +228,7 @@ class Planner:
     @property
     def _beside_bytes(self) -> int:
         device = self._parts.device
-        return device.reserve_bytes(self._group_size) + (self._before_bytes or 0)
+        return device.reserve_bytes() + (self._before_bytes or 0)
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""

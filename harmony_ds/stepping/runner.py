@@ -251,7 +251,7 @@ class Runner:
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
-            set_aside = device.reserve_bytes(len(micro_batches)) + self.planner.exchange_bytes(plan)
+            set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
 
     def _lesson(self, plan: Plan) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import harmony_ds
 from harmony_ds import HarmonyEngine
+from harmony_ds.runtime.lane import Lane
 from tests.families import FAMILIES, MODULES, Batch, Family
 from tests.oracle import assert_same, train_plainly
 
@@ -137,9 +138,9 @@ def assert_trains_like_plain(
     assert same_losses(actual, means_of(losses), one.bitwise), (actual, means_of(losses))
 
 
-def lanes() -> list[str]:
-    """Threads of micro-batches that are still alive."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony-lane")]
+def lanes() -> list[Lane]:
+    """Forward passes of micro-batches that have begun and are still alive."""
+    return [one for one in gc.get_objects() if isinstance(one, Lane) and not one.finished]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -78,10 +78,10 @@ def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() ->
 
 
 class Reserving(CpuDevice):
-    """A device whose libraries take memory: 1000 bytes, and 10 for each thread."""
+    """A device whose libraries take memory."""
 
-    def reserve_bytes(self, threads: int) -> int:
-        return 1000 + 10 * threads
+    def reserve_bytes(self) -> int:
+        return 1040
 
 
 def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +23,13 @@ FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default
 @contextmanager
 def model_and_lane(
     forward: Callable[[nn.Module], Any],
-    of_threads: Iterable[threading.local] = (),
     grad: bool = True,
     autocast: Autocast | None = None,
 ) -> Iterator[Lane]:
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     interception = Interception(find_layers(model).layers, model)
-    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice(), of_threads=of_threads)
+    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice())
     try:
         yield lane
     finally:
@@ -125,12 +124,13 @@ def test_closing_a_lane_that_never_ran_runs_nothing() -> None:
     assert not ran
 
 
-def test_no_thread_is_left() -> None:
+def test_it_runs_on_the_thread_that_resumes_it_and_starts_none() -> None:
     before = threading.active_count()
-    with model_and_lane(whole) as suspended, model_and_lane(whole):
-        suspended.resume()
-        assert threading.active_count() == before + 2
-    assert threading.active_count() == before
+    seen: list[int] = []
+    with model_and_lane(lambda model: seen.append(threading.get_ident())) as lane:
+        lane.resume()
+        assert seen == [threading.get_ident()]
+        assert threading.active_count() == before
 
 
 def test_context_variables_are_inherited_and_kept_apart() -> None:
@@ -151,24 +151,6 @@ def test_context_variables_are_inherited_and_kept_apart() -> None:
             assert FLAVOUR.get() == "the caller's"
     finally:
         FLAVOUR.reset(token)
-
-
-def test_what_the_calling_thread_holds_is_given_and_kept_apart() -> None:
-    here = threading.local()
-    here.flavour = "the caller's"
-
-    def flavoured(model: nn.Module) -> str:
-        seen: str = here.flavour
-        here.flavour = "changed in the lane"
-        model[0](torch.ones(2))
-        return seen
-
-    with model_and_lane(flavoured, [here]) as lane:
-        here.flavour = "changed since"
-        lane.resume()
-        lane.resume()
-        assert lane.result == "the caller's"
-    assert here.flavour == "changed since"
 
 
 def test_autocast_is_entered_on_the_lane_and_seen_in_its_requests() -> None:
@@ -223,42 +205,3 @@ def test_a_grad_mode_that_the_model_sets_is_seen_in_its_requests() -> None:
             modes.append(lane.request.grad)
             lane.resume()
     assert modes == [False, True]
-
-
-class InterruptedLock:
-    """A lock whose next use is interrupted, right before or right behind it."""
-
-    def __init__(self, lock: Any, behind: bool) -> None:
-        self._lock, self._behind, self._armed = lock, behind, True
-
-    def _interrupted(self, use: Callable[[], Any]) -> Any:
-        armed, self._armed = self._armed, False
-        if armed and not self._behind:
-            raise KeyboardInterrupt
-        result = use()
-        if armed:
-            raise KeyboardInterrupt
-        return result
-
-    def acquire(self) -> Any:
-        return self._interrupted(self._lock.acquire)
-
-    def release(self) -> Any:
-        return self._interrupted(self._lock.release)
-
-    def locked(self) -> bool:
-        locked: bool = self._lock.locked()
-        return locked
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("lock", ["_go", "_back"])
-def test_it_ends_wherever_the_engines_thread_was_interrupted(lock: str, behind: bool) -> None:
-    with model_and_lane(whole) as lane:
-        lane.resume()
-        setattr(lane, lock, InterruptedLock(getattr(lane, lock), behind))
-        with pytest.raises(KeyboardInterrupt):
-            lane.resume(torch.ones(1, 2))
-        lane.close()
-        assert not lane._thread.is_alive()

@@ -1,0 +1,181 @@
+"""What torch keeps for a thread, kept apart for the engine and for lanes that take turns on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmony_ds.calls.intercept import Autocast
+from harmony_ds.runtime.thread_state import ThreadState
+from tests.runtime.test_lane import model_and_lane
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def hooks() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def state() -> tuple[Any, ...]:
+    """What code that runs now would see."""
+    one = ThreadState("cpu")
+    return one._state
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without a cache": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "function mode": Functions,
+    "device": lambda: torch.device("meta"),
+    "dispatch mode": Dispatches,
+    "saved tensors": hooks,
+}
+each = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+
+
+@each
+def test_what_a_lane_opens_around_a_layer_is_the_lanes_alone(context: Callable[[], Any]) -> None:
+    seen = []
+
+    def opening(model: nn.Module) -> None:
+        before = state()
+        with context():
+            inside = state()
+            model[0](torch.empty(1, 2))
+            seen.append(state() == inside)
+        seen.append(state() == before)
+        seen.append(inside != before)
+
+    outside = state()
+    with model_and_lane(opening) as lane:
+        lane.resume()
+        assert lane.request is not None
+        assert state() == outside
+        lane.resume(torch.empty(1, 2))
+        assert lane.finished
+    assert state() == outside
+    assert seen == [True, True, True]
+
+
+@pytest.mark.parametrize("outer", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("inner", CONTEXTS.values(), ids=CONTEXTS)
+def test_several_contexts_are_put_back_in_their_order(outer: Callable[[], Any], inner: Callable[[], Any]) -> None:
+    seen = []
+
+    def opening(model: nn.Module) -> None:
+        with outer():
+            in_outer = state()
+            with inner():
+                in_inner = state()
+                model[0](torch.empty(1, 2))
+                seen.append(state() == in_inner)
+                model[1](torch.empty(1, 2))
+                seen.append(state() == in_inner)
+            seen.append(state() == in_outer)
+
+    outside = state()
+    with model_and_lane(opening) as lane:
+        for _ in range(3):
+            lane.resume(torch.empty(1, 2))
+            assert state() == outside
+    assert seen == [True, True, True]
+
+
+@each
+def test_two_lanes_do_not_see_each_others(context: Callable[[], Any]) -> None:
+    seen = []
+
+    def opening(model: nn.Module) -> None:
+        with context():
+            inside = state()
+            model[0](torch.empty(1, 2))
+            seen.append(state() == inside)
+
+    def plain(model: nn.Module) -> None:
+        before = state()
+        model[0](torch.empty(1, 2))
+        seen.append(state() == before)
+
+    outside = state()
+    with model_and_lane(opening) as first, model_and_lane(plain) as second:
+        for lane in (first, second, first, second):
+            lane.resume(torch.empty(1, 2))
+            assert state() == outside
+    assert seen == [True, True]
+
+
+@each
+def test_what_the_engine_opens_between_two_turns_stays_its_own(context: Callable[[], Any]) -> None:
+    """A lane that was begun under one task's autocast ends under another task's."""
+    seen = []
+
+    def watching(model: nn.Module) -> None:
+        model[0](torch.empty(1, 2))
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    off = Autocast.current("cpu")
+    with model_and_lane(watching, autocast=off) as lane:
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = state()
+            lane.resume()
+            assert state() == inside
+        outside = state()
+        with context():
+            inside = state()
+            lane.resume(torch.empty(1, 2))
+            assert state() == inside
+        assert state() == outside
+    assert seen == [False]
+
+
+@each
+def test_a_lane_that_is_closed_or_fails_leaves_nothing(context: Callable[[], Any]) -> None:
+    def opening(model: nn.Module) -> None:
+        context().__enter__()  # and never left
+        model[0](torch.empty(1, 2))
+        raise ValueError("in the model")
+
+    outside = state()
+    with model_and_lane(opening) as closed:
+        closed.resume()
+        closed.close()
+        assert state() == outside
+    with model_and_lane(opening) as failing:
+        failing.resume()
+        with pytest.raises(ValueError, match="in the model"):
+            failing.resume(torch.empty(1, 2))
+        assert state() == outside
+
+
+def test_gradients_flow_where_a_lane_left_inference_mode() -> None:
+    """The engine's tensors are ordinary ones while a lane is suspended in inference mode."""
+
+    def inferring(model: nn.Module) -> None:
+        with torch.inference_mode():
+            model[0](torch.empty(1, 2))
+
+    with model_and_lane(inferring) as lane:
+        lane.resume()
+        weight = torch.ones(2, requires_grad=True)
+        (weight * 3.0).sum().backward()
+        assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]
+        assert not torch.ones(1).is_inference()
+        lane.resume(torch.empty(1, 2))
