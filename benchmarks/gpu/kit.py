@@ -32,8 +32,8 @@ _SOURCES = [
 _LEFT_OUT = ("benchmarks/results/", "benchmarks/vldb22/data/")
 _COMPILED_HERE = ["deepspeed"]  # published as source only; no operation of it is compiled before its first use
 _WHEELS = """
-    accelerate annotated-doc annotated-types click einops greenlet hjson hypothesis iniconfig markdown-it-py mdurl msgpack ninja
-    packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors shellingham
+    accelerate annotated-doc annotated-types click einops greenlet hjson hypothesis iniconfig markdown-it-py mdurl msgpack
+    ninja packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors shellingham
     sortedcontainers tqdm typer typing-extensions typing-inspection
 """.split()
 _WELCOME = ["roundpipe"]  # a competitor: it takes part where it can be had

@@ -22,20 +22,23 @@ _ARGUMENTS = frozenset(("past_key_values", "past_key_value", "layer_past", "cach
 def without_unknown(request: Request) -> Request:
     """The request without caches of other kinds than those that can be emptied again."""
     given = request.kwargs
-    named = any(given[key] is not None for key in _ARGUMENTS & given.keys())
+    named = not _ARGUMENTS.isdisjoint(given) and any(given.get(key) is not None for key in _ARGUMENTS)
     if not (named or given.get("use_cache") or _caches(request)):
         return request
     kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)  # type: ignore[arg-type]
+    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)
     return replace(request, args=args, kwargs=kwargs)
 
 
 def empty_caches(request: Request) -> list[Any]:
     """The caches among the arguments that hold nothing."""
-    slots = ((cache, [slot for part in _parts(cache) for slot in part.layers]) for cache in _caches(request))
-    return [cache for cache, inside in slots if not any(slot.is_initialized for slot in inside)]
+    return [
+        cache
+        for cache in _caches(request)
+        if not any(slot.is_initialized for part in _parts(cache) for slot in part.layers)
+    ]
 
 
 def emptied(caches: Sequence[Any]) -> AbstractContextManager[None]:
@@ -60,10 +63,15 @@ def _own(value: Any) -> Any:
 
 
 def _caches(request: Request) -> list[Any]:
-    return [value for value in (*request.args, *request.kwargs.values()) if _is_cache(type(value))]  # type: ignore[arg-type]
+    values = (*request.args, *request.kwargs.values())
+    return [values[place] for place in _places_of_caches(tuple(map(type, values)))]
 
 
 @functools.cache
+def _places_of_caches(types: tuple[type, ...]) -> tuple[int, ...]:
+    return tuple(place for place, cls in enumerate(types) if _is_cache(cls))
+
+
 def _is_cache(cls: type) -> bool:
     return cls.__name__.endswith("Cache")
 

@@ -87,13 +87,12 @@ class CalledLayer:
     ) -> Outcome:
         """The call over `tensors`, whose gradients go to `targets`."""
         request = call.request
-        ends = [place for place, target in enumerate(targets) if target is not None]
         inputs = list(tensors)
-        leading = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
-        for place, tensor in zip(ends, leading, strict=True):
+        ends = {place: target for place, target in enumerate(targets) if target is not None}
+        for place, tensor in zip(ends, cut([tensors[place] for place in ends], [*ends.values()]), strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
-        node, written_to = leading[0].grad_fn if leading else None, [tensor._version for tensor in inputs]
+        nodes, written_to = [inputs[place].grad_fn for place in ends], [tensor._version for tensor in inputs]
         before = versions(self.buffered) if self.buffered else []
         with self.parameters.installed(copies):
             if self.places or call.arguments.caches or call.arguments.collects:
@@ -107,12 +106,13 @@ class CalledLayer:
                 result, left, collected = request.run(args, kwargs), [], {}
         if self.buffered:
             self._look_at_buffers(before)
+        if not (made or collected or left) and written_to == [tensor._version for tensor in inputs]:  # as most
+            leaves, shape = flatten_all((result,))
+            return Outcome(inputs, leaves, shape, [], [], left)
         written = changed(made)
         same = {id(one.value): one.branch.original for one in made}
-        altered = []
-        if written_to != [tensor._version for tensor in inputs]:
-            nodes = [None if target is None else node for target in targets]
-            altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes[p]]
+        before_run = dict(zip(ends, nodes, strict=True))
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not before_run.get(p)]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
         beside = (collected, [one.children for one in written], left, views)

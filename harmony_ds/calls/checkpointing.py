@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,19 +33,17 @@ _taken_over: Any = None
 """What stands there for its autograd function, and asks `_engine`."""
 
 
-class passed_through:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
+@contextmanager
+def passed_through() -> Iterator[None]:
     """While open, this thread's checkpoints are calls of what they are given."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        module = sys.modules.get(_DEEPSPEEDS)
-        if module is not None and module.__dict__.get("CheckpointFunction") is not _taken_over:
-            _take_over_deepspeeds()
-        self._before, _engine.runs = _engine.runs, True
-
-    def __exit__(self, *_: object) -> None:
-        _engine.runs = self._before
+    module = sys.modules.get(_DEEPSPEEDS)
+    if module is not None and module.__dict__.get("CheckpointFunction") is not _taken_over:
+        _take_over_deepspeeds()
+    before, _engine.runs = _engine.runs, True
+    try:
+        yield
+    finally:
+        _engine.runs = before
 
 
 def refuse_around_engine() -> None:

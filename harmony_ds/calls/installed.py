@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,23 +194,24 @@ class Installation:
 class LayerParameters:
     """The dictionaries in which a layer's parameters are looked up."""
 
-    def __init__(self, owners: Iterable[tuple[nn.Module, dict[str, str]]]) -> None:
+    def __init__(self, owners: Sequence[tuple[nn.Module, dict[str, str]]]) -> None:
         """`owners`: modules, and for each of their parameters its canonical name; "" where it is None."""
-        self.owners = tuple(owners)
-        self._names = {name for _, names in self.owners for name in names.values() if name}
-        self.recurrent = [module for module, _ in self.owners if isinstance(module, nn.RNNBase)]
+        self.modules = [module for module, _ in owners]
+        self._names = [names for _, names in owners]
+        self._known = {name for names in self._names for name in names.values() if name}
+        self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
 
     def installed(self, copies: Leaves) -> AbstractContextManager[None]:
         """While open, the layer's modules hold `copies`."""
-        before = [owner.__dict__["_parameters"] for owner, _ in self.owners]
+        before = [module.__dict__["_parameters"] for module in self.modules]
         return _Installed(self, before, copies.made.get(self) or self._holding(copies, before))
 
     def _holding(self, copies: Leaves, before: Sequence[dict[str, Any]]) -> list[FixedParameters]:
         holding = [
             FixedParameters({key: copies[name] if name in copies else held[key] for key, name in names.items()})
-            for (_, names), held in zip(self.owners, before, strict=True)
+            for names, held in zip(self._names, before, strict=True)
         ]
-        if copies.keys() >= self._names:  # what else is held may be another thing the next time
+        if copies.keys() >= self._known:  # what else is held may be another thing the next time
             copies.made[self] = holding
         return holding
 
@@ -226,19 +227,19 @@ class _Installed:
         self._layer = layer
         self._before = before
         self._holding = holding
-        self._lists = [(module._flat_weights, module._flat_weight_refs) for module in layer.recurrent]
+        self._lists = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in layer.recurrent]
 
     def __enter__(self) -> None:
-        for (owner, _), holding in zip(self._layer.owners, self._holding, strict=True):
-            owner.__dict__["_parameters"] = holding
-        for module in self._layer.recurrent:
-            _list_weights(module)
+        for module, holding in zip(self._layer.modules, self._holding, strict=True):
+            module.__dict__["_parameters"] = holding
+        for rnn in self._layer.recurrent:
+            _list_weights(rnn)
 
     def __exit__(self, *raised: object) -> None:
-        for (owner, _), held in zip(self._layer.owners, self._before, strict=True):
-            owner.__dict__["_parameters"] = held
-        for module, listed in zip(self._layer.recurrent, self._lists, strict=True):
-            module._flat_weights, module._flat_weight_refs = listed
+        for module, held in zip(self._layer.modules, self._before, strict=True):
+            module.__dict__["_parameters"] = held
+        for rnn, listed in zip(self._layer.recurrent, self._lists, strict=True):
+            rnn._flat_weights, rnn._flat_weight_refs = listed
 
 
 def _list_weights(module: nn.RNNBase) -> None:

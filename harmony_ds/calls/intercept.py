@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.compiling import AskedToCompile, Compiler
 from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
@@ -85,11 +84,10 @@ class Request:
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
-        with passed_through():
-            if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
-                return self.context.run(self.forward, *args, **kwargs)
-            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
-                return self.context.run(self.forward, *args, **kwargs)
+        if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
+            return self.context.run(self.forward, *args, **kwargs)
+        with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
+            return self.context.run(self.forward, *args, **kwargs)
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
@@ -120,18 +118,15 @@ def is_between_layers() -> bool:
 class handled_by:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """While open, layer calls of this thread go to `handler`, or (None) run as they always did."""
 
-    __slots__ = ("_before", "_handler", "_passed")
+    __slots__ = ("_before", "_handler")
 
     def __init__(self, handler: Handler | None) -> None:
         self._handler = handler
-        self._passed = passed_through() if handler is not None else nullcontext()
 
     def __enter__(self) -> None:
         self._before, _active.handler = _active.handler, self._handler
-        self._passed.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._passed.__exit__(None, None, None)
         _active.handler = self._before
 
 

@@ -349,4 +349,6 @@ def exchange(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor of `tree`."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

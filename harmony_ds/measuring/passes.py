@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph
+from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.decomposer.find import Layer
@@ -74,7 +75,7 @@ class Passes(Observer):
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
         forward = sample.forward if rows is None else sample.few(rows)
-        with handled_by(self._streamer), torch.enable_grad():
+        with passed_through(), handled_by(self._streamer), torch.enable_grad():
             return forward()
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:

@@ -63,6 +63,7 @@ class HostStore:
         self._device = device
         self._slabs: list[Tensor] = []
         self._places: dict[str, tuple[int, Place]] = {}  # a slab, and where in it
+        self._pieces: dict[tuple[str, ...], list[SlabPart]] = {}  # that have been asked for
         mapped = MappedFiles()
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
@@ -127,6 +128,12 @@ class HostStore:
 
     def pieces(self, names: Iterable[str]) -> list[SlabPart]:
         """The fewest contiguous runs of host memory that hold `names`."""
+        key = tuple(names)
+        if key not in self._pieces:
+            self._pieces[key] = self._runs(key)
+        return self._pieces[key]
+
+    def _runs(self, names: tuple[str, ...]) -> list[SlabPart]:
         runs: list[list[tuple[int, Place, str]]] = []
         for name in sorted(names, key=lambda name: (self._places[name][0], self._places[name][1].start)):
             slab, place = self._places[name]

@@ -19,6 +19,7 @@ from itertools import islice
 
 from torch import Tensor
 
+from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, is_between_layers
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
@@ -92,6 +93,7 @@ class Executor:
         return bool(self._unlayered)
 
     @only_new_garbage()
+    @passed_through()
     def run(
         self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
     ) -> None:
@@ -136,7 +138,7 @@ class Executor:
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
         parts = self._parts
         for task, nbytes in tasks:
-            parts.device.charge(nbytes, f"the activations and gradients of task {task}")
+            parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 with parts.timeline.task(task), self._as_called(task):
                     self._handlers[task.kind](task)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import DeviceCopy
@@ -69,6 +70,7 @@ class Streamer:
         with (
             self.on_device(unlayered, order) as copy,
             self._installation.installed(copy.leaves),
+            passed_through(),
             handled_by(self),
             torch.no_grad(),
         ):
