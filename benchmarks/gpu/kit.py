@@ -33,8 +33,8 @@ _LEFT_OUT = ("benchmarks/results/", "benchmarks/vldb22/data/")
 _COMPILED_HERE = ["deepspeed"]  # published as source only; no operation of it is compiled before its first use
 _WHEELS = """
     accelerate annotated-doc annotated-types click einops greenlet hjson hypothesis iniconfig markdown-it-py mdurl msgpack
-    ninja packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors shellingham
-    sortedcontainers tqdm typer typing-extensions typing-inspection
+    ninja packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors
+    shellingham sortedcontainers tqdm typer typing-extensions typing-inspection
 """.split()
 _WELCOME = ["roundpipe"]  # a competitor: it takes part where it can be had
 _PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]

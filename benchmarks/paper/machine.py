@@ -228,8 +228,11 @@ def published_profile(name: str) -> LayerProfile:
 
 
 @cache
-def costs_of(name: str) -> PackCosts:
-    """Of one of the paper's models by its name: by a published profile if there is one."""
+def costs_of(name: str, merge: bool = True) -> PackCosts:
+    """Of one of the paper's models by its name: by a published profile if there is one.
+
+    `merge`: neighbouring layers of a very deep one are one, as `PAPER` says.
+    """
     if name not in PAPER:
         return PackCosts(published_profile(name))
     paper = PAPER[name]
@@ -238,7 +241,7 @@ def costs_of(name: str) -> PackCosts:
     assert abs(found - paper.weight_gib) < 1e-3, (name, found, paper.weight_gib)
     if paper.sample_ms is not None:
         profile = scaled(profile, paper.sample_ms)
-    return PackCosts(merged(profile, paper.merge) if paper.merge > 1 else profile)
+    return PackCosts(merged(profile, paper.merge) if merge and paper.merge > 1 else profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sum_of, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sums_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.resident import closed, holders, resident_packs
@@ -70,7 +70,7 @@ def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequ
     times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
     weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
     for values, name in ((times, "of balanced time"), (weights, "of balanced memory")):
-        cuts = BestCuts(count, sum_of(values), Combine.MAX)
+        cuts = BestCuts(sums_of(values), Combine.MAX)
         for parts in _ladder(count):
             bounds = cuts.bounds(parts)
             if bounds is not None:

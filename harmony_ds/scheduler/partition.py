@@ -11,6 +11,7 @@ from enum import Enum
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 Bounds = tuple[int, ...]
 PartCost = Callable[[int, int], float]
@@ -28,6 +29,12 @@ def sum_of(values: Sequence[float]) -> PartCost:
     """A part costs the sum of its values."""
     before = (0, *accumulate(values))
     return lambda first, last: before[last] - before[first]
+
+
+def sums_of(values: Sequence[float]) -> NDArray[np.float64]:
+    """The same, of every part: see `BestCuts`."""
+    before = np.array([0, *accumulate(values)], dtype=np.float64)
+    return before[None, :] - before[:, None]
 
 
 def uniform_bounds(count: int, size: int) -> Bounds:
@@ -48,23 +55,22 @@ class BestCuts:
     Among equally cheap cuts it takes the one whose last part is longest, then the last but one, and so on.
 
     Args:
-        count: items.
-        cost: of a part; infinite where it is not allowed. It is asked once for each pair.
+        costs: of parts, shape (count + 1, count + 1): [first, last] of the items from `first` to before `last`; infinite
+            where it is not allowed, read where first < last.
         combine: the parts' costs to the cut's.
+        most: parts; None: as many as there are items.
     """
 
-    def __init__(self, count: int, cost: PartCost, combine: Combine) -> None:
-        costs = np.full((count + 1, count + 1), np.inf)
-        for first in range(count):
-            for last in range(first + 1, count + 1):
-                costs[first, last] = cost(first, last)
+    def __init__(self, costs: NDArray[np.float64], combine: Combine, most: int | None = None) -> None:
+        count = len(costs) - 1
+        costs = np.where(np.triu(np.ones_like(costs, dtype=bool), k=1), costs, np.inf)
         join = np.add if combine is Combine.SUM else np.maximum
         best = np.full(count + 1, np.inf)
         best[0] = 0.0 if combine is Combine.SUM else -np.inf
         self._count = count
         self._costs: list[list[float]] = []  # for each number of parts and of items
         self._begins: list[list[int]] = []  # and where the last part begins then
-        for _ in range(count):
+        for _ in range(count if most is None else min(most, count)):
             joined = join(best[:, None], costs)
             begins = joined.argmin(axis=0)
             best = np.take_along_axis(joined, begins[None, :], axis=0)[0]

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, PartCost, sum_of, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, PartCost, sums_of, uniform_bounds
 from tests.scheduler.examples import is_cut
 
 VALUES = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -43,7 +44,8 @@ def test_the_best_cuts_are_the_best_of_all(values: list[int], combine: Combine, 
         (first, last): one if sum(values[first:last]) <= cap else float("inf")
         for (first, last), one in zip(pairs, drawn, strict=True)
     }
-    best = BestCuts(count, lambda first, last: costs[first, last], combine)
+    matrix = np.array([[costs.get((first, last), 0.0) for last in range(count + 1)] for first in range(count + 1)])
+    best = BestCuts(matrix, combine)
 
     for parts in range(1, count + 1):
         expected = min(cost_of(cut, lambda first, last: costs[first, last], combine) for cut in all_cuts(count, parts))
@@ -59,8 +61,7 @@ def test_the_best_cuts_are_the_best_of_all(values: list[int], combine: Combine, 
 @given(VALUES, st.sampled_from(Combine), st.data())
 def test_one_program_answers_for_the_first_items_too(values: list[int], combine: Combine, data: st.DataObject) -> None:
     items = data.draw(st.integers(1, len(values)))
-    cost, shorter = sum_of(values), sum_of(values[:items])
-    best, alone = BestCuts(len(values), cost, combine), BestCuts(items, shorter, combine)
+    best, alone = BestCuts(sums_of(values), combine), BestCuts(sums_of(values[:items]), combine)
 
     for parts in range(1, len(values) + 1):
         assert best.cost(parts, items) == alone.cost(parts)
@@ -68,14 +69,14 @@ def test_one_program_answers_for_the_first_items_too(values: list[int], combine:
 
 
 def test_a_number_of_parts_that_cannot_be() -> None:
-    assert BestCuts(2, sum_of([1, 2]), Combine.MAX).bounds(3) is None
-    assert BestCuts(2, sum_of([1, 2]), Combine.SUM).bounds(0) is None
+    assert BestCuts(sums_of([1, 2]), Combine.MAX).bounds(3) is None
+    assert BestCuts(sums_of([1, 2]), Combine.SUM).bounds(0) is None
 
 
 def test_200_items_into_every_number_of_parts_take_well_below_a_second() -> None:
     values = [1 + i % 7 for i in range(200)]
     begin = time.process_time()
-    best = BestCuts(200, sum_of(values), Combine.MAX)
+    best = BestCuts(sums_of(values), Combine.MAX)
     bounds = [best.bounds(parts) for parts in range(1, 201)]
     elapsed_s = time.process_time() - begin
 

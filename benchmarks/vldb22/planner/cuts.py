@@ -30,11 +30,6 @@ def within(cost: PartCost, cap: float) -> Fits:
     return lambda first, last: cost(first, last) <= cap
 
 
-def allowed(cost: PartCost, fits: Fits) -> PartCost:
-    """The same cost, infinite for parts that do not fit."""
-    return lambda first, last: cost(first, last) if fits(first, last) else float("inf")
-
-
 def fits_all(bounds: Bounds, fits: Fits) -> bool:
     """Whether every part between `bounds` is allowed."""
     return all(fits(first, last) for first, last in pairwise(bounds))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.vldb22.planner.graph import Mode, Setup
 from benchmarks.vldb22.planner.machine import Server
 from benchmarks.vldb22.planner.profile import PackCosts
-from harmony_ds.scheduler.partition import Bounds, PartCost
+from harmony_ds.scheduler.partition import Bounds
 
 Array = NDArray[Any]
 
@@ -106,12 +106,11 @@ class Loads:
         first_ms = compute_ms(size, 0, bounds[-1]) + float(tasks.taken.sum()) * size / self._samples
         return PassLoad(self._by_device(tasks), first_ms, len(bounds) - 1)
 
-    def pack_ms(self, backward: bool, micro_batch: int) -> PartCost:
-        """How long a pack keeps a device from its other packs."""
+    def pack_ms(self, backward: bool, micro_batch: int) -> Array:
+        """How long a pack keeps a device from its other packs: from a first layer (axis 0) to before a last one."""
         places = np.arange(self._costs.count + 1)
         tasks = self._backward_tasks if backward else self._forward_tasks
-        chain = tasks(micro_batch, places[:, None], places[None, :], in_turn=False).chain.tolist()
-        return lambda first, last: chain[first][last]
+        return tasks(micro_batch, places[:, None], places[None, :], in_turn=False).chain
 
     def bounds_ms(self, forward: PassLoads, backward: PassLoad) -> Array:
         """At least this long takes a step with each of the forward passes."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from benchmarks.vldb22.planner.candidates import Packings
+from benchmarks.vldb22.planner.candidates import Packings, spread
 from benchmarks.vldb22.planner.cuts import fits_all
 from benchmarks.vldb22.planner.graph import Schedule
 from benchmarks.vldb22.planner.loads import Loads, PassLoad, PassLoads
@@ -88,6 +88,16 @@ class Pairs:
             halves.append(Half(size, bounds, load, self._promise_ms(size, bounds, load)))
         return sorted(halves, key=lambda half: half.promise_ms)
 
+    def published(self, below_ms: float) -> Iterator[Pair]:
+        """The original's schedules, by its cuts of either pass, that may take less than `below_ms`."""
+        for size in self._space.backward_sizes:
+            for bounds in self._packings(True, size).published(self._costs.count):
+                half = Half(size, bounds, self._loads.of(True, size, bounds))
+                for other in (one for one in self._space.forward_sizes if one >= size and bounds[-2]):
+                    family = self._family(other, self._packings(False, other).published(bounds[-2]))
+                    for one in (family, self._reused(half, other)):
+                        yield from self._joined(half, one, below_ms, 4)
+
     def with_backward(self, half: Half, below_ms: float, keep: int) -> list[Pair]:
         """Pairs with this backward packing: of each forward size the `keep` of lowest bound, if below `below_ms`."""
         if half.bounds[-2] == 0:
@@ -104,47 +114,46 @@ class Pairs:
         return Pair(schedule, self._loads.bound_ms(half.load), 0)
 
     def _of_size(self, half: Half, size: int, below_ms: float, keep: int) -> list[Pair]:
-        packs = len(half.bounds) - 1
-        candidates = [(self._reused(half, size), 1), (self._forward(size, half.bounds[-2]), keep)]
-        pairs = []
-        for family, kept in candidates:
-            if family is None:
-                continue
-            tasks = packs + family.loads.tasks
-            bounds_ms = self._loads.bounds_ms(family.loads, half.load)
-            bounds_ms[(tasks < self._space.fewest_packs) | (tasks > self._space.most_packs)] = np.inf
-            for rank, place in enumerate(bounds_ms.argsort(kind="stable")[:kept].tolist()):
-                if bounds_ms[place] < below_ms:
-                    pairs.append(_pair(family.halves[place], half, float(bounds_ms[place]), rank))
-        return pairs
+        reused, family = self._reused(half, size), self._forward(size, half.bounds[-2])
+        return [*self._joined(half, reused, below_ms, 1), *self._joined(half, family, below_ms, keep)]
+
+    def _joined(self, half: Half, family: _Family | None, below_ms: float, keep: int) -> Iterator[Pair]:
+        """`half` with those of `family` that have the lowest bounds."""
+        if family is None:
+            return
+        tasks = len(half.bounds) - 1 + family.loads.tasks
+        bounds_ms = self._loads.bounds_ms(family.loads, half.load)
+        bounds_ms[(tasks < self._space.fewest_packs) | (tasks > self._space.most_packs)] = np.inf
+        for rank, place in enumerate(bounds_ms.argsort(kind="stable")[:keep].tolist()):
+            if bounds_ms[place] < below_ms:
+                yield _pair(family.halves[place], half, float(bounds_ms[place]), rank)
 
     def _reused(self, half: Half, size: int) -> _Family | None:
         """The backward pass's own packs."""
         bounds = half.bounds[:-1]
-        if not fits_all(bounds, self._packings(False, size).fits):
-            return None
-        again = Half(size, bounds, self._loads.of(False, size, bounds))
-        return _Family([again], PassLoads.of([again.load]))
+        return self._family(size, [bounds]) if fits_all(bounds, self._packings(False, size).fits) else None
 
     def _make_forward(self, size: int, layers: int) -> _Family | None:
-        cuts = self._cuts(False, size, layers, self._space.most_packs)
+        return self._family(size, self._cuts(False, size, layers, self._space.most_packs))
+
+    def _family(self, size: int, cuts: Iterable[Bounds]) -> _Family | None:
         halves = [Half(size, bounds, self._loads.of(False, size, bounds)) for bounds in cuts]
         return _Family(halves, PassLoads.of([half.load for half in halves])) if halves else None
 
     def _cuts(self, backward: bool, size: int, layers: int, most: int) -> Iterator[Bounds]:
         """Each cut once."""
-        packings, seen = self._packings(backward, size), set()
-        numbers = range(1, min(layers, most) + 1)
+        packings, seen, most = self._packings(backward, size), set(), min(layers, most)
         for bounds in (
-            *(cut for parts in numbers for cut in packings.of_number(parts, layers)),
+            *(cut for parts in spread(most) for cut in packings.of_number(parts, layers)),
             *packings.any_number(layers),
         ):
-            if bounds not in seen and len(bounds) - 1 in numbers:
+            if bounds not in seen and len(bounds) - 1 <= most:
                 seen.add(bounds)
                 yield bounds
 
     def _make_packings(self, backward: bool, size: int) -> Packings:
-        return Packings(self._costs, self._loads, backward, size, self._space.cap_bytes)
+        most = min(self._costs.count, self._space.most_packs)
+        return Packings(self._costs, self._loads, backward, size, self._space.cap_bytes, most)
 
     def _promise_ms(self, size: int, bounds: Bounds, load: PassLoad) -> float:
         """An equal share for each device, with the least that a forward pass can add."""
@@ -155,7 +164,7 @@ class Pairs:
 
     def _find_least_ms(self, size: int, layers: int) -> float:
         packings = self._packings(False, size)
-        return min(packings.least_ms(parts, layers) for parts in range(1, layers + 1))
+        return min(packings.least_ms(parts, layers) for parts in range(1, min(layers, self._space.most_packs) + 1))
 
 
 def _pair(forward: Half, backward: Half, bound_ms: float, rank: int) -> Pair:

@@ -10,6 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.vldb22.planner.cuts import sum_and_input
 from harmony_ds.scheduler.partition import PartCost, sum_of
 
@@ -137,6 +140,14 @@ class PackCosts:
         sum over layers of (peak - input) + input of the first layer.
         """
         return self._costs(backward, micro_batch)[2]
+
+    def all_memory(self, backward: bool, micro_batch: int) -> NDArray[np.float64]:
+        """The same of every pack, from a first layer (axis 0) to before a last one."""
+        passes = self._profile.backward if backward else self._profile.forward
+        inputs = np.array([one * micro_batch for one in self._inputs] + [0], dtype=np.float64)
+        before = np.concatenate([[0.0], np.cumsum(np.array(passes.at(micro_batch)[1]) - inputs[:-1])])
+        memory: NDArray[np.float64] = before[None, :] - before[:, None] + inputs[:, None]
+        return memory
 
     def _costs(self, backward: bool, micro_batch: int) -> tuple[list[float], PartCost, PartCost]:
         key = (backward, micro_batch)

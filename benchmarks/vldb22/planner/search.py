@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.vldb22.planner.candidates import DEEP
 from benchmarks.vldb22.planner.cuts import Fits, fits_all, within
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads
@@ -91,7 +92,7 @@ class _Search:
             self._look_through(space, Pairs(space, self._costs, loads))
         if not self._times_ms:
             return None
-        stop = self._jobs + self._effort.polish_jobs
+        stop = self._jobs + self._effort.polish_jobs * max(1, self._costs.count // DEEP)
         for schedule in self._best_of_each_size()[: self._effort.polished]:
             self._polish(schedule, stop)
         best = min(self._times_ms, key=self._times_ms.__getitem__)
@@ -142,6 +143,9 @@ class _Search:
                     first = min(more, key=lambda pair: pair.bound_ms)
                     self._time_ms(first.schedule)
         stop = self._jobs + self._effort.jobs
+        for pair in sorted(pairs.published(self._best_ms), key=lambda pair: pair.bound_ms):
+            if pair.bound_ms < self._best_ms:
+                self._time_ms(pair.schedule)
         for pair in sorted(found, key=lambda pair: (pair.rank, pair.bound_ms)):
             if self._jobs < stop and pair.bound_ms < self._best_ms:
                 self._time_ms(pair.schedule)
@@ -154,25 +158,29 @@ class _Search:
         return list(best.values())
 
     def _polish(self, schedule: Schedule, stop: int) -> None:
-        """Moves to the first neighbour that is faster, until there is none or `stop` jobs have been run."""
-        improved = True
-        while improved:
-            improved = False
-            for neighbour in self._neighbours(schedule):
-                if self._jobs >= stop:
-                    return
-                if self._time_ms(neighbour) < self._times_ms[schedule]:
-                    schedule, improved = neighbour, True
-                    break
+        """Moves to the first neighbour that is faster, until there is none or `stop` jobs have been run; in a deep model
+        by several layers first.
+        """
+        step = 2 << (self._costs.count // DEEP).bit_length()
+        while step := step // 2:
+            improved = True
+            while improved:
+                improved = False
+                for neighbour in self._neighbours(schedule, step):
+                    if self._jobs >= stop:
+                        return
+                    if self._time_ms(neighbour) < self._times_ms[schedule]:
+                        schedule, improved = neighbour, True
+                        break
 
-    def _neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
-        """One bound moved by one layer; where the fused pack begins, the forward pass ends."""
+    def _neighbours(self, schedule: Schedule, step: int) -> Iterator[Schedule]:
+        """One bound moved by `step` layers; where the fused pack begins, the forward pass ends."""
         forward, backward = schedule.forward, schedule.backward
-        for moved in _moved(backward):
+        for moved in _moved(backward, step):
             ends = (*forward[:-1], moved[-2]) if len(forward) > 1 else forward
             if len(ends) == 1 or ends[-2] < ends[-1]:
                 yield from self._that_fit(replace(schedule, forward=ends, backward=moved))
-        for moved in _moved(forward):
+        for moved in _moved(forward, step):
             yield from self._that_fit(replace(schedule, forward=moved))
 
     def _that_fit(self, schedule: Schedule) -> Iterator[Schedule]:
@@ -194,13 +202,13 @@ class _Search:
         return self._times_ms[schedule]
 
 
-def _moved(bounds: Bounds) -> Iterator[Bounds]:
-    """Every bound between the ends one layer up or down, alone, and all of them together."""
-    for step in (-1, 1):
-        slid = (bounds[0], *(bound + step for bound in bounds[1:-1]), bounds[-1])
+def _moved(bounds: Bounds, step: int) -> Iterator[Bounds]:
+    """Every bound between the ends `step` layers up or down, alone, and all of them together."""
+    for way in (-step, step):
+        slid = (bounds[0], *(bound + way for bound in bounds[1:-1]), bounds[-1])
         if len(bounds) > 2 and slid[0] < slid[1] and slid[-2] < slid[-1]:
             yield slid
     for place in range(len(bounds) - 2, 0, -1):
-        for bound in (bounds[place] - 1, bounds[place] + 1):
+        for bound in (bounds[place] - step, bounds[place] + step):
             if bounds[place - 1] < bound < bounds[place + 1]:
                 yield (*bounds[:place], bound, *bounds[place + 1 :])

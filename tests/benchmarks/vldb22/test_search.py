@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner.candidates import Packings
+from benchmarks.vldb22.planner.candidates import DEEP, Packings, spread
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads
 from benchmarks.vldb22.planner.profile import PassCosts
-from benchmarks.vldb22.planner.search import Question, search
+from benchmarks.vldb22.planner.search import Effort, Question, search
 from benchmarks.vldb22.planner.simulate import simulate
 from tests.benchmarks.vldb22.examples import LAYERS, MACHINE, bounds, costs_of, setups
 
 COSTS = costs_of()
+LOADS = Loads(Setup(Mode.PIPELINE, 2, 4), COSTS, MACHINE, True, 2)
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,7 +72,7 @@ def test_nothing_fits() -> None:
 @given(bounds(LAYERS), st.integers(300, 4000), st.booleans())
 def test_candidates_cover_every_feasible_number_of_packs(cut: tuple[int, ...], cap_bytes: int, backward: bool) -> None:
     """Whatever fits, there is a candidate with as many packs."""
-    packings = Packings(COSTS, Loads(Setup(Mode.PIPELINE, 2, 4), COSTS, MACHINE, True, 2), backward, 2, cap_bytes)
+    packings = Packings(COSTS, LOADS, backward, 2, cap_bytes, LAYERS)
     parts = len(cut) - 1
     found = list(packings.of_number(parts, LAYERS))
     alone = list(packings.any_number(LAYERS))
@@ -80,6 +81,42 @@ def test_candidates_cover_every_feasible_number_of_packs(cut: tuple[int, ...], c
     assert all(len(bounds) - 1 == parts for bounds in found)
     if all(packings.fits(*pack) for pack in pairwise(cut)):
         assert found
+
+
+@given(st.integers(1, 1000), st.sampled_from([4, 8, 16]))
+def test_of_a_deep_model_the_larger_numbers_lie_apart(most: int, share: int) -> None:
+    numbers = spread(most, share)
+
+    assert numbers[0] == 1 and numbers[-1] == most
+    assert numbers == sorted(set(numbers))
+    assert all(b - a <= max(1, a // share) for a, b in pairwise(numbers))
+    assert most > DEEP or len(numbers) == most
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_no_schedule_of_the_originals_methods_is_faster_for_a_deep_model(mode: Mode) -> None:
+    """Its cuts of either pass, and the backward pass's own again, at all micro-batch sizes."""
+    costs, setup, cap_bytes = costs_of(DEEP + 12), Setup(mode, 2, 4), 100_000
+    loads = Loads(setup, costs, MACHINE, True, setup.devices)
+    sizes = [size for size in (1, 2, 4) if setup.share(0) % size == 0]
+
+    def cuts(backward: bool, size: int, layers: int) -> list[tuple[int, ...]]:
+        return list(Packings(costs, loads, backward, size, cap_bytes, layers).published(layers))
+
+    schedules = [
+        Schedule(u_forward, forward, u_backward, backward)
+        for u_backward in sizes
+        for backward in cuts(True, u_backward, costs.count)
+        for u_forward in sizes
+        if u_forward >= u_backward
+        for forward in (*cuts(False, u_forward, backward[-2]), backward[:-1])
+        if all(costs.memory(False, u_forward)(*pack) <= cap_bytes for pack in pairwise(forward))
+    ]
+    answer = search(Question(setup, True, cap_bytes, 4, 4), costs, MACHINE, Effort(2, 2, 1000, 1, 1000))
+
+    assert len(schedules) > 10
+    assert answer is not None
+    assert answer.time_ms <= min(simulate(setup, one, costs, MACHINE, True).time_ms for one in schedules)
 
 
 def test_costs_between_and_beyond_the_measured_sizes() -> None:
