@@ -1,7 +1,8 @@
 """What the engine itself takes of a layer call, of two checkouts of harmony_ds side by side.
 
     python benchmarks/overhead/compare.py ../before .
-    python benchmarks/overhead/compare.py ../before . --plan fused --accumulation 4 --layers 8 --width 256 --tokens 64
+    python benchmarks/overhead/compare.py ../before . --plan fused --output fused.json
+    python benchmarks/overhead/compare.py ../before . --accumulation 4 --layers 8 --width 256 --tokens 64
 
 A layer call is one layer run for one micro-batch, forward and back. The plan is given, so that both checkouts run the same:
 
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8, help="in a micro-batch")
+    parser.add_argument("--output", type=Path, help="a JSON file for what is printed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -194,22 +197,49 @@ def main() -> None:
     calls = [side.ask("count")["calls"] for side in sides]
     for side in sides:
         side.close()
-    per_step = options.layers * options.accumulation
+    rows = _rows(rounds, calls, options.layers * options.accumulation)
     print(
         f"{options.plan}: {options.layers} layers of width {options.width}, {options.accumulation} micro-batches of 1 x "
         f"{options.tokens} tokens, fp32, CPU, clipping 1.0; of a layer call, median of {options.rounds} rounds:"
     )
     print(f"{'':22}{'plain PyTorch':>14}{'first':>9}{'second':>9}   engine's own: first, second, ratio")
+    for row in rows:
+        plain, before, after, first, second, ratio = row.values()
+        print(f"{row.what:22}{plain:14.1f}{before:9.1f}{after:9.1f}{first:24.1f}{second:8.1f}{ratio:7.2f}")
+    if options.output:
+        content = {
+            "options": {key: str(value) for key, value in vars(options).items()},
+            "rows": [asdict(r) for r in rows],
+        }
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of a layer call: what the plain layers and both checkouts take, and what of it is the engine's own."""
+
+    what: str
+    plain: float
+    first: float
+    second: float
+    own_first: float
+    own_second: float
+    own_ratio: float
+
+    def values(self) -> tuple[float, ...]:
+        """All numbers."""
+        return self.plain, self.first, self.second, self.own_first, self.own_second, self.own_ratio
+
+
+def _rows(rounds: list[list[dict[str, float]]], calls: list[float], per_step: int) -> list[Row]:
+    rows = []
     for what in ("wall", "processor"):
         times = [median(one[place][what] for one in rounds) / per_step for place in range(3)]
-        first, second = (median(one[place][what] - one[0][what] for one in rounds) / per_step for place in (1, 2))
-        _show(f"{what} time, us", times, first, second)
-    _show("functions called", [one / per_step for one in calls], *((one - calls[0]) / per_step for one in calls[1:]))
-
-
-def _show(what: str, values: list[float], first: float, second: float) -> None:
-    plain, before, after = values
-    print(f"{what:22}{plain:14.1f}{before:9.1f}{after:9.1f}{first:24.1f}{second:8.1f}{second / first:7.2f}")
+        own = [median(one[place][what] - one[0][what] for one in rounds) / per_step for place in (1, 2)]
+        rows.append(Row(f"{what} time, us", *times, *own, own[1] / own[0]))
+    each = [one / per_step for one in calls]
+    own = [one - each[0] for one in each[1:]]
+    return [*rows, Row("functions called", *each, *own, own[1] / own[0])]
 
 
 if __name__ == "__main__":

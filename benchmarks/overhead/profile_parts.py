@@ -2,7 +2,7 @@
 
 A function of harmony_ds belongs to the part of its module (or to one named for it). What it calls of C, or of the few
 Python helpers listed here, is counted to it or to the helper's part; everything else of torch and transformers is
-"torch itself". The lanes' threads are not profiled: their time is the main thread's wait for them.
+"torch itself".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 Function = tuple[str, int, str]  # file, line, name; file "~" is C
 
 _TORCH = "torch itself"
-_LANE = "lane switch (and the model's code between layers)"
+_LANE = "lane switch"
 _TREES = "flatten, unflatten"
 _BOUNDARY = "boundary, inter-layer graph"
 _RNG = "random state"
@@ -35,6 +35,7 @@ _STATE = "what calls saw, and what was done to parameters by hand"
 
 _MODULES = {
     "runtime/lane.py": _LANE,
+    "runtime/thread_state.py": _LANE,
     "runtime/executor.py": _EXECUTOR,
     "runtime/micro_batch.py": _EXECUTOR,
     "calls/trees.py": _TREES,
@@ -90,7 +91,6 @@ _FUNCTIONS = {
     "torch/nn/modules/module.py": dict.fromkeys(
         ("modules", "named_modules", "buffers", "named_buffers", "_named_members", "<lambda>"), _SCANS
     ),
-    "threading.py": dict.fromkeys(("__init__", "start", "join", "_wait_for_tstate_lock", "_delete"), _LANE),
 }
 _C_FUNCTIONS = {"get_state": _RNG, "set_state": _RNG, "run_backward": _TORCH}
 

@@ -33,8 +33,8 @@ class Model:
     request: PlanRequest
 
 
-def random_model(seed: int, layers: int) -> Model:
-    """The same model whenever it is asked for.
+def random_model(seed: int, layers: int, micro_batches: int | None = None) -> Model:
+    """The same model whenever it is asked for; of a few micro-batches unless their number is given.
 
     Layers differ up to twenty times in parameters, in arithmetic per parameter and in activations; the budget lies
     between what the smallest plan needs and what the model would need if all of it stayed.
@@ -46,7 +46,8 @@ def random_model(seed: int, layers: int) -> Model:
     )
     names = tuple(LayerSpec(i, f"l{i}", (f"p{i}",)) for i in range(layers))
     graph = LayerGraph(names, specs, tuple(range(layers)), ())
-    micro_batches = draw.choice(_MICRO_BATCHES)
+    drawn = draw.choice(_MICRO_BATCHES)
+    micro_batches = micro_batches or drawn
     pace = 0.05 / micro_batches * 10 ** draw.uniform(-0.8, 1.2)  # from bound by copies to bound by arithmetic
     costs = CostTable(graph.calls, tuple(_call(draw, n, pace) for n in numels), tail_bytes=2**20)
     machine = hardware_of(draw.choice(_GPUS)).machine(_ADAM)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.search.run                       # 300 random models, some ten minutes
     python -m benchmarks.search.run --models 20 --print   # writes nothing
+    python -m benchmarks.search.run --deep 4              # how long a search takes for 400 layers and 128 micro-batches
 
 Every random model is planned by the search, and by trying all plans (`exhaustive`), with the simulator as judge of both.
 """
@@ -13,11 +14,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from benchmarks.search.exhaustive import Exhaustive
-from benchmarks.search.models import HALF, random_model
+from benchmarks.search.models import HALF, Model, random_model
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import search
 
@@ -98,11 +99,26 @@ def summary(found: list[Comparison]) -> dict[str, Any]:
     }
 
 
+def _plan_deep(model: Model) -> None:
+    begin = process_time()
+    choice = search(model.graph, model.costs, model.machine, HALF, model.request)[0]
+    took_s, step_ms = process_time() - begin, choice.prediction.step_ms
+    print(
+        f"model {model.seed}: {len(model.graph.calls)} layers, {model.request.micro_batches} micro-batches: {took_s:.1f} s "
+        f"of one core, {len(choice.plan.packs)} packs, {step_ms:.0f} ms a step"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--print", action="store_true", help="write no results")
+    parser.add_argument("--deep", type=int, default=0, metavar="N", help="plan N models of 400 layers instead")
     given = parser.parse_args()
+    if given.deep:
+        for seed in range(given.deep):
+            _plan_deep(random_model(seed, 400, micro_batches=128))
+        return
     found = [compare(seed) for seed in range(given.models)]
     for one in sorted(found, key=lambda one: -one.gap)[:8]:
         print(

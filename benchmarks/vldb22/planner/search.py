@@ -142,10 +142,10 @@ class _Search:
                 if more:
                     first = min(more, key=lambda pair: pair.bound_ms)
                     self._time_ms(first.schedule)
-        stop = self._jobs + self._effort.jobs
         for pair in sorted(pairs.published(self._best_ms), key=lambda pair: pair.bound_ms):
             if pair.bound_ms < self._best_ms:
                 self._time_ms(pair.schedule)
+        stop = self._jobs + self._effort.jobs
         for pair in sorted(found, key=lambda pair: (pair.rank, pair.bound_ms)):
             if self._jobs < stop and pair.bound_ms < self._best_ms:
                 self._time_ms(pair.schedule)
