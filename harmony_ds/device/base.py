@@ -112,6 +112,13 @@ class Device(ABC):
     def inherited(self) -> AbstractContextManager[object]:
         """A context for the thread that runs a model: this is the current device, its compute stream the current one."""
 
+    def current(self) -> object:
+        """What this thread would issue on now; two of them compare."""
+        return None
+
+    def make_current(self, place: object) -> None:  # noqa: B027 - most devices have one stream for the model's code
+        """From now on this thread issues on `place`, as `current` gave it, behind what it has issued until now."""
+
     @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
         """A copy of the host tensor as it is now, on the device before what the compute stream does next.

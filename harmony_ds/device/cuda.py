@@ -76,6 +76,19 @@ class CudaDevice(Device):
     def inherited(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream(Stream.COMPUTE))
 
+    def current(self) -> object:
+        return torch.cuda.current_device(), torch._C._cuda_getCurrentStream(self.torch_device.index)
+
+    def make_current(self, place: object) -> None:
+        assert isinstance(place, tuple)
+        device, (number, index, kind) = place
+        before = torch.cuda.current_stream(self.torch_device)
+        stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+        if stream != before:
+            stream.wait_stream(before)
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(device)  # behind set_stream, which makes the stream's own current
+
     def upload(self, tensor: Tensor) -> Tensor:
         # Staged in memory of torch's own, which is page-locked (from pageable memory the host would wait for the copy) and
         # goes back to its pool behind the copy: neither page-locked memory of the caller's nor a slab is read later.

@@ -40,6 +40,7 @@ class Lane:
             context: to run in; None: a copy of the caller's.
         """
         self.device_type = device.torch_device.type
+        self._device = device
         self.request: Request | None = None
         self.result: Any = None
         self._function = function
@@ -77,7 +78,7 @@ class Lane:
             self._go_on(self._greenlet.throw, LaneAborted)
 
     def _go_on(self, switch: Callable[[Any], Any], value: Any) -> None:
-        engines = ThreadState(self.device_type)
+        engines = ThreadState(self._device)
         self._greenlet.parent = getcurrent()
         try:
             with handled_by(self):

@@ -15,6 +15,8 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
+from harmony_ds.device.base import Device
+
 _PutBack = Callable[[], object]
 
 _innermost_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -23,23 +25,28 @@ _dispatches: Any = torch._C._len_torch_dispatch_stack
 
 
 class ThreadState:
-    """Grad mode, inference mode, autocast, open modes and hooks on saved tensors of the calling thread, as they are now."""
+    """Of the calling thread, as they are now: grad mode, inference mode, autocast, open modes, hooks on saved tensors, and
+    the stream that is issued on.
+    """
 
-    __slots__ = ("_device_type", "_state")
+    __slots__ = ("_device", "_state")
 
-    def __init__(self, device_type: str) -> None:
-        """`device_type`: the device whose autocast may be on beside the host's."""
-        self._device_type = device_type
-        self._state = _read(device_type)
+    def __init__(self, device: Device) -> None:
+        """`device`: whose autocast may be on beside the host's, and whose stream is meant."""
+        self._device = device
+        self._state = _read(device)
 
     def restore(self) -> list[_PutBack]:
         """Makes the thread what it was; returns what undoes that, in order."""
-        now = _read(self._device_type)
+        now = _read(self._device)
         return [] if now == self._state else self._restore(now)  # as it mostly is
 
     def _restore(self, now: tuple[Any, ...]) -> list[_PutBack]:
-        _, inference, *_, functions, dispatches, hooks = self._state
+        _, inference, *_, functions, dispatches, hooks, place = self._state
         put_back: list[_PutBack] = [partial(self._set_flags, now)]
+        if now[-1] != place:
+            self._device.make_current(place)
+            put_back.append(partial(self._device.make_current, now[-1]))
         if torch.is_inference_mode_enabled() != inference:
             guard = torch._C._InferenceMode(inference)
             guard.__enter__()
@@ -58,20 +65,27 @@ class ThreadState:
         grad, _, host, device, caches, *_ = state
         torch._C._set_grad_enabled(grad)
         torch.set_autocast_cache_enabled(caches)
-        for kind, autocast in (("cpu", host), (self._device_type, device)):
+        for kind, autocast in (("cpu", host), (self._device.torch_device.type, device)):
             if autocast is not None:
                 torch.set_autocast_enabled(kind, autocast[0])
                 torch.set_autocast_dtype(kind, autocast[1])
 
 
-def _read(device_type: str) -> tuple[Any, ...]:
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    host = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    device = None
-    if device_type != "cpu" and _has_autocast(device_type):
-        device = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    caches = torch.is_autocast_cache_enabled()
-    return grad, inference, host, device, caches, _functions(), _dispatches(), _innermost_hooks(True)
+def _read(device: Device) -> tuple[Any, ...]:
+    kind, beside = device.torch_device.type, None
+    if kind != "cpu" and _has_autocast(kind):
+        beside = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        beside,
+        torch.is_autocast_cache_enabled(),
+        _functions(),
+        _dispatches(),
+        _innermost_hooks(True),
+        device.current(),
+    )
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)

@@ -19,6 +19,7 @@ from harmony_ds.device import CudaDevice, Stream
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.families import FAMILIES, Family
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
+from tests.runtime.test_lane import model_and_lane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -523,3 +524,24 @@ def test_the_models_code_sees_the_engines_device_as_the_current_one() -> None:
     assert seen == {1}
     assert torch.cuda.current_device() == 0
     assert torch.cuda.memory_allocated(0) == 0
+
+
+def test_layers_on_a_stream_of_the_models_own_are_ordered_on_cuda() -> None:
+    device, side = CudaDevice(), torch.cuda.Stream()
+    own = torch.cuda.current_stream()
+
+    def beside(model: nn.Module) -> Any:
+        with torch.cuda.stream(side):
+            slow = torch.ones(4096, 4096, device="cuda")
+            for _ in range(20):
+                slow = slow @ slow / 4096
+            result = model[0](slow) + slow
+        torch.cuda.current_stream().wait_stream(side)
+        return result
+
+    with model_and_lane(beside, device=device) as lane:
+        lane.resume()
+        assert lane.request is not None and torch.cuda.current_stream() == own
+        lane.resume(lane.request.args[0] * 2)  # read behind the model's stream, and read there behind this one
+        assert torch.cuda.current_stream() == own
+        assert torch.equal(lane.result.cpu(), torch.full((4096, 4096), 3.0))

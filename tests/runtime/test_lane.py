@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harmony_ds.calls.intercept import Autocast, Interception
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
+from harmony_ds.device.base import Device
 from harmony_ds.runtime.lane import Lane
 
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
@@ -25,11 +26,12 @@ def model_and_lane(
     forward: Callable[[nn.Module], Any],
     grad: bool = True,
     autocast: Autocast | None = None,
+    device: Device | None = None,
 ) -> Iterator[Lane]:
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     interception = Interception(find_layers(model).layers, model)
-    lane = Lane(lambda: forward(model), grad, autocast, CpuDevice())
+    lane = Lane(lambda: forward(model), grad, autocast, device or CpuDevice())
     try:
         yield lane
     finally:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.device import CpuDevice
 from harmony_ds.runtime.thread_state import ThreadState
 from tests.runtime.test_lane import model_and_lane
 
@@ -34,8 +35,7 @@ def hooks() -> saved_tensors_hooks:
 
 def state() -> tuple[Any, ...]:
     """What code that runs now would see."""
-    one = ThreadState("cpu")
-    return one._state
+    return ThreadState(CpuDevice())._state
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -163,6 +163,40 @@ def test_a_lane_that_is_closed_or_fails_leaves_nothing(context: Callable[[], Any
         with pytest.raises(ValueError, match="in the model"):
             failing.resume(torch.empty(1, 2))
         assert state() == outside
+
+
+class Streams(CpuDevice):
+    """A device with streams that have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = "compute"
+        self.order: list[str] = []
+
+    def current(self) -> object:
+        return self.now
+
+    def make_current(self, place: object) -> None:
+        self.now = str(place)
+        self.order.append(self.now)
+
+
+def test_the_engine_goes_on_on_its_own_stream_and_the_lane_on_the_lanes() -> None:
+    device, seen = Streams(), []
+
+    def beside(model: nn.Module) -> None:
+        device.now = "the model's"
+        model[0](torch.empty(1, 2))
+        seen.append(device.now)
+        device.now = "compute"
+
+    with model_and_lane(beside, device=device) as lane:
+        lane.resume()
+        assert device.now == "compute"
+        lane.resume(torch.empty(1, 2))
+        assert lane.finished
+    assert seen == ["the model's"]
+    assert device.order == ["compute", "the model's"]
 
 
 def test_gradients_flow_where_a_lane_left_inference_mode() -> None:
