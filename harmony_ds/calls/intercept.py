@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +72,7 @@ class Request:
         context: the caller's context variables.
         grad: the caller's grad mode.
         autocast: the caller's autocast.
+        raised: what the layer's forward has raised, if it did.
     """
 
     layer: int
@@ -81,17 +82,22 @@ class Request:
     context: contextvars.Context
     grad: bool
     autocast: Autocast | None
+    raised: list[Exception] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
-        if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
-            return self.context.run(self.forward, *args, **kwargs)
-        with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
-            return self.context.run(self.forward, *args, **kwargs)
+        try:
+            if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
+                return self.context.run(self.forward, *args, **kwargs)
+            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
+                return self.context.run(self.forward, *args, **kwargs)
+        except Exception as error:
+            self.raised.append(error)
+            raise
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
-        return Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast)
+        return Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.raised)
 
 
 class Handler(Protocol):

@@ -149,7 +149,11 @@ class LayerCalls:
             given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._keep(tensor, layer.name) for tensor in given]
         before = [t._version for t in tensors]
-        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        try:
+            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        except BaseException:
+            self.forget(call)
+            raise
         outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
         self._check_seen(layer, call, [t._version for t in tensors] != before)
         return outputs, self._wanted(call)

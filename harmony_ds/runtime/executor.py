@@ -308,10 +308,14 @@ class Executor:
                 return
             number = micro_batch.pass_position(position)
             given = (lane.request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
-            if task.kind is TaskKind.FORWARD_FOR_GRAPH:
-                outputs, call = self._parts.layer_calls.forward_for_graph(*given)
-            else:
-                outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
+            try:
+                if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+                    outputs, call = self._parts.layer_calls.forward_for_graph(*given)
+                else:
+                    outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
+            except Exception as error:  # noqa: BLE001 - goes on to whoever can deal with it
+                lane.hand_over(error)
+                continue
             if call is not None:
                 if not self._needs_backward[position]:  # it returned its input when it was measured
                     raise OffPlanError
@@ -333,7 +337,13 @@ class Executor:
             lane = self._enter(micro_batch)
             while lane.request is not None:
                 micro_batch.pass_position(micro_batch.place(lane.request.layer, plan.calls))
-                lane.resume(self._parts.layer_calls.attached(lane.request, leaves))
+                try:
+                    outputs = self._parts.layer_calls.attached(lane.request, leaves)
+                except Exception as error:  # noqa: BLE001 - likewise
+                    lane.hand_over(error)
+                else:
+                    lane.resume(outputs)
+                    del outputs
             micro_batch.finish()
         self.propagated = True
         micro_batch.propagate_loss()

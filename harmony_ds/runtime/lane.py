@@ -65,6 +65,16 @@ class Lane:
         self.request = None
         self._go_on(self._greenlet.switch, reply if self._greenlet else self)
 
+    def hand_over(self, error: Exception) -> None:
+        """As `resume`, where `error` came up in the layer call that it waits at: the model's code may know what to do about
+        what the layer has raised. Whatever else came up is raised here.
+        """
+        request, self.request = self.request, None
+        if request is None or not any(error is raised for raised in request.raised):
+            raise error
+        request.raised.clear()  # each would keep the other, and what the traceback knows
+        self._go_on(self._greenlet.throw, error)
+
     def take_result(self) -> Any:
         """What `function` returned, which is kept no longer."""
         result, self.result = self.result, None

@@ -1,14 +1,16 @@
-"""Code of the program's in backward passes between the layers, and models that are all between."""
+"""Code of the program's between the layers: in backward passes, around layers, and models that are all between."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import ONE, PAIRS, Found, case
+from tests.exactness.case import ALL, ONE, PAIRS, Found, case
 from tests.exactness.models import WIDTH, Block, Net, batches, by_both_ways, sgd, weights
 from tests.exactness.sides import Side
 
@@ -203,3 +205,79 @@ def rows_that_other_inputs_name(side: Side) -> Found:
         engine.backward(engine(x, labels=y, source=source, target=source.flip(0)))
         engine.step()
     return weights(model)
+
+
+# ---- contexts around layers, in which lanes are suspended
+
+
+class Around(Net):
+    """The second block is called within `context`."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.context = context
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.front(x))
+        with self.context():
+            x = self.blocks[1](x)
+            x = torch.tanh(x) @ torch.eye(WIDTH)
+        return self.blocks[2](x.float())
+
+
+def around(side: Side, context: Callable[[], AbstractContextManager[Any]]) -> Found:
+    model = Around(context)
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+
+
+@case(*PAIRS)
+def block_without_gradients(side: Side) -> Found:
+    """`with torch.no_grad():` around a block and what comes behind it."""
+    return around(side, torch.no_grad)
+
+
+@case(*PAIRS)
+def block_in_autocast(side: Side) -> Found:
+    """`with torch.autocast("cpu", torch.bfloat16):` around a block and a product behind it."""
+    return around(side, lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+@case(*PAIRS)
+def block_saved_on_cpu(side: Side) -> Found:
+    """`with torch.autograd.graph.save_on_cpu():` around a block and what comes behind it."""
+    return around(side, torch.autograd.graph.save_on_cpu)
+
+
+@case(*PAIRS)
+def block_under_a_default_device(side: Side) -> Found:
+    """`with torch.device("cpu"):` around a block and what comes behind it."""
+    return around(side, lambda: torch.device("cpu"))
+
+
+class Falling(Net):
+    """Where the second block raises, the fourth one is called in its place."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.front(x))
+        try:
+            x = self.blocks[1](x)
+        except ValueError:
+            x = self.blocks[3](x)
+        return self.blocks[2](x)
+
+
+class Refusing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 0:
+            raise ValueError("what this block does not take")
+        return super().forward(x)
+
+
+@case(*ALL)
+def another_block_where_one_raises(side: Side) -> Found:
+    """`try: x = a(x)`, `except ValueError: x = b(x)` in forward; a block raises for half of the data."""
+    model = Falling(Block, depth=4)
+    model.blocks[1] = Refusing()
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}

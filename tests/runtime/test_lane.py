@@ -90,6 +90,45 @@ def test_an_exception_surfaces_as_itself_in_resume() -> None:
         assert lane.finished
 
 
+def falling_back(model: nn.Module) -> Tensor:
+    try:
+        result: Tensor = model[0](torch.ones(1, 2))
+    except NoLuckError:
+        result = model[1](torch.ones(1, 2))
+    return result
+
+
+def test_what_a_layer_raises_is_the_models_to_deal_with() -> None:
+    with model_and_lane(falling_back) as lane:
+        lane.resume()
+        error = NoLuckError("in the layer")
+        lane.request.raised.append(error)
+        lane.hand_over(error)
+        assert lane.request.layer == 1
+        lane.resume(torch.zeros(1, 2))
+        assert lane.result.tolist() == [[0.0, 0.0]]
+
+
+def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals_with_it() -> None:
+    with model_and_lane(failing) as lane:
+        lane.resume()
+        error = ValueError("in the layer")
+        lane.request.raised.append(error)
+        with pytest.raises(ValueError, match="in the layer") as caught:
+            lane.hand_over(error)
+        assert caught.value is error
+        assert "failing" in [entry.name for entry in caught.traceback]
+        assert lane.finished
+
+
+def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
+    with model_and_lane(falling_back) as lane:
+        lane.resume()
+        with pytest.raises(NoLuckError, match="the engine's own"):
+            lane.hand_over(NoLuckError("the engine's own"))
+        assert not lane.finished
+
+
 def test_keyboard_interrupts_surface_too() -> None:
     def interrupted(model: nn.Module) -> None:
         raise KeyboardInterrupt
