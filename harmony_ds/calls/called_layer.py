@@ -92,7 +92,8 @@ class CalledLayer:
         for place, tensor in zip(ends, cut([tensors[place] for place in ends], [*ends.values()]), strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
-        nodes, written_to = [inputs[place].grad_fn for place in ends], [tensor._version for tensor in inputs]
+        nodes = {place: inputs[place].grad_fn for place in ends}
+        written_to = [tensor._version for tensor in inputs]
         before = versions(self.buffered) if self.buffered else []
         with self.parameters.installed(copies):
             if self.places or call.arguments.caches or call.arguments.collects:
@@ -111,8 +112,7 @@ class CalledLayer:
             return Outcome(inputs, leaves, shape, [], [], left)
         written = changed(made)
         same = {id(one.value): one.branch.original for one in made}
-        before_run = dict(zip(ends, nodes, strict=True))
-        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not before_run.get(p)]
+        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]
         beside = (collected, [one.children for one in written], left, views)

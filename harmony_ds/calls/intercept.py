@@ -72,7 +72,7 @@ class Request:
         context: the caller's context variables.
         grad: the caller's grad mode.
         autocast: the caller's autocast.
-        raised: what the layer's forward has raised, if it did.
+        raised: the ids of what the layer's forward has raised. (Itself would keep the request, by its traceback.)
     """
 
     layer: int
@@ -82,7 +82,7 @@ class Request:
     context: contextvars.Context
     grad: bool
     autocast: Autocast | None
-    raised: list[Exception] = field(default_factory=list)
+    raised: list[int] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
@@ -92,7 +92,7 @@ class Request:
             with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
                 return self.context.run(self.forward, *args, **kwargs)
         except Exception as error:
-            self.raised.append(error)
+            self.raised.append(id(error))
             raise
 
     def without_arguments(self) -> Request:

@@ -70,9 +70,8 @@ class Lane:
         what the layer has raised. Whatever else came up is raised here.
         """
         request, self.request = self.request, None
-        if request is None or not any(error is raised for raised in request.raised):
+        if request is None or id(error) not in request.raised:
             raise error
-        request.raised.clear()  # each would keep the other, and what the traceback knows
         self._go_on(self._greenlet.throw, error)
 
     def take_result(self) -> Any:

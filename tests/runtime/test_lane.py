@@ -102,7 +102,7 @@ def test_what_a_layer_raises_is_the_models_to_deal_with() -> None:
     with model_and_lane(falling_back) as lane:
         lane.resume()
         error = NoLuckError("in the layer")
-        lane.request.raised.append(error)
+        lane.request.raised.append(id(error))
         lane.hand_over(error)
         assert lane.request.layer == 1
         lane.resume(torch.zeros(1, 2))
@@ -113,7 +113,7 @@ def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals
     with model_and_lane(failing) as lane:
         lane.resume()
         error = ValueError("in the layer")
-        lane.request.raised.append(error)
+        lane.request.raised.append(id(error))
         with pytest.raises(ValueError, match="in the layer") as caught:
             lane.hand_over(error)
         assert caught.value is error
