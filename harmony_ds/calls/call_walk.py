@@ -20,13 +20,13 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.buffers import changes_buffers_unseen
 from harmony_ds.calls.call_code import is_function, read_by, read_by_callable
 from harmony_ds.calls.module_places import HOOKS, OF_ALL
 from harmony_ds.calls.places import ABSENT, SCALARS, Items, Place, Setting, Standing, read_all
+from harmony_ds.calls.switches import SWITCHES
 from harmony_ds.offload.host_store import ungated
 
 _FOREIGN = frozenset({"torch", "numpy", "harmony_ds", "builtins", "collections", "threading", "logging", "functools"})
@@ -35,31 +35,7 @@ _MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _DEPTH = 4  # config.text_config.rope_parameters["theta"]
 _LARGEST = 256  # items of a container that is looked into: datasets and vocabularies are not
 _HELD = {"_modules": "a module", "_buffers": "a buffer"}
-_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
-
-
-def _set_deterministic(state: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
-
-
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "torch.are_deterministic_algorithms_enabled()": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        _set_deterministic,
-    ),
-    "the math kernel of attention": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    "the flash kernel of attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    "the memory-efficient kernel of attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    "the cuDNN kernel of attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-}
-"""Torch's process-wide settings that change numbers."""
-_SWITCHES = tuple(Setting(functions, name, name) for name, functions in _SETTINGS.items())
+_SWITCHES = tuple(Setting(functions, name, name) for name, functions in SWITCHES.items())
 
 
 Flag = tuple[str, bool]

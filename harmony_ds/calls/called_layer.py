@@ -93,7 +93,8 @@ class CalledLayer:
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
         nodes = {place: inputs[place].grad_fn for place in ends}
-        written_to = [tensor._version for tensor in inputs]
+        tracked = inputs if request.grad else []  # those of inference mode have no versions
+        written_to = [tensor._version for tensor in tracked]
         before = versions(self.buffered) if self.buffered else []
         with self.parameters.installed(copies):
             if self.places or call.arguments.caches or call.arguments.collects:
@@ -107,7 +108,7 @@ class CalledLayer:
                 result, left, collected = request.run(args, kwargs), [], {}
         if self.buffered:
             self._look_at_buffers(before)
-        if not (made or collected or left) and written_to == [tensor._version for tensor in inputs]:  # as most
+        if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
             return Outcome(inputs, leaves, shape, [], [], left)
         written = changed(made)

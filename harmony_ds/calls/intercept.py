@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from harmony_ds.calls.compiling import AskedToCompile, Compiler
 from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
-from harmony_ds.calls.transforms import check_saved_tensors
+from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import UnsupportedError
 
@@ -72,6 +72,7 @@ class Request:
         context: the caller's context variables.
         grad: the caller's grad mode.
         autocast: the caller's autocast.
+        around: a context that it runs in, if the caller has opened modes or set switches of torch's around it.
         raised: the ids of what the layer's forward has raised. (Itself would keep the request, by its traceback.)
     """
 
@@ -82,14 +83,20 @@ class Request:
     context: contextvars.Context
     grad: bool
     autocast: Autocast | None
+    around: Callable[[], AbstractContextManager[None]] | None = None
     raised: list[int] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
         try:
-            if torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters):
+            same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
+            if same and self.around is None:  # as it mostly is
                 return self.context.run(self.forward, *args, **kwargs)
-            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast):
+            with (
+                torch.set_grad_enabled(self.grad),
+                Autocast.entered(self.autocast),
+                nullcontext() if self.around is None else self.around(),
+            ):
                 return self.context.run(self.forward, *args, **kwargs)
         except Exception as error:
             self.raised.append(id(error))
@@ -97,7 +104,7 @@ class Request:
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
-        return Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.raised)
+        return replace(self, args=(), kwargs={})
 
 
 class Handler(Protocol):
@@ -107,6 +114,9 @@ class Handler(Protocol):
 
     def call(self, request: Request) -> Any:
         """The outputs of the layer call."""
+
+
+_IN_A_LAYER = "Transform within one layer's forward, or name a module that contains all of it in harmony.layers."
 
 
 class _Active(threading.local):
@@ -160,6 +170,7 @@ class InterceptedForward(Added):
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_in_backward()
             return self._forward(*args, **kwargs)
+        refuse_transforms(f"layer {self._layer.name} is called", _IN_A_LAYER)
         if torch.is_grad_enabled():
             check_saved_tensors(f"the call of layer {self._layer.name}")
         return handler.call(

@@ -7,9 +7,11 @@ import torch.autograd.forward_ad
 
 from harmony_ds.errors import UnsupportedError
 
+_PLAINLY = "Call the model instead, which computes on the host: engine.module(...)."
 
-def refuse_transforms() -> None:
-    """Raises UnsupportedError where the caller has opened one: a call of the engine runs later."""
+
+def refuse_transforms(call: str = "the engine was called", instead: str = _PLAINLY) -> None:
+    """Raises UnsupportedError where the caller has opened one: what it calls runs later, or layer by layer."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func (grad, vmap, jvp, jacrev, functional_call within one)"
     elif torch.autograd.forward_ad._current_level >= 0:
@@ -17,8 +19,8 @@ def refuse_transforms() -> None:
     else:
         return
     raise UnsupportedError(
-        f"the engine was called inside {what}: its micro-batches run later and layer by layer, and their derivatives are "
-        "not the transform's to take. Call the model instead, which computes on the host: engine.module(...)."
+        f"{call} inside {what}: micro-batches run later and layer by layer, and their derivatives are not the transform's "
+        f"to take. {instead}"
     )
 
 

@@ -29,6 +29,7 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
+from harmony_ds.measuring.thread_locals import ThreadLocals
 from harmony_ds.offload.residency import DeviceCopy
 
 _Buffer = tuple[nn.Module, str]
@@ -61,7 +62,7 @@ class Rehearsal(Passes):
         self._first = True
         self._inside = False  # a layer
         self._outputs: list[Tensor] = []
-        self._of_threads: list[tuple[str, list[Any]]] = []
+        self._of_threads = ThreadLocals(())
         self._given: list[tuple[int, Writes]] = []  # to the layers' calls
 
     def rehearse(self, sample: Sample) -> str | None:
@@ -139,10 +140,10 @@ class Rehearsal(Passes):
         self._touched = set()
         self._calls.clear()
         self._given.clear()
-        self._of_threads = self._held_by_threads()
+        self._of_threads = ThreadLocals(self._parts.calls.of_threads)
         with guarded_forward(lambda: self._inside), assignments() as self._assigned:
             outputs = self._forward(sample)
-        self._check_threads()
+        self._of_threads.check_end()
         self._check_given()
         self._outputs = [tensor.detach().clone() for tensor in tensors_in(outputs)]
         self._touched |= self._assigned
@@ -153,7 +154,7 @@ class Rehearsal(Passes):
 
     def arrived(self, request: Request) -> None:
         """Notes what the code since the last call has touched."""
-        self._check_threads()
+        self._of_threads.check_call()
         self._calls.append(request.layer)
         for key in self._near[request.layer]:
             self._touched |= self._start[key].changed()
@@ -231,25 +232,6 @@ class Rehearsal(Passes):
         exact = self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         equal = _equal if exact else close
         return len(outputs) == len(again) and all(map(equal, outputs, again))
-
-    def _held_by_threads(self) -> list[tuple[str, list[Any]]]:
-        """What thread-local objects that the model's code names hold here: numbers, texts and tensors."""
-        found = ((name, flatten(vars(one))[0]) for name, one in self._parts.calls.of_threads)
-        return [(name, [leaf for leaf in leaves if isinstance(leaf, (Tensor, *_ATOMS))]) for name, leaves in found]
-
-    def _check_threads(self) -> None:
-        if not self._of_threads:
-            return
-        for (name, before), (_, now) in zip(self._of_threads, self._held_by_threads(), strict=True):
-            if len(before) != len(now) or not all(
-                a is b or (type(a) in _ATOMS and a == b) for a, b in zip(before, now, strict=True)
-            ):
-                raise RecomputeError(
-                    f"forward changes what {name}, a threading.local, holds for its thread. Micro-batches take turns on "
-                    "one thread, layer by layer, and layers run again in the backward pass, where they would find "
-                    "something else there. Keep it in a contextvars.ContextVar that the code between the layers sets, "
-                    "in an attribute of the model, or pass it as an argument."
-                )
 
     def _check_given(self) -> None:
         written = {layer for layer, writes in self._given if writes.happened}

@@ -16,7 +16,7 @@ from greenlet import getcurrent, greenlet
 
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.thread_state import ThreadState
+from harmony_ds.runtime.thread_state import Own, ThreadState
 
 
 class LaneAborted(BaseException):
@@ -46,7 +46,7 @@ class Lane:
         self._function = function
         self._grad = grad
         self._autocast = autocast
-        self._put_back: list[Callable[[], object]] = []  # what it has put on the thread, while it is suspended
+        self._own: Own | None = None  # what it has set, while it is suspended
         self._aborted = False
         self._greenlet = greenlet(_run)
         self._greenlet.gr_context = context or contextvars.copy_context()
@@ -91,11 +91,13 @@ class Lane:
         self._greenlet.parent = getcurrent()
         try:
             with handled_by(self):
-                for put_back in self._put_back:
-                    put_back()
+                if self._own is not None:
+                    self._own.again()
                 switch(value)
         finally:
-            self._put_back = engines.restore()
+            own = self._own = engines.restore()
+        if own is not None and self.request is not None:
+            self.request.around = own.around_layer
 
     # ---- in the greenlet
 

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import asyncio
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, case
 from tests.exactness.models import WIDTH, Block, Net, batches, by_both_ways, sgd, weights
 from tests.exactness.sides import Side
+
+_LIBRARY = """
+import contextlib, threading
+state = threading.local()
+
+def factor():
+    return getattr(state, "value", 1.0)
+
+@contextlib.contextmanager
+def scaled(value):
+    before, state.value = factor(), value
+    try:
+        yield
+    finally:
+        state.value = before
+"""
+library: Any = types.ModuleType("installed_library")
+exec(compile(_LIBRARY, "/site-packages/installed_library.py", "exec"), vars(library))
+sys.modules[library.__name__] = library
 
 
 class Clamped(torch.autograd.Function):
@@ -253,6 +276,116 @@ def block_saved_on_cpu(side: Side) -> Found:
 def block_under_a_default_device(side: Side) -> Found:
     """`with torch.device("cpu"):` around a block and what comes behind it."""
     return around(side, lambda: torch.device("cpu"))
+
+
+class Sigmoids(TorchFunctionMode):
+    """Another nonlinearity in the place of tanh."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.sigmoid if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+@case(*ALL)
+def block_under_a_function_mode(side: Side) -> Found:
+    """`with` a TorchFunctionMode that exchanges functions around a block and what comes behind it."""
+    return around(side, Sigmoids)
+
+
+class ReadsSwitches(Block):
+    """Computes otherwise where oneDNN is off, or algorithms are deterministic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 0.5 if torch.backends.mkldnn.enabled else 1.0
+        return super().forward(x) * (factor if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@case(*ALL)
+def block_under_switches(side: Side) -> Found:
+    """`torch.use_deterministic_algorithms(True)` around a block that reads it; as before behind it."""
+    model = Around(deterministic)
+    model.blocks[1] = ReadsSwitches()
+    engine = side.initialize(model, sgd(model))
+    losses = by_both_ways(engine, batches(4 * side.accumulation))
+    return {**weights(model), "losses": losses, "behind": torch.are_deterministic_algorithms_enabled()}
+
+
+@case(*PAIRS)
+def backbone_in_inference_mode(side: Side) -> Found:
+    """`with torch.inference_mode():` around the frozen front and a block; `x.clone()` goes on."""
+
+    class Backbone(Net):
+        def body(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                x = self.blocks[0](self.front(x))
+            return self.blocks[2](self.blocks[1](x.clone()))
+
+    model = Backbone()
+    model.front.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+
+
+class Coroutine(Net):
+    def body(self, x: Tensor) -> Tensor:
+        async def run(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+        return asyncio.run(run(self.front(x)))
+
+
+@case(*PAIRS)
+def blocks_in_a_coroutine(side: Side) -> Found:
+    """`asyncio.run(...)` in forward, of a coroutine that calls the blocks."""
+    model = Coroutine()
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+
+
+class Mapped(Net):
+    def body(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.blocks[0])(self.front(x))
+
+
+@case(*ONE)
+def block_in_vmap(side: Side) -> Found:
+    """`torch.vmap(block)(x)` in forward."""
+    model = Mapped()
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+
+
+@case(*PAIRS)
+def thread_local_of_a_library(side: Side) -> Found:
+    """A context of an installed library, which keeps its state in a `threading.local`, around blocks; read between them."""
+
+    class Scaled(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            with self.context(1.0 + float(x.detach().sum())):
+                return super().forward(x, labels)
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.front(x)
+            for block in self.blocks:
+                x = block(x) * self.factor()
+            return x
+
+    model = Scaled()
+    # As of a library: by names that the program's code does not have.
+    model.__dict__["context"], model.__dict__["factor"] = library.scaled, library.factor
+    engine = side.initialize(model, sgd(model))
+    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
 
 
 class Falling(Net):

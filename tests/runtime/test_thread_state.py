@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +37,26 @@ def hooks() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def recursion_limit() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 1000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
 def state() -> tuple[Any, ...]:
     """What code that runs now would see."""
     return ThreadState(CpuDevice())._state
@@ -47,6 +71,12 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "device": lambda: torch.device("meta"),
     "dispatch mode": Dispatches,
     "saved tensors": hooks,
+    "no saved tensors": lambda: disable_saved_tensors_hooks("not here"),
+    "no subclasses": torch._C.DisableTorchFunctionSubclass,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "dtype": default_dtype,
+    "recursion": recursion_limit,
 }
 each = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 
@@ -75,9 +105,11 @@ def test_what_a_lane_opens_around_a_layer_is_the_lanes_alone(context: Callable[[
     assert seen == [True, True, True]
 
 
-@pytest.mark.parametrize("outer", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("inner", CONTEXTS.values(), ids=CONTEXTS)
-def test_several_contexts_are_put_back_in_their_order(outer: Callable[[], Any], inner: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("names", product(CONTEXTS, CONTEXTS), ids="-".join)
+def test_several_contexts_are_put_back_in_their_order(names: tuple[str, str]) -> None:
+    if {*names} == {"saved tensors", "no saved tensors"}:
+        return  # torch refuses one within the other
+    outer, inner = (CONTEXTS[name] for name in names)
     seen = []
 
     def opening(model: nn.Module) -> None:
@@ -163,6 +195,52 @@ def test_a_lane_that_is_closed_or_fails_leaves_nothing(context: Callable[[], Any
         with pytest.raises(ValueError, match="in the model"):
             failing.resume(torch.empty(1, 2))
         assert state() == outside
+
+
+def test_two_lanes_have_event_loops_of_their_own() -> None:
+    def looping(model: nn.Module) -> Any:
+        async def calling() -> Any:
+            return model[0](torch.empty(1, 2)), asyncio.get_running_loop()
+
+        return asyncio.run(calling())
+
+    with model_and_lane(looping) as first, model_and_lane(looping) as second:
+        for lane in (first, second, first, second):
+            lane.resume(1.0)
+            assert asyncio._get_running_loop() is None
+        assert first.result[0] == second.result[0] == 1.0
+        assert first.result[1] is not second.result[1]
+
+
+@pytest.mark.parametrize(
+    ("context", "seen"),
+    [
+        (Functions, torch._C._len_torch_function_stack),
+        (Dispatches, torch._C._len_torch_dispatch_stack),
+        (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
+        (default_dtype, torch.get_default_dtype),
+    ],
+    ids=["function mode", "dispatch mode", "attention", "dtype"],
+)
+def test_a_layer_runs_with_its_callers_modes_and_switches_again_and_again(
+    context: Callable[[], Any], seen: Callable[[], Any]
+) -> None:
+    found: list[Any] = []
+
+    def opening(model: nn.Module) -> None:
+        with context():
+            found.append(seen())
+            model[0](torch.empty(1, 2))
+
+    outside = state()
+    with model_and_lane(opening) as lane:
+        lane.resume()
+        request = lane.request.without_arguments()
+        request.forward = seen
+        for _ in range(2):  # forward, and in the backward pass
+            assert request.run((), {}) == found[0] != seen()
+            assert state() == outside
+        lane.resume(torch.empty(1, 2))
 
 
 class Streams(CpuDevice):
