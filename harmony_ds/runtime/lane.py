@@ -46,6 +46,7 @@ class Lane:
         self._function = function
         self._grad = grad
         self._autocast = autocast
+        self._began: ThreadState | None = None
         self._own: Own | None = None  # what it has set, while it is suspended
         self._aborted = False
         self._greenlet = greenlet(_run)
@@ -88,6 +89,7 @@ class Lane:
 
     def _go_on(self, switch: Callable[[Any], Any], value: Any) -> None:
         engines = ThreadState(self._device)
+        self._began = self._began or engines
         self._greenlet.parent = getcurrent()
         try:
             with handled_by(self):
@@ -95,6 +97,8 @@ class Lane:
                     self._own.again()
                 switch(value)
         finally:
+            if self.finished:
+                engines.follow(self._began)
             own = self._own = engines.restore()
         if own is not None and self.request is not None:
             self.request.around = own.around_layer

@@ -44,14 +44,21 @@ class ThreadState:
         self._device = device
         self._state = _read(device)
 
+    def follow(self, began: ThreadState) -> None:
+        """What a lane that is over has left of the process's own, and did not find when it `began`, stays."""
+        now = _of_process()
+        if now != began._state[-2]:
+            self._state = (*self._state[:-2], now, self._state[-1])
+
     def restore(self) -> Own | None:
         """Makes everything what it was; returns what was otherwise."""
         now = _read(self._device)
         return None if now == self._state else self._restore(now)  # as it mostly is
 
     def _restore(self, now: tuple[Any, ...]) -> Own:
-        inference, functions, dispatches, hooks, *_, switches, place = self._state
-        own = Own(partial(self._set_flags, now), now[-2] if now[-2] != switches else None)
+        inference, functions, dispatches, hooks, *_, process, place = self._state
+        switches = now[-2][-1]
+        own = Own(partial(self._set_flags, now), switches if switches != process[-1] else None)
         if now[-1] != place:
             self._device.make_current(place)
             own.put_back.append(partial(self._device.make_current, now[-1]))
@@ -70,7 +77,7 @@ class ThreadState:
         return own
 
     def _set_flags(self, state: tuple[Any, ...]) -> None:
-        *_, grad, host, device, caches, subclasses, disabled, anomaly, loop, depth, switches, _ = state
+        *_, grad, host, device, caches, subclasses, disabled, loop, (anomaly, depth, switches), _ = state
         torch._C._set_grad_enabled(grad)
         torch.set_autocast_cache_enabled(caches)
         for kind, autocast in (("cpu", host), (self._device.torch_device.type, device)):
@@ -82,8 +89,8 @@ class ThreadState:
             torch._C._autograd._saved_tensors_hooks_enable()
         else:
             torch._C._autograd._saved_tensors_hooks_disable(disabled)
-        torch.set_anomaly_enabled(*anomaly)
         asyncio._set_running_loop(loop)
+        torch.set_anomaly_enabled(*anomaly)
         sys.setrecursionlimit(depth)
         set_switches(switches)
 
@@ -144,12 +151,15 @@ def _read(device: Device) -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         _subclasses(),
         _disabled_hooks(),
-        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         asyncio._get_running_loop(),
-        sys.getrecursionlimit(),
-        read_switches(),
+        _of_process(),
         device.current(),
     )
+
+
+def _of_process() -> tuple[Any, ...]:
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return anomaly, sys.getrecursionlimit(), read_switches()
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)

@@ -105,7 +105,7 @@ def test_what_a_lane_opens_around_a_layer_is_the_lanes_alone(context: Callable[[
     assert seen == [True, True, True]
 
 
-@pytest.mark.parametrize("names", product(CONTEXTS, CONTEXTS), ids="-".join)
+@pytest.mark.parametrize("names", [*product(CONTEXTS, CONTEXTS)], ids="-".join)
 def test_several_contexts_are_put_back_in_their_order(names: tuple[str, str]) -> None:
     if {*names} == {"saved tensors", "no saved tensors"}:
         return  # torch refuses one within the other
@@ -178,8 +178,12 @@ def test_what_the_engine_opens_between_two_turns_stays_its_own(context: Callable
     assert seen == [False]
 
 
-@each
-def test_a_lane_that_is_closed_or_fails_leaves_nothing(context: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "name", sorted(CONTEXTS.keys() - {"anomaly"})
+)  # the process's, which stays, as in plain PyTorch
+def test_a_lane_that_is_closed_or_fails_leaves_nothing(name: str) -> None:
+    context = CONTEXTS[name]
+
     def opening(model: nn.Module) -> None:
         context().__enter__()  # and never left
         model[0](torch.empty(1, 2))
@@ -241,6 +245,26 @@ def test_a_layer_runs_with_its_callers_modes_and_switches_again_and_again(
             assert request.run((), {}) == found[0] != seen()
             assert state() == outside
         lane.resume(torch.empty(1, 2))
+
+
+def test_what_a_forward_pass_leaves_of_the_processs_switches_stays() -> None:
+    """As in plain PyTorch: `if not self.ready: torch.set_float32_matmul_precision(...)`."""
+
+    def leaving(model: nn.Module) -> None:
+        model[0](torch.empty(1, 2))
+        torch.set_float32_matmul_precision("high")
+        model[1](torch.empty(1, 2))
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        with model_and_lane(leaving) as lane:
+            lane.resume()
+            lane.resume(torch.empty(1, 2))
+            assert torch.get_float32_matmul_precision() == before
+            lane.resume(torch.empty(1, 2))
+            assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Streams(CpuDevice):
