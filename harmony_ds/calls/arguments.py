@@ -35,9 +35,18 @@ class Arguments:
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
     caches: list[Any]  # those that the layer may fill, and that are emptied again
     collects: bool  # whether the layer may hand anything to a collector
+    often: Often | None = None  # those of several calls
 
     def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Contents]]:
         """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
+        values = None if self.often is None else self.often.over(tensors)
+        if values is not None:
+            return (
+                tuple(values[: self.positional]),
+                dict(zip(self.keywords, values[self.positional :], strict=True)),
+                [],
+                [],
+            )
         leaves = list(self.leaves)
         for tensor, places in zip(tensors, self.places, strict=True):
             for place in places:
@@ -49,9 +58,46 @@ class Arguments:
         return tuple(values[: self.positional]), kwargs, values[named:], made
 
     @property
+    def are_plain(self) -> bool:
+        """Whether there is nothing among them that a layer could write into, but tensors."""
+        named = self.positional + len(self.keywords)
+        return not (self.shape.mutable or self.caches or self.collects) and named == len(self.shape.roots)
+
+    def roots(self) -> list[int | None]:
+        """Per tensor: which argument it is; None: it is a part of one, or it is several. For plain arguments."""
+        alone = self.shape.alone()
+        return [alone.get(places[0]) if len(places) == 1 else None for places in self.places]
+
+    @property
     def may_be_cut(self) -> bool:
         """Whether there is nothing among them that a layer could write into without its being seen."""
         return all(map(is_plain, self.leaves))
+
+
+class Often:
+    """Arguments that several calls are given, but for tensors that are an argument each."""
+
+    __slots__ = ("_roots", "_tensors", "_values")
+
+    def __init__(self, arguments: Arguments, tensors: Sequence[Tensor | None], roots: Sequence[int | None]) -> None:
+        """`tensors`: those that are given to all, at least where there is no root."""
+        self._roots = roots
+        self._tensors = [None if root is not None else t for t, root in zip(tensors, roots, strict=True)]
+        leaves = list(arguments.leaves)
+        for tensor, places in zip(self._tensors, arguments.places, strict=True):
+            for place in places:
+                leaves[place] = tensor
+        self._values = unflatten_all(leaves, arguments.shape)
+
+    def over(self, tensors: list[Tensor]) -> list[Any] | None:
+        """The arguments over `tensors`; None: others than these are another."""
+        values = self._values.copy()
+        for tensor, own, root in zip(tensors, self._tensors, self._roots, strict=True):
+            if root is not None:
+                values[root] = tensor
+            elif tensor is not own:
+                return None
+        return values
 
 
 def is_plain(leaf: object) -> bool:
@@ -61,7 +107,7 @@ def is_plain(leaf: object) -> bool:
 
 def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
     """What a call takes without its tensors, and those, each once."""
-    caches, collects = empty_caches(request), bool(_collector(request)[1])
+    caches = empty_caches(request)
     args, kwargs = request.args, request.kwargs
     leaves, shape = flatten_all((*args, *kwargs.values(), *attributes), {id(cache): cache for cache in caches})
     places: dict[int, list[int]] = {}
@@ -76,7 +122,8 @@ def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Argu
             places[key] = [place]
             tensors.append(leaf)
         leaves[place] = None
-    return Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches, collects), tensors
+    taken = Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches, collects(request))
+    return taken, tensors
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
@@ -93,6 +140,11 @@ def _collector(request: Request) -> tuple[Any, dict[str, Any] | None]:
     variable = getattr(capturing, "_active_collector", None)
     variable = getattr(variable, "context_var", variable)
     return variable, None if variable is None else request.context.get(variable)
+
+
+def collects(request: Request) -> bool:
+    """Whether the layer may hand anything to a collector."""
+    return bool(_collector(request)[1])
 
 
 def collecting(request: Request) -> AbstractContextManager[dict[str, list[Any]]]:

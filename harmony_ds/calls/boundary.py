@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
+from harmony_ds.calls.taking import Taking
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.residency import Leaves
 
@@ -306,6 +307,9 @@ class InterLayerGraph:
     must run through their graph to the Boundaries behind it: once, when everything that uses it has been propagated,
     and before the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may
     share parts.
+
+    Attributes:
+        taking: takes what layer calls are given here.
     """
 
     def __init__(self) -> None:
@@ -314,6 +318,7 @@ class InterLayerGraph:
         self._hooked: set[GradientEdge] = set()
         self._checked = False
         self.origin = Origin()
+        self.taking = Taking()
 
     @property
     def is_trivial(self) -> bool:
@@ -406,9 +411,10 @@ class InterLayerGraph:
 
     def _check(self, targets: Sequence[GradientTarget]) -> None:
         # Gradients go from one micro-batch to another only between different models.
-        origins = {target.origin for target in targets if isinstance(target, OutputGradient)} - {self.origin}
-        if any(origin is not None and origin.model == self.origin.model for origin in origins):
-            raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
+        for target in targets:
+            origin = target.origin if isinstance(target, OutputGradient) else None
+            if origin is not None and origin is not self.origin and origin.model == self.origin.model:
+                raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {_FROM_ANOTHER}")
 
     def _newest_call_behind(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""

@@ -20,9 +20,9 @@ _ARGUMENTS = frozenset(("past_key_values", "past_key_value", "layer_past", "cach
 
 
 def without_unknown(request: Request) -> Request:
-    """The request without caches of other kinds than those that can be emptied again."""
+    """The request without caches of other kinds than those that can be emptied again; itself if it has none at all."""
     given = request.kwargs
-    named = not _ARGUMENTS.isdisjoint(given) and any(given.get(key) is not None for key in _ARGUMENTS)
+    named = True in [given[key] is not None for key in _named(tuple(given))]
     if not (named or given.get("use_cache") or _caches(request)):
         return request
     kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
@@ -43,7 +43,10 @@ def empty_caches(request: Request) -> list[Any]:
 
 def emptied(caches: Sequence[Any]) -> AbstractContextManager[None]:
     """In the end, `caches` are as they were."""
-    return _emptied(caches) if caches else nullcontext()
+    return _emptied(caches) if caches else _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
@@ -65,6 +68,11 @@ def _own(value: Any) -> Any:
 def _caches(request: Request) -> list[Any]:
     values = (*request.args, *request.kwargs.values())
     return [values[place] for place in _places_of_caches(tuple(map(type, values)))]
+
+
+@functools.cache
+def _named(keywords: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(key for key in keywords if key in _ARGUMENTS)
 
 
 @functools.cache

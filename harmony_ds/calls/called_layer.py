@@ -60,6 +60,11 @@ class CalledLayer:
         return take_tensors(request, read_all(self.places))
 
     @property
+    def inputs_may_change(self) -> bool:
+        """Whether what calls are given is written to, by them or behind them."""
+        return self.changes_inputs or self.inputs_change
+
+    @property
     def may_keep_graphs(self) -> bool:
         """Not where calls write into what they go on from: others do so before one is propagated back. Nor where what they
         were given is written to, which a graph may have saved.
@@ -88,11 +93,12 @@ class CalledLayer:
         """The call over `tensors`, whose gradients go to `targets`."""
         request = call.request
         inputs = list(tensors)
-        ends = {place: target for place, target in enumerate(targets) if target is not None}
-        for place, tensor in zip(ends, cut([tensors[place] for place in ends], [*ends.values()]), strict=True):
+        ends = [place for place, target in enumerate(targets) if target is not None]
+        behind = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
+        for place, tensor in zip(ends, behind, strict=True):
             inputs[place] = tensor
         args, kwargs, attributes, made = call.arguments.filled(inputs)
-        nodes = {place: inputs[place].grad_fn for place in ends}
+        node = behind[0].grad_fn if behind else None  # of all
         tracked = inputs if request.grad else []  # those of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         before = versions(self.buffered) if self.buffered else []
@@ -113,6 +119,7 @@ class CalledLayer:
             return Outcome(inputs, leaves, shape, [], [], left)
         written = changed(made)
         same = {id(one.value): one.branch.original for one in made}
+        nodes = dict.fromkeys(ends, node)
         altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
         # Views: the tensors themselves may be among the results, as what the caller gave.
         views = [inputs[p].view_as(inputs[p]) for p in altered]

@@ -197,16 +197,17 @@ class LayerParameters:
     def __init__(self, owners: Sequence[tuple[nn.Module, dict[str, str]]]) -> None:
         """`owners`: modules, and for each of their parameters its canonical name; "" where it is None."""
         self.modules = [module for module, _ in owners]
+        self.held = [module.__dict__ for module, _ in owners]
         self._names = [names for _, names in owners]
         self._known = {name for names in self._names for name in names.values() if name}
         self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
 
     def installed(self, copies: Leaves) -> AbstractContextManager[None]:
         """While open, the layer's modules hold `copies`."""
-        before = [module.__dict__["_parameters"] for module in self.modules]
-        return _Installed(self, before, copies.made.get(self) or self._holding(copies, before))
+        return _Installed(self, copies.made.get(self) or self._holding(copies))
 
-    def _holding(self, copies: Leaves, before: Sequence[dict[str, Any]]) -> list[FixedParameters]:
+    def _holding(self, copies: Leaves) -> list[FixedParameters]:
+        before = [held["_parameters"] for held in self.held]
         holding = [
             FixedParameters({key: copies[name] if name in copies else held[key] for key, name in names.items()})
             for names, held in zip(self._names, before, strict=True)
@@ -221,24 +222,26 @@ class _Installed:
 
     __slots__ = ("_before", "_holding", "_layer", "_lists")
 
-    def __init__(
-        self, layer: LayerParameters, before: Sequence[dict[str, Any]], holding: Sequence[FixedParameters]
-    ) -> None:
+    def __init__(self, layer: LayerParameters, holding: Sequence[FixedParameters]) -> None:
         self._layer = layer
-        self._before = before
         self._holding = holding
-        self._lists = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in layer.recurrent]
+        self._before: list[dict[str, Any]] = []
+        self._lists: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
-        for module, holding in zip(self._layer.modules, self._holding, strict=True):
-            module.__dict__["_parameters"] = holding
-        for rnn in self._layer.recurrent:
+        layer = self._layer
+        self._before = [held["_parameters"] for held in layer.held]
+        for held, holding in zip(layer.held, self._holding, strict=True):
+            held["_parameters"] = holding
+        for rnn in layer.recurrent:
+            self._lists.append((rnn._flat_weights, rnn._flat_weight_refs))
             _list_weights(rnn)
 
     def __exit__(self, *raised: object) -> None:
-        for module, held in zip(self._layer.modules, self._before, strict=True):
-            module.__dict__["_parameters"] = held
-        for rnn, listed in zip(self._layer.recurrent, self._lists, strict=True):
+        layer = self._layer
+        for held, before in zip(layer.held, self._before, strict=True):
+            held["_parameters"] = before
+        for rnn, listed in zip(layer.recurrent, self._lists, strict=True):
             rnn._flat_weights, rnn._flat_weight_refs = listed
 
 

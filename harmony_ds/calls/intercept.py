@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ class Autocast:
     @staticmethod
     def current(device_type: str) -> Autocast | None:
         """The calling thread's; None where the device has none."""
-        if not torch.amp.is_autocast_available(device_type):
+        if not _has_autocast(device_type):
             return None
         return _autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
@@ -59,6 +59,7 @@ class Autocast:
         return self.enabled or torch.is_autocast_enabled(self.device_type)
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 _autocast = functools.cache(Autocast)  # a frozen object takes as long to make as a dozen calls
 
 
@@ -104,7 +105,9 @@ class Request:
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
-        return replace(self, args=(), kwargs={})
+        return Request(
+            self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.around, self.raised
+        )
 
 
 class Handler(Protocol):
@@ -139,8 +142,10 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
     def __init__(self, handler: Handler | None) -> None:
         self._handler = handler
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Handler | None:
+        """Returns who handled them before."""
         self._before, _active.handler = _active.handler, self._handler
+        return self._before
 
     def __exit__(self, *_: object) -> None:
         _active.handler = self._before

@@ -28,10 +28,11 @@ from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import apart, may_overlap, memory, memory_of, taken_apart
-from harmony_ds.calls.places import Place, Places, held, same
+from harmony_ds.calls.places import Place, Places, held, read_all, same
 from harmony_ds.calls.random_streams import State, differ
-from harmony_ds.calls.recorded_call import InputChangedError, Kept, Outcome, RecordedCall, Trial, View
+from harmony_ds.calls.recorded_call import InputChangedError, Outcome, RecordedCall, Trial, View
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
+from harmony_ds.calls.taking import Given, Kept
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import CallChangedError, ModelError
@@ -96,9 +97,11 @@ class LayerCalls:
     def attached(self, request: Request, copies: Leaves) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         layer = self._layers[request.layer]
-        if request.grad:
-            request = without_unknown(request)
-        caches = empty_caches(request) if request.grad else []  # generation fills them
+        caches: list[Any] = []
+        if request.grad:  # generation fills them
+            known = without_unknown(request)
+            if known is not request:
+                request, caches = known, empty_caches(known)
         with layer.parameters.installed(copies), emptied(caches):
             outputs = request.run(request.args, request.kwargs)
         own = layer.memory.of(copies)
@@ -143,20 +146,25 @@ class LayerCalls:
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows), None
-        call, tensors = self._recorded(request, number, inter_layer, rows)
-        given, layer = tensors, self._layers[request.layer]
-        if layer.changes_inputs or layer.inputs_change:
-            given = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        call.tensors = [self._keep(tensor, layer.name) for tensor in given]
+        call, given = self._recorded(request, number, inter_layer, rows)
+        tensors, layer = given.tensors, self._layers[request.layer]
+        if layer.inputs_may_change:
+            copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            call.tensors = [self._keep(tensor, layer.name) for tensor in copied]
+            inputs = [t.detach() for t in tensors]
+        else:
+            call.tensors, inputs = self._keep_all(given, layer.name)
         before = [t._version for t in tensors]
         try:
-            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+            outcome = self._run_slices(call, inputs, copies, state)
         except BaseException:
             self.forget(call)
             raise
         outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
         self._check_seen(layer, call, [t._version for t in tensors] != before)
-        return outputs, self._wanted(call)
+        if (wanted := self._wanted(call)) is not None and not layer.inputs_may_change:
+            inter_layer.taking.remember(request, given, call.tensors)
+        return outputs, wanted
 
     def forward_for_graph(
         self,
@@ -172,7 +180,8 @@ class LayerCalls:
         layer = self._layers[request.layer]
         if not request.grad or not layer.may_keep_graphs:
             return self.forward(request, number, copies, inter_layer, state)
-        call, tensors = self._recorded(request, number, inter_layer, WHOLE_CALLS)
+        call, given = self._recorded(request, number, inter_layer, WHOLE_CALLS)
+        tensors = given.tensors
         targets = [t and layer.dead_end.unless(lambda: self.propagating, t) for t in call.targets]
         outcome = layer.run(call, [t.detach() for t in tensors], copies, targets)
         call.states.append(state())  # behind it, as behind a recomputation
@@ -191,8 +200,8 @@ class LayerCalls:
     ) -> Any:
         """What the model gets of a call that has run."""
         layer = self._layers[call.request.layer]
-        leaves = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
-        call.views = [View(layer.name, leaf) for leaf in _lie_elsewhere_too(outcome, leaves)]
+        leaves, lie_in = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        call.views = [View(layer.name, leaf) for leaf in _lie_elsewhere_too(outcome, leaves, lie_in)]
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         if call.arguments.collects:
             forget_collected(call.request)
@@ -208,36 +217,37 @@ class LayerCalls:
 
     def _recorded(
         self, request: Request, number: int, inter_layer: InterLayerGraph, rows: Rows
-    ) -> tuple[RecordedCall, list[Tensor]]:
-        """A call that is about to run, and the tensors that it takes."""
+    ) -> tuple[RecordedCall, Given]:
+        """A call that is about to run, and what it takes."""
         layer = self._layers[request.layer]
         inter_layer.origin.model = id(self)
-        request = without_unknown(request)
-        arguments, tensors = layer.take(request)
+        given = inter_layer.taking.take(request, read_all(layer.places) if layer.places else ())
         call = RecordedCall(
             request=request.without_arguments(),
             number=number,
-            arguments=arguments,
-            targets=self._targets(request, tensors, inter_layer),
-            cut=cut_of(rows, request.layer, tensors, layer.draws)
-            if rows.cuts and layer.may_be_cut(arguments)
+            arguments=given.arguments,
+            targets=self._targets(request, given.tensors, inter_layer),
+            cut=cut_of(rows, request.layer, given.tensors, layer.draws)
+            if rows.cuts and layer.may_be_cut(given.arguments)
             else None,
             buffers=copied_buffers(layer.buffered) if layer.replayed else None,
         )
-        return call, tensors
+        return call, given
 
     def _targets(
         self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph
     ) -> list[GradientTarget | None]:
         """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
-        targets: list[GradientTarget | None] = []
-        for tensor in tensors:
+        targets: list[GradientTarget | None] = [None] * len(tensors)
+        for place, tensor in enumerate(tensors):
+            if not tensor.requires_grad:
+                continue
             try:
-                targets.append(inter_layer.target(tensor, self.outputs_hooked) if tensor.requires_grad else None)
+                targets[place] = inter_layer.target(tensor, self.outputs_hooked)
             except ModelError:
                 if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
                     raise
-                targets.append(self._layers[request.layer].dead_end)
+                targets[place] = self._layers[request.layer].dead_end
         return targets
 
     @staticmethod
@@ -306,7 +316,7 @@ class LayerCalls:
             else:
                 replay(call.states[0])
                 left = _run_again(layer, call, self._tensors(call), copies, call.targets)
-                with _as_left(layer.places, left) if left else nullcontext():
+                with _as_left(layer.places, left) if left else _NOTHING:
                     _propagate(call, gradients)
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> None:
@@ -356,6 +366,18 @@ class LayerCalls:
 
     # ---- what is kept of a call
 
+    def _keep_all(self, given: Given, name: str) -> tuple[list[StashEntry | Kept], list[Tensor]]:
+        """What is kept of what a call of the layer `name` was given, and what it runs over."""
+        tensors = given.tensors
+        kept: list[Any] = [*given.kept] or [None] * len(tensors)
+        inputs: list[Any] = [None] * len(tensors)
+        for place, tensor in enumerate(tensors):
+            one = kept[place]
+            if one is None or tensor.requires_grad or one.version != tensor._version:
+                one = kept[place] = self._keep(tensor, name)
+            inputs[place] = one.tensor if type(one) is Kept else tensor.detach()
+        return kept, inputs
+
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
         # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
         # position ids, rotary tables) is small and taken by every layer.
@@ -366,7 +388,12 @@ class LayerCalls:
     def _tensors(self, call: RecordedCall) -> list[Tensor]:
         """What the call is run again over."""
         layer = self._layers[call.request.layer]
-        tensors = [self._tensor(kept) for kept in call.tensors]
+        tensors: list[Any] = [None] * len(call.tensors)
+        for place, kept in enumerate(call.tensors):
+            if type(kept) is Kept and kept.tensor._version == kept.version:  # as most are
+                tensors[place] = kept.tensor
+            else:
+                tensors[place] = self._tensor(kept)
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
     def _tensor(self, kept: StashEntry | Kept) -> Tensor:
@@ -389,7 +416,10 @@ def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[Non
     buffers = call.buffers
     if buffers is None and layer.changes_buffers:
         buffers = copied_buffers(layer.buffered)
-    return buffers_apart(buffers) if buffers else nullcontext()
+    return buffers_apart(buffers) if buffers else _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _run_again(
@@ -433,60 +463,74 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
             handed.grad = call.watched[place].grad
 
 
-def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any]) -> list[Tensor]:
-    """Those of the outputs `leaves` that share elements with another, or memory with an input: the graph is cut behind
-    each, and where one is written to in place the other's gradient does not know of it. Inputs that the layer has written
-    to are no longer what they were.
-    """
-    of_inputs = memory_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
-    given = set(map(id, outcome.inputs))
-    made = {id(leaf): leaf for leaf, own in zip(leaves, outcome.leaves, strict=True) if id(own) not in given}
-    results = [leaf for leaf in made.values() if isinstance(leaf, Tensor) and leaf.requires_grad]
-    lie_in = list(map(memory, results))
-    if len(set(lie_in)) == len(lie_in) and of_inputs.isdisjoint(lie_in):  # as most are
-        return []
-    return [
-        result
-        for result, own in zip(results, lie_in, strict=True)
-        if own in of_inputs
-        or any(
-            own is not None and other == own and o is not result and may_overlap(o, result)
-            for o, other in zip(results, lie_in, strict=True)
-        )
-    ]
-
-
 def _cut_outputs(
     call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int], inter_layer: InterLayerGraph
-) -> list[Any]:
+) -> tuple[list[Any], dict[int, int | None]]:
     """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
 
     Args:
         own: memory of the parameters, which will be evicted: outputs that lie in it are copied.
+
+    Returns:
+        The leaves, and the memory that each of those lies in that was cut, by place.
     """
-    source_of = {id(tensor): source for tensor, source in zip(outcome.inputs, sources, strict=True)}
     leaves = list(outcome.leaves)
-    cut_places: list[int] = []
+    lie_in: dict[int, int | None] = {}
     output_gradients: list[OutputGradient] = []
     first_of: dict[int, int] = {}
+    again: list[tuple[int, int]] = []
     for place, leaf in enumerate(outcome.leaves):
         if not isinstance(leaf, Tensor):
             continue
         output_gradient = None
-        if id(leaf) in source_of:
-            leaves[place] = source_of[id(leaf)]
-        elif first_of.setdefault(id(leaf), place) == place:
-            leaves[place] = apart(leaf.detach()) if memory(leaf) in own else leaf.detach()
+        source = _source_of(leaf, outcome.inputs, sources)
+        if source is not None:
+            leaves[place] = source
+        elif first_of.setdefault(id(leaf), place) != place:
+            again.append((place, first_of[id(leaf)]))
+        else:
+            lies_in = memory(leaf)
+            leaves[place] = leaf.detach() if lies_in not in own else apart(leaf.detach())
             if leaf.requires_grad:
                 output_gradient = OutputGradient(call.number, leaf, inter_layer.origin)
                 output_gradients.append(output_gradient)
-                cut_places.append(place)
+                lie_in[place] = lies_in if lies_in not in own else None
         call.output_gradients.append(output_gradient)
-    for place, tensor in zip(cut_places, cut([leaves[p] for p in cut_places], output_gradients), strict=True):
+    for place, tensor in zip(lie_in, cut([leaves[p] for p in lie_in], output_gradients), strict=True):
         leaves[place] = tensor
         if outcome.leaves[place].retains_grad:
             number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
             call.retained.append((number, weakref.ref(tensor)))
-    for place, leaf in enumerate(outcome.leaves):
-        leaves[place] = leaves[first_of.get(id(leaf), place)]
-    return leaves
+    for place, first in again:
+        leaves[place] = leaves[first]
+    return leaves, lie_in
+
+
+def _source_of(leaf: Tensor, inputs: list[Tensor], sources: list[Tensor]) -> Tensor | None:
+    """What the model gave for `leaf`, if that is an input."""
+    for place, tensor in enumerate(inputs):
+        if tensor is leaf:
+            return sources[place]
+    return None
+
+
+def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any], lie_in: dict[int, int | None]) -> list[Tensor]:
+    """Those of the outputs `leaves`, which lie in memory of their own unless `lie_in` says where, that share elements with
+    another, or memory with an input: the graph is cut behind each, and where one is written to in place the other's
+    gradient does not know of it. Inputs that the layer has written to are no longer what they were.
+    """
+    memories = list(lie_in.values())
+    if not memories:
+        return []
+    of_inputs = memory_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
+    if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # as most are
+        return []
+    return [
+        leaves[place]
+        for place, own in lie_in.items()
+        if own in of_inputs
+        or any(
+            own is not None and other == own and o != place and may_overlap(leaves[o], leaves[place])
+            for o, other in lie_in.items()
+        )
+    ]

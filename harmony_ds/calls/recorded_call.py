@@ -15,6 +15,7 @@ from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.slices import Cut
+from harmony_ds.calls.taking import Kept
 from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
@@ -59,7 +60,7 @@ class RecordedCall:
 
     @property
     def entries(self) -> list[StashEntry]:
-        return [t for t in self.tensors if isinstance(t, StashEntry)]
+        return [t for t in self.tensors if type(t) is StashEntry]
 
     @property
     def writes(self) -> list[Writes]:
@@ -81,46 +82,21 @@ class RecordedCall:
             if output_gradient is not None:
                 output_gradient.propagated = True
 
-    def check_unwritten(self) -> None:
-        """Raises ModelError if what was kept of it, or a view that it gave, has been changed in place since."""
-        for kept in self.tensors:
-            kept.check()
-        for view in self.views:
-            view.check()
-
     def check(self, outputs: list[Tensor], name: str) -> None:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
 
         Raises:
             RecomputeError: it did not.
         """
-        whole = self.cut is None
-        given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
-        found = [
-            s and (o.dtype, o.shape if whole else None) for s, o in zip(self.output_gradients, outputs, strict=False)
-        ]
-        if len(outputs) != len(given) or found != given:
+        whole, pairs = self.cut is None, zip(self.output_gradients, outputs, strict=False)
+        alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
+        if len(outputs) != len(self.output_gradients) or not all(alike):
+            given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
+            found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
             raise RecomputeError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
                 f"recomputed, {found}: its outputs must depend on its arguments, on the attributes and buffers of its "
                 "modules and on random numbers alone."
-            )
-
-
-@dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
-class Kept:
-    """A tensor argument of `layer` that stays where it is, and its version when the layer was called."""
-
-    tensor: Tensor
-    version: int
-    layer: str
-
-    def check(self) -> None:
-        """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
-        if self.tensor._version != self.version:
-            raise ModelError(
-                f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
-                "be recomputed. Make the operation out of place."
             )
 
 

@@ -186,10 +186,25 @@ class Shape:
         """What those hold now."""
         return [Contents.of(branch, branch.original) for branch in self.mutable]
 
+    def alone(self) -> dict[int, int]:
+        """Trees that are nothing but a leaf, by the place of that leaf. For shapes in which nothing is mutable."""
+        found, place = {}, 0
+        for root, branch in enumerate(self.roots):
+            if branch is None:
+                found[place] = root
+            place += _leaves_of(branch)
+        return found
+
     def forget_originals(self) -> None:
         """Lets go of what was opened: others will change it, and it would keep what they put there."""
         for branch in self.mutable:
             branch.original = None
+
+
+def _leaves_of(branch: Branch | Same | None) -> int:
+    if branch is None:
+        return 1
+    return 0 if isinstance(branch, Same) else sum(map(_leaves_of, branch.children))
 
 
 @dataclass(slots=True, eq=False)  # not frozen: a dozen are made in each layer call, and that takes thrice as long

@@ -63,6 +63,8 @@ class ParameterLink:
         self._seen: int | None = None  # where memory is shared: a checksum of what somebody may have written into
         self._lent_out = False  # where memory is shared: somebody has its address
         self._touched = False  # somebody may have written into the parameter, and not into its master
+        self.is_settled = True
+        """Nothing of that waits to be looked at."""
 
     # ---- what the user does to the parameter itself
 
@@ -73,7 +75,7 @@ class ParameterLink:
             self._check_handed_out()
             self.owner.run_queued(f"{self.name} is about to be changed")
         self.owner.materialize(self.name)
-        self._touched = True
+        self._touched, self.is_settled = True, False
         if aliases and self._handed_out is None and self.owner.has_queued():
             self._handed_out = self._weight.clone()
 
@@ -126,7 +128,7 @@ class ParameterLink:
     def watch(self) -> None:
         """Where memory is shared: what is written into the parameter from now on is noticed."""
         if self.owner.is_shared() and self._seen is None:
-            self._seen = checksum(self._weight)
+            self._seen, self.is_settled = checksum(self._weight), False
 
     def check_unwritten(self) -> None:
         """Raises UnsupportedError if several processes have the parameter, and it was written into."""
@@ -215,6 +217,7 @@ class ParameterLink:
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
+        self.is_settled = True
         if self._handed_out is not None:
             self._check_handed_out()
         if self._seen is not None:

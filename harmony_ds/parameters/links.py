@@ -47,7 +47,8 @@ class ParameterLinks(Added):
     def settle(self) -> None:
         """Before weights are used: what was written into them by hand reaches their masters."""
         for link in self._links:
-            link.settle()
+            if not link.is_settled:
+                link.settle()
 
     def check_memory(self) -> None:
         """Before the first call of a step, and before what was called is run.

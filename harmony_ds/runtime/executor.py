@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.calls.checkpointing import passed_through
-from harmony_ds.calls.intercept import Autocast, is_between_layers
+from harmony_ds.calls.intercept import Autocast, Request, is_between_layers
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
 from harmony_ds.offload.host_optimizer import Hyper
@@ -29,7 +31,7 @@ from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.garbage import only_new_garbage
 from harmony_ds.runtime.gathered import GatheredGradients
-from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.lane import Lane, Turn
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
@@ -296,36 +298,38 @@ class Executor:
         return task.micro_batch in self._suspended and plan.packs[task.pack].positions[-1] == len(plan.calls) - 1
 
     def _forward(self, task: Task) -> None:
-        plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
-        pack = plan.packs[task.pack]
-        leaves = self._leaves(task.pack)
+        micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
-        lane = self._enter(micro_batch)
-        while lane.request is not None:
-            position = micro_batch.place(lane.request.layer, plan.calls)
-            if position > pack.positions[-1]:
-                return
-            number = micro_batch.pass_position(position)
-            given = (lane.request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
-            try:
-                if task.kind is TaskKind.FORWARD_FOR_GRAPH:
-                    outputs, call = self._parts.layer_calls.forward_for_graph(*given)
-                else:
-                    outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
-            except Exception as error:  # noqa: BLE001 - goes on to whoever can deal with it
-                lane.hand_over(error)
-                continue
-            if call is not None:
-                if not self._needs_backward[position]:  # it returned its input when it was measured
-                    raise OffPlanError
-                micro_batch.record(position, call)
-            if position == len(plan.calls) - 1 and self._suspends(task):
-                micro_batch.suspend(outputs)
-                return
-            lane.resume(outputs)
-            del outputs
-        micro_batch.finish()
+        self._enter(micro_batch).run_on(partial(self._answer_cut, task, micro_batch, leaves))
+        if micro_batch.has_ended:
+            micro_batch.finish()
+
+    def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
+        """What the model gets of a layer call that is cut from its graph."""
+        plan = self._plan
+        position = micro_batch.place(request.layer, plan.calls)
+        if position > plan.packs[task.pack].positions[-1]:
+            return Turn.LATER
+        number = micro_batch.pass_position(position)
+        given = (request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
+        if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+            outputs, call = self._parts.layer_calls.forward_for_graph(*given)
+        else:
+            outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
+        if call is not None:
+            if not self._needs_backward[position]:  # it returned its input when it was measured
+                raise OffPlanError
+            micro_batch.record(position, call)
+        if position == len(plan.calls) - 1 and self._suspends(task):
+            micro_batch.suspend(outputs)
+            return Turn.LATER
+        return outputs
+
+    def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
+        """What the model gets of a layer call that is part of its graph."""
+        micro_batch.pass_position(micro_batch.place(request.layer, self._plan.calls))
+        return self._parts.layer_calls.attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
@@ -334,16 +338,7 @@ class Executor:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
-            lane = self._enter(micro_batch)
-            while lane.request is not None:
-                micro_batch.pass_position(micro_batch.place(lane.request.layer, plan.calls))
-                try:
-                    outputs = self._parts.layer_calls.attached(lane.request, leaves)
-                except Exception as error:  # noqa: BLE001 - likewise
-                    lane.hand_over(error)
-                else:
-                    lane.resume(outputs)
-                    del outputs
+            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
         self.propagated = True
         micro_batch.propagate_loss()

@@ -1,22 +1,34 @@
 """One micro-batch's forward pass, suspended at layer calls.
 
 A lane is a greenlet: the model's own forward with a stack of its own, on the engine's thread. The engine resumes one lane
-at a time, and runs on when that lane comes to a layer call or to its end. Context variables are kept apart by greenlets
-themselves; what torch keeps for the thread (grad mode, autocast, modes, ...) is exchanged here (`thread_state`).
+at a time, and runs on when that lane comes to a layer call that is not to run yet, or to its end. Layer calls whose turn
+it is are answered where the model makes them. Context variables are kept apart by greenlets themselves; what torch keeps
+for the thread (grad mode, autocast, modes, ...) is exchanged here (`thread_state`).
 """
 
 from __future__ import annotations
 
 import contextvars
+import enum
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 
-from harmony_ds.calls.intercept import Autocast, Request, handled_by
+from harmony_ds.calls.intercept import Autocast, Handler, Request, handled_by
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import Own, ThreadState
+
+
+class Turn(enum.Enum):
+    """What the engine may say of a layer call instead of its outputs."""
+
+    LATER = enum.auto()
+
+
+Answer = Callable[[Request], Any]
+"""The outputs of a layer call, or `Turn.LATER`."""
 
 
 class LaneAborted(BaseException):
@@ -48,6 +60,11 @@ class Lane:
         self._autocast = autocast
         self._began: ThreadState | None = None
         self._own: Own | None = None  # what it has set, while it is suspended
+        self._answer: Answer | None = None  # while it is the turn of its calls
+        self._is_later = False  # what the answer to the call was that it waits at
+        self._engines: ThreadState | None = None  # while it runs: what the engine goes on with
+        self._outer: Handler | None = None  # likewise: who handles calls of the engine's own
+        self._failed: BaseException | None = None  # what came up in an answer, and is the engine's
         self._aborted = False
         self._greenlet = greenlet(_run)
         self._greenlet.gr_context = context or contextvars.copy_context()
@@ -56,6 +73,27 @@ class Lane:
     def finished(self) -> bool:
         """Whether it has come to its end, or was ended."""
         return bool(self._greenlet.dead)
+
+    def run_on(self, answer: Answer) -> None:
+        """Runs on while `answer` answers its layer calls: to one that is to wait, or to its end.
+
+        Raises:
+            BaseException: what `function` or `answer` raised.
+        """
+        self._answer, self._is_later = answer, False
+        try:
+            while self.request is not None and not self._is_later:
+                try:
+                    reply = answer(self.request)
+                except Exception as error:  # noqa: BLE001 - goes on to whoever can deal with it
+                    self.hand_over(error)
+                else:
+                    if reply is Turn.LATER:
+                        return
+                    self.resume(reply)
+                    del reply  # its memory
+        finally:
+            self._answer = None
 
     def resume(self, reply: Any = None) -> None:
         """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
@@ -88,11 +126,11 @@ class Lane:
             self._go_on(self._greenlet.throw, LaneAborted)
 
     def _go_on(self, switch: Callable[[Any], Any], value: Any) -> None:
-        engines = ThreadState(self._device)
+        engines = self._engines = ThreadState(self._device)
         self._began = self._began or engines
         self._greenlet.parent = getcurrent()
         try:
-            with handled_by(self):
+            with handled_by(self) as self._outer:
                 if self._own is not None:
                     self._own.again()
                 switch(value)
@@ -100,16 +138,35 @@ class Lane:
             if self.finished:
                 engines.follow(self._began)
             own = self._own = engines.restore()
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
         if own is not None and self.request is not None:
             self.request.around = own.around_layer
 
     # ---- in the greenlet
 
     def call(self, request: Request) -> Any:
-        """Suspends at a layer call and returns what the engine made of it."""
+        """Returns what the engine makes of a layer call: at once if it is its turn, else behind a suspension."""
         if self._aborted:
             raise LaneAborted
+        # Where the lane has set something of its own, the engine must not run in it.
+        if self._answer is not None and self._engines is not None and self._engines.is_now:
+            reply = self._answer_here(self._answer, request)
+            if reply is not Turn.LATER:
+                return reply
+            self._is_later = True
         self.request = request
+        return self._greenlet.parent.switch()
+
+    def _answer_here(self, answer: Answer, request: Request) -> Any:
+        try:
+            with handled_by(self._outer):
+                return answer(request)
+        except BaseException as error:
+            if id(error) in request.raised:
+                raise  # the model's code may know what to do about what the layer has raised
+            self._failed = error
         return self._greenlet.parent.switch()
 
 

@@ -137,6 +137,11 @@ class MicroBatch:
         """The call order has grown: `positions[p]` is where the call once at `p` is now."""
         self.calls = [(positions[place], call) for place, call in self.calls]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its forward pass has come to its end."""
+        return self.lane is not None and self.lane.finished
+
     def finish(self) -> None:
         """Takes the outputs off a lane that ran to its end."""
         assert self.lane is not None
@@ -144,6 +149,7 @@ class MicroBatch:
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.lane.close()
         self.lane = None
+        self.inter_layer.taking.forget()
         self.forwarded = True
 
     def lead_outside(self, inputs: list[Tensor]) -> None:
@@ -154,14 +160,18 @@ class MicroBatch:
 
     def propagate_loss(self) -> None:
         """Back from its outputs, which are kept no longer, through what came behind its last call."""
-        for _, call in self.calls:
-            call.check_unwritten()
+        self.check_unwritten()
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
             self.inter_layer.check_whole(loss)
             with backward_of_engine():
                 loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
+
+    def check_unwritten(self) -> None:
+        """Raises ModelError if what was kept of its calls, or a view that one gave, has been changed in place since."""
+        for kept in {kept for _, call in self.calls for kept in (*call.tensors, *call.views)}:
+            kept.check()
 
     def settle(self) -> None:
         """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""

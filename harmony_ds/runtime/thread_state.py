@@ -44,6 +44,11 @@ class ThreadState:
         self._device = device
         self._state = _read(device)
 
+    @property
+    def is_now(self) -> bool:
+        """Whether everything is as it was."""
+        return _read(self._device) == self._state
+
     def follow(self, began: ThreadState) -> None:
         """What a lane that is over has left of the process's own, and did not find when it `began`, stays."""
         now = _of_process()

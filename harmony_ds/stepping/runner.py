@@ -313,8 +313,7 @@ class Runner:
         self.check_hooks()
         for micro_batch in micro_batches:
             self._parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
-            for _, call in micro_batch.calls:
-                call.check_unwritten()
+            micro_batch.check_unwritten()
 
     def check_hooks(self) -> None:
         """Raises UnsupportedError if a hook of the user's would see a gradient in parts."""
