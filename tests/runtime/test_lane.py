@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
 
-from harmony_ds.calls.intercept import Autocast, Interception
+from harmony_ds.calls.intercept import Autocast, Interception, Request, is_between_layers
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.lane import Lane, Turn
 
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
 
@@ -127,6 +128,95 @@ def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
         with pytest.raises(NoLuckError, match="the engine's own"):
             lane.hand_over(NoLuckError("the engine's own"))
         assert not lane.finished
+
+
+class Answers:
+    """Answers of an engine, and where it was asked for them."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[int, bool]] = []
+        self.engines = getcurrent()
+
+    def __call__(self, request: Request) -> Any:
+        self.asked.append((request.layer, getcurrent() is self.engines))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def test_calls_whose_turn_it_is_are_answered_in_the_lane() -> None:
+    with model_and_lane(whole) as lane:
+        lane.resume()
+        answers = Answers(1.0, 2.0, 3.0)
+        lane.run_on(answers)
+        assert answers.asked == [(0, True), (1, False), (2, False)]  # the first one waited already
+        assert lane.finished and lane.result == 3.0
+
+
+def test_a_call_that_is_to_wait_is_asked_about_again_when_its_turn_comes_and_not_before() -> None:
+    with model_and_lane(whole) as lane:
+        lane.resume()
+        first = Answers(1.0, Turn.LATER)
+        lane.run_on(first)
+        assert [layer for layer, _ in first.asked] == [0, 1]
+        assert lane.request.layer == 1 and not lane.finished
+        second = Answers(Turn.LATER)
+        lane.run_on(second)
+        third = Answers(2.0, 3.0)
+        lane.run_on(third)
+        assert [layer for layer, _ in (*second.asked, *third.asked)] == [1, 1, 2]
+        assert lane.result == 3.0
+
+
+def second_failing(model: nn.Module) -> Any:
+    model[0](torch.ones(1, 2))
+    try:
+        return model[1](torch.ones(1, 2))
+    except Exception:  # noqa: BLE001 - a model that takes everything
+        return model[2](torch.ones(1, 2))
+
+
+def test_what_a_layer_raises_in_the_lane_is_the_models() -> None:
+    class Raised(Answers):
+        def __call__(self, request: Request) -> Any:
+            if request.layer == 1:
+                request.raised.append(id(self.answers[0]))
+            return super().__call__(request)
+
+    with model_and_lane(second_failing) as lane:
+        lane.resume()
+        answers = Raised(1.0, NoLuckError("in the layer"), 3.0)
+        lane.run_on(answers)
+        assert answers.asked == [(0, True), (1, False), (2, False)]
+        assert lane.result == 3.0
+
+
+@pytest.mark.parametrize("error", [NoLuckError("the engine's own"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_else_comes_up_in_the_lane_surfaces_past_the_models_handlers(error: BaseException) -> None:
+    with model_and_lane(second_failing) as lane:
+        lane.resume()
+        with pytest.raises(type(error)) as caught:
+            lane.run_on(Answers(1.0, error))
+        assert caught.value is error
+        assert not lane.finished
+        lane.close()
+        assert lane.finished and lane.result is None
+
+
+def test_calls_within_an_answer_are_the_engines() -> None:
+    """A layer that calls another one runs it as it always did."""
+    with model_and_lane(whole) as lane:
+        lane.resume()
+        nested: list[bool] = []
+
+        def answer(request: Request) -> Any:
+            nested.append(is_between_layers())
+            return torch.ones(1, 2)
+
+        lane.run_on(answer)
+        assert nested == [False, False, False]
 
 
 def test_keyboard_interrupts_surface_too() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import getcurrent
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.device import CpuDevice
 from harmony_ds.runtime.thread_state import ThreadState
 from tests.runtime.test_lane import model_and_lane
@@ -103,6 +104,29 @@ def test_what_a_lane_opens_around_a_layer_is_the_lanes_alone(context: Callable[[
         assert lane.finished
     assert state() == outside
     assert seen == [True, True, True]
+
+
+@each
+def test_the_engine_answers_in_a_lane_only_where_the_lane_has_set_nothing_of_its_own(
+    context: Callable[[], Any],
+) -> None:
+    outside, engines, found = state(), getcurrent(), []
+
+    def opening(model: nn.Module) -> None:
+        model[0](torch.empty(1, 2))
+        with context():
+            model[1](torch.empty(1, 2))
+        model[2](torch.empty(1, 2))
+
+    def answer(request: Request) -> Any:
+        found.append((getcurrent() is engines, state() == outside))
+        return torch.empty(1, 2)
+
+    with model_and_lane(opening) as lane:
+        lane.resume()
+        lane.run_on(answer)
+        assert lane.finished
+    assert found == [(True, True), (True, True), (False, True)]
 
 
 @pytest.mark.parametrize("names", [*product(CONTEXTS, CONTEXTS)], ids="-".join)
