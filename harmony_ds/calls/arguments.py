@@ -58,13 +58,13 @@ class Arguments:
         return tuple(values[: self.positional]), kwargs, values[named:], made
 
     @property
-    def are_plain(self) -> bool:
-        """Whether there is nothing among them that a layer could write into, but tensors."""
+    def are_fixed(self) -> bool:
+        """Whether there is nothing among them that anybody could write into but tensors, and nothing beside them."""
         named = self.positional + len(self.keywords)
-        return not (self.shape.mutable or self.caches or self.collects) and named == len(self.shape.roots)
+        return named == len(self.shape.roots) and not self.collects and self.shape.is_fixed
 
     def roots(self) -> list[int | None]:
-        """Per tensor: which argument it is; None: it is a part of one, or it is several. For plain arguments."""
+        """Per tensor: which argument it is; None: it is a part of one, or it is several. For fixed arguments."""
         alone = self.shape.alone()
         return [alone.get(places[0]) if len(places) == 1 else None for places in self.places]
 

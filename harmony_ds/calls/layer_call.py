@@ -373,7 +373,7 @@ class LayerCalls:
         inputs: list[Any] = [None] * len(tensors)
         for place, tensor in enumerate(tensors):
             one = kept[place]
-            if one is None or tensor.requires_grad or one.version != tensor._version:
+            if one is None or not one.still_is(tensor):
                 one = kept[place] = self._keep(tensor, name)
             inputs[place] = one.tensor if type(one) is Kept else tensor.detach()
         return kept, inputs
@@ -383,7 +383,7 @@ class LayerCalls:
         # position ids, rotary tables) is small and taken by every layer.
         if tensor.requires_grad:
             return self._stash.put(tensor, name)
-        return Kept(tensor.detach(), tensor._version, name)
+        return Kept.of(tensor, name)
 
     def _tensors(self, call: RecordedCall) -> list[Tensor]:
         """What the call is run again over."""

@@ -15,20 +15,37 @@ from torch import Tensor
 from harmony_ds.calls.arguments import Arguments, Often, collects, take_tensors
 from harmony_ds.calls.caches import without_unknown
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.own_memory import memory
 from harmony_ds.errors import ModelError
 
 
 @dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
 class Kept:
-    """A tensor argument of `layer` that stays where it is, and its version when the layer was called."""
+    """A tensor argument of `layer` that stays where it is, and its version and its memory when the layer was called.
+
+    Attributes:
+        tensor: an alias of the argument, which layers are run over.
+    """
 
     tensor: Tensor
     version: int
     layer: str
+    memory: int | None
+
+    @staticmethod
+    def of(tensor: Tensor, layer: str) -> Kept:
+        """`tensor`, as it is now."""
+        return Kept(tensor.detach(), tensor._version, layer, memory(tensor))
+
+    def still_is(self, tensor: Tensor) -> bool:
+        """Whether an alias of `tensor`, of which it was one, would be the same now."""
+        if tensor.requires_grad or tensor._version != self.version:
+            return False
+        return self.memory is not None and self.tensor.is_set_to(tensor)  # tensor.data = ... changes no version
 
     def check(self) -> None:
         """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
-        if self.tensor._version != self.version:
+        if self.tensor._version != self.version or memory(self.tensor) != self.memory:
             raise ModelError(
                 f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
                 "be recomputed. Make the operation out of place."
@@ -67,7 +84,7 @@ class Taking:
 
     def remember(self, request: Request, given: Given, kept: Sequence[object]) -> None:
         """`kept` of a call is kept until its backward pass; calls that come may be given the same."""
-        if not given.kept and given.tensors and given.arguments.are_plain and without_unknown(request) is request:
+        if not given.kept and given.tensors and given.arguments.are_fixed and without_unknown(request) is request:
             self._alike = _Alike.of(request, given, [one if isinstance(one, Kept) else None for one in kept])
 
     def forget(self) -> None:

@@ -186,8 +186,13 @@ class Shape:
         """What those hold now."""
         return [Contents.of(branch, branch.original) for branch in self.mutable]
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the trees that were opened are tuples alone: nobody can put anything else into them."""
+        return all(map(_is_fixed, self.roots))
+
     def alone(self) -> dict[int, int]:
-        """Trees that are nothing but a leaf, by the place of that leaf. For shapes in which nothing is mutable."""
+        """Trees that are nothing but a leaf, by the place of that leaf. For shapes that are fixed."""
         found, place = {}, 0
         for root, branch in enumerate(self.roots):
             if branch is None:
@@ -199,6 +204,12 @@ class Shape:
         """Lets go of what was opened: others will change it, and it would keep what they put there."""
         for branch in self.mutable:
             branch.original = None
+
+
+def _is_fixed(branch: Branch | Same | None) -> bool:
+    return branch is None or (
+        isinstance(branch, Branch) and branch.opener is _TUPLE and all(map(_is_fixed, branch.children))
+    )
 
 
 def _leaves_of(branch: Branch | Same | None) -> int:

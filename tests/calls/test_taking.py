@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import harmony_ds
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.taking import Given, Kept, Taking
+from harmony_ds.errors import ModelError
 
 WIDTH = 4
 
@@ -24,7 +26,7 @@ def request(*args: Any, **kwargs: Any) -> Request:
 
 def kept_of(given: Given) -> list[object]:
     """As a layer call would keep it: what needs a gradient elsewhere."""
-    return [object() if t.requires_grad else Kept(t.detach(), t._version, "layer") for t in given.tensors]
+    return [object() if t.requires_grad else Kept.of(t, "layer") for t in given.tensors]
 
 
 def taken(taking: Taking, call: Request) -> Given:
@@ -100,8 +102,8 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize(
     "arguments",
-    [([MASK],), ({"mask": MASK},), (Pair(MASK, []),), ((hidden(), MASK),)],
-    ids=["list", "dictionary", "list in a tuple", "gradient in a tuple"],
+    [([MASK],), ({"mask": MASK},), (Pair(MASK, []),), (BaseModelOutput(last_hidden_state=MASK),), ((hidden(), MASK),)],
+    ids=["list", "dictionary", "list in a tuple", "registered with torch", "gradient in a tuple"],
 )
 def test_what_a_layer_may_write_into_or_has_a_gradient_in_it_is_not_shared(arguments: tuple[Any, ...]) -> None:
     taking = Taking()
@@ -125,6 +127,26 @@ def test_nothing_is_known_once_no_more_calls_come() -> None:
     assert not taking.take(request(hidden(), MASK)).kept
 
 
+def test_a_tensor_whose_memory_was_exchanged_is_another() -> None:
+    mask = MASK.clone()
+    kept = Kept.of(mask, "layer")
+    assert kept.still_is(mask)
+    mask.data = OTHER.clone()
+    assert not kept.still_is(mask)
+    kept.check()  # what it was given is there
+    kept.tensor.data = OTHER.clone()
+    with pytest.raises(ModelError, match="changed in place"):
+        kept.check()
+
+
+@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t.requires_grad_(), lambda t: t.unsqueeze_(0)])
+def test_a_tensor_that_was_changed_is_another(change: Callable[[Tensor], object]) -> None:
+    mask = MASK.clone()
+    kept = Kept.of(mask, "layer")
+    change(mask)
+    assert not kept.still_is(mask)
+
+
 # ---- in training
 
 
@@ -135,7 +157,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, tables: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
         cos, sin = tables
-        return x + torch.tanh(self.inner(x * cos + sin)) * mask * scale
+        return x + torch.tanh(self.inner(x * cos + sin) + mask) * scale  # sums save nothing for backward
 
 
 class Net(nn.Module):
@@ -156,11 +178,23 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+def put_data(tensor: Tensor, number: int, size: int = WIDTH) -> Tensor:
+    tensor.data = torch.full((size,), float(number))
+    return tensor
+
+
 GIVEN: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
     "the same": lambda number, given: given,
     "another mask": lambda number, given: {**given, "mask": given["mask"] + number},
     "masks by turns": lambda number, given: {**given, "mask": given["tables"][number % 2]},
     "another table": lambda number, given: {**given, "tables": (given["tables"][0], given["mask"] + number)},
+    "another memory": lambda number, given: {**given, "mask": put_data(given["mask"], number)},
+    "another shape": lambda number, given: {**given, "mask": put_data(given["mask"], number, size=1)},
+    "another memory in a tuple": lambda number, given: {
+        **given,
+        "tables": (given["tables"][0], put_data(given["tables"][1], number)),
+    },
+    "the same tuple over other memory": lambda number, given: [given, put_data(given["tables"][1], number)][0],
     "another flag": lambda number, given: {**given, "scale": 1.0 + number},
     "another order": lambda number, given: dict(reversed(given.items())) if number % 2 else given,
 }
