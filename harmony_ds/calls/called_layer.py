@@ -17,7 +17,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import ParameterMemory
 from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
-from harmony_ds.calls.trees import changed, flatten_all, unflatten_all
+from harmony_ds.calls.trees import Contents, changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import Leaves
 
@@ -102,6 +102,8 @@ class CalledLayer:
         tracked = inputs if request.grad else []  # those of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         before = versions(self.buffered) if self.buffered else []
+        collected: dict[str, list[Any]] = {}
+        left: list[Any] = []
         with self.parameters.installed(copies):
             if self.places or call.arguments.caches or call.arguments.collects:
                 with (
@@ -111,21 +113,15 @@ class CalledLayer:
                 ):
                     result = request.run(args, kwargs)
             else:  # as most are: no contexts for each
-                result, left, collected = request.run(args, kwargs), [], {}
+                result = request.run(args, kwargs)
         if self.buffered:
             self._look_at_buffers(before)
         if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
-            return Outcome(inputs, leaves, shape, [], [], left)
-        written = changed(made)
-        same = {id(one.value): one.branch.original for one in made}
+            return Outcome(inputs, leaves, shape, [], [])
         nodes = dict.fromkeys(ends, node)
         altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
-        # Views: the tensors themselves may be among the results, as what the caller gave.
-        views = [inputs[p].view_as(inputs[p]) for p in altered]
-        beside = (collected, [one.children for one in written], left, views)
-        leaves, shape = flatten_all((result, *beside) if any(beside) else (result,), same)
-        return Outcome(inputs, leaves, shape, written, altered, left)
+        return _outcome_of(result, inputs, made, altered, collected, left)
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""
@@ -153,3 +149,21 @@ class CalledLayer:
         give_back(call.request, collected, outcome.written, values)
         write_all(self.places, left)
         return result
+
+
+def _outcome_of(
+    result: Any,
+    inputs: list[Tensor],
+    made: list[Contents],
+    altered: list[int],
+    collected: dict[str, list[Any]],
+    left: list[Any],
+) -> Outcome:
+    """The outcome of a run that may have left something beside its result."""
+    written = changed(made)
+    same = {id(one.value): one.branch.original for one in made}
+    # Views: the tensors themselves may be among the results, as what the caller gave.
+    views = [inputs[place].view_as(inputs[place]) for place in altered]
+    beside = (collected, [one.children for one in written], left, views)
+    leaves, shape = flatten_all((result, *beside) if any(beside) else (result,), same)
+    return Outcome(inputs, leaves, shape, written, altered, left)

@@ -6,7 +6,6 @@ required, and the recomputation must give the same bits.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,19 +14,14 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
-from harmony_ds.calls.boundary import (
-    GradientTarget,
-    InterLayerGraph,
-    OutputGradient,
-    cut,
-    propagate,
-)
+from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph, propagate
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.own_memory import apart, may_overlap, memory, memory_of, taken_apart
+from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
+from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
 from harmony_ds.calls.places import Place, Places, held, read_all, same
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Outcome, RecordedCall, Trial, View
@@ -200,8 +194,8 @@ class LayerCalls:
     ) -> Any:
         """What the model gets of a call that has run."""
         layer = self._layers[call.request.layer]
-        leaves, lie_in = _cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
-        call.views = [View(layer.name, leaf) for leaf in _lie_elsewhere_too(outcome, leaves, lie_in)]
+        leaves, lie_in = cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        call.views = [View(layer.name, leaf) for leaf in lie_elsewhere_too(outcome, leaves, lie_in)]
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         if call.arguments.collects:
             forget_collected(call.request)
@@ -461,76 +455,3 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
         handed = reference()
         if handed is not None:
             handed.grad = call.watched[place].grad
-
-
-def _cut_outputs(
-    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int], inter_layer: InterLayerGraph
-) -> tuple[list[Any], dict[int, int | None]]:
-    """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
-
-    Args:
-        own: memory of the parameters, which will be evicted: outputs that lie in it are copied.
-
-    Returns:
-        The leaves, and the memory that each of those lies in that was cut, by place.
-    """
-    leaves = list(outcome.leaves)
-    lie_in: dict[int, int | None] = {}
-    output_gradients: list[OutputGradient] = []
-    first_of: dict[int, int] = {}
-    again: list[tuple[int, int]] = []
-    for place, leaf in enumerate(outcome.leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        output_gradient = None
-        source = _source_of(leaf, outcome.inputs, sources)
-        if source is not None:
-            leaves[place] = source
-        elif first_of.setdefault(id(leaf), place) != place:
-            again.append((place, first_of[id(leaf)]))
-        else:
-            lies_in = memory(leaf)
-            leaves[place] = leaf.detach() if lies_in not in own else apart(leaf.detach())
-            if leaf.requires_grad:
-                output_gradient = OutputGradient(call.number, leaf, inter_layer.origin)
-                output_gradients.append(output_gradient)
-                lie_in[place] = lies_in if lies_in not in own else None
-        call.output_gradients.append(output_gradient)
-    for place, tensor in zip(lie_in, cut([leaves[p] for p in lie_in], output_gradients), strict=True):
-        leaves[place] = tensor
-        if outcome.leaves[place].retains_grad:
-            number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
-            call.retained.append((number, weakref.ref(tensor)))
-    for place, first in again:
-        leaves[place] = leaves[first]
-    return leaves, lie_in
-
-
-def _source_of(leaf: Tensor, inputs: list[Tensor], sources: list[Tensor]) -> Tensor | None:
-    """What the model gave for `leaf`, if that is an input."""
-    for place, tensor in enumerate(inputs):
-        if tensor is leaf:
-            return sources[place]
-    return None
-
-
-def _lie_elsewhere_too(outcome: Outcome, leaves: list[Any], lie_in: dict[int, int | None]) -> list[Tensor]:
-    """Those of the outputs `leaves`, which lie in memory of their own unless `lie_in` says where, that share elements with
-    another, or memory with an input: the graph is cut behind each, and where one is written to in place the other's
-    gradient does not know of it. Inputs that the layer has written to are no longer what they were.
-    """
-    memories = list(lie_in.values())
-    if not memories:
-        return []
-    of_inputs = memory_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
-    if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # as most are
-        return []
-    return [
-        leaves[place]
-        for place, own in lie_in.items()
-        if own in of_inputs
-        or any(
-            own is not None and other == own and o != place and may_overlap(leaves[o], leaves[place])
-            for o, other in lie_in.items()
-        )
-    ]

@@ -21,7 +21,7 @@ from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_uns
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
 from harmony_ds.calls.own_backward import guarded_forward
-from harmony_ds.calls.places import Absent, Noted, Place
+from harmony_ds.calls.places import Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.recorded_call import InputChangedError, Writes
 from harmony_ds.calls.trees import flatten, tensors_in
@@ -29,13 +29,12 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
-from harmony_ds.measuring.thread_locals import ThreadLocals
+from harmony_ds.measuring.thread_locals import ATOMS, ThreadLocals
 from harmony_ds.offload.residency import DeviceCopy
 
 _Buffer = tuple[nn.Module, str]
 _ATTEMPTS = 8
 _BETWEEN = -1
-_ATOMS = (bool, int, float, str, bytes, type(None), Absent)
 
 
 class Rehearsal(Passes):
@@ -294,7 +293,7 @@ class Rehearsal(Passes):
     def _is_in_order(self, place: Place, prints: _Prints) -> bool:
         """Whether a value is one layer's own, which comes to each micro-batch in turn."""
         owners = [layer for layer in self._modules if self._owns(layer, place)]
-        return self._is_one_call(owners) and all(isinstance(v, _ATOMS) for v in prints.attributes[place].leaves)
+        return self._is_one_call(owners) and all(isinstance(v, ATOMS) for v in prints.attributes[place].leaves)
 
     def _owns(self, layer: int, place: Place) -> bool:
         return place in self._own[layer] or place.module in self._known[layer]
@@ -401,7 +400,7 @@ class _Prints:
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _equal(a, b)
-    return type(a) is type(b) and (not isinstance(a, _ATOMS) or a == b)
+    return type(a) is type(b) and (not isinstance(a, ATOMS) or a == b)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

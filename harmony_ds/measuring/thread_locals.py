@@ -17,7 +17,7 @@ from harmony_ds.calls.places import Absent
 from harmony_ds.calls.trees import flatten
 from harmony_ds.errors import RecomputeError
 
-_ATOMS = (bool, int, float, str, bytes, type(None), Absent)
+ATOMS = (bool, int, float, str, bytes, type(None), Absent)
 _OWN_AFFAIR = frozenset({"torch", "numpy", "harmony_ds", "greenlet", *sys.stdlib_module_names})
 """Packages whose thread-local variables no micro-batch finds another's in, or are exchanged by name."""
 
@@ -73,12 +73,12 @@ def _of_libraries(_modules: int) -> tuple[_Local, ...]:
 
 def _held(local: threading.local) -> list[Any]:
     """Numbers, texts and tensors."""
-    return [leaf for leaf in flatten(vars(local))[0] if isinstance(leaf, (Tensor, *_ATOMS))]
+    return [leaf for leaf in flatten(vars(local))[0] if isinstance(leaf, (Tensor, *ATOMS))]
 
 
 def _differ(before: list[Any], now: list[Any]) -> bool:
     return len(before) != len(now) or not all(
-        a is b or (type(a) in _ATOMS and a == b) for a, b in zip(before, now, strict=True)
+        a is b or (type(a) in ATOMS and a == b) for a, b in zip(before, now, strict=True)
     )
 
 
