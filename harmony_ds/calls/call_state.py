@@ -216,6 +216,10 @@ class CallStates:
             self._advanced |= advanced
             self._look()
 
+    def is_in_place(self, state: CallState | None) -> bool:
+        """Whether what `state` saw is there anyway."""
+        return state is None or state is self._newest or not self._own(state)
+
     @contextmanager
     def entered(self, state: CallState | None) -> Iterator[None]:
         """What `state` saw, in place while open.
@@ -223,10 +227,10 @@ class CallStates:
         Raises:
             CallChangedError: what runs changes a value that the user changes as well.
         """
-        own = {} if state is None or state is self._newest else self._own(state)
-        if not own:
+        if state is None or self.is_in_place(state):
             yield
             return
+        own = self._own(state)
         with held(tuple(own), tuple(own.values())) as left:
             yield
         for place, value in zip(own, left, strict=True):

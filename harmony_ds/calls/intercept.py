@@ -99,7 +99,7 @@ class Request:
                 nullcontext() if self.around is None else self.around(),
             ):
                 return self.context.run(self.forward, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             self.raised.append(id(error))
             raise
 

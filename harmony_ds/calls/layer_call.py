@@ -29,7 +29,7 @@ from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.taking import Given, Kept
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import CallChangedError, ModelError
+from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
 from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
@@ -269,10 +269,8 @@ class LayerCalls:
         Args:
             gather: called between the slices of a call that is cut: adds up what has reached `copies`.
         """
-        gradients = [
-            output_gradient.take() if output_gradient is not None else None for output_gradient in call.output_gradients
-        ]
-        if all(gradient is None for gradient in gradients):
+        gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
+        if not [gradient for gradient in gradients if gradient is not None]:
             self.forget(call)
             return False
         layer = self._layers[call.request.layer]
@@ -307,11 +305,14 @@ class LayerCalls:
                     replay(call.states[min(number, len(call.states) - 1)])
                     _run_again(layer, call, own, copies, targets)
                     _propagate(call, given)
-            else:
-                replay(call.states[0])
-                left = _run_again(layer, call, self._tensors(call), copies, call.targets)
-                with _as_left(layer.places, left) if left else _NOTHING:
-                    _propagate(call, gradients)
+                return
+            replay(call.states[0])
+            left = _run_again(layer, call, self._tensors(call), copies, call.targets)
+            if not left:  # as mostly
+                _propagate(call, gradients)
+                return
+            with _as_left(layer.places, left):
+                _propagate(call, gradients)
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> None:
         """Runs the call again, whole, and keeps its graph for `backward`."""
@@ -369,10 +370,16 @@ class LayerCalls:
             one = kept[place]
             if one is None or not one.still_is(tensor):
                 one = kept[place] = self._keep(tensor, name)
-            inputs[place] = one.tensor if type(one) is Kept else tensor.detach()
+            inputs[place] = one.to_run_over() if type(one) is Kept else tensor.detach()
         return kept, inputs
 
     def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"layer {name} is given a tensor of layout {tensor.layout}, whose memory the engine cannot keep for the "
+                "layer's backward pass. Give it a dense one, or the parts of a sparse one (indices and values), and put "
+                "them together in the layer's forward."
+            )
         # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
         # position ids, rotary tables) is small and taken by every layer.
         if tensor.requires_grad:
@@ -384,17 +391,15 @@ class LayerCalls:
         layer = self._layers[call.request.layer]
         tensors: list[Any] = [None] * len(call.tensors)
         for place, kept in enumerate(call.tensors):
-            if type(kept) is Kept and kept.tensor._version == kept.version:  # as most are
-                tensors[place] = kept.tensor
-            else:
-                tensors[place] = self._tensor(kept)
+            tensors[place] = self._tensor(kept)
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
     def _tensor(self, kept: StashEntry | Kept) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
-        kept.check()
-        return kept.tensor
+        if kept.tensor._version != kept.version:
+            kept.check()
+        return kept.to_run_over()
 
     def forget(self, call: RecordedCall) -> None:
         """Gives up what is kept of `call`: nobody will propagate through it."""
@@ -445,12 +450,12 @@ def _as_left(places: Places, left: Sequence[Any]) -> Iterator[None]:
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
     """Through the graph that was kept, from the gradients of its outputs."""
-    pairs = [
-        (edge, gradient)
-        for edge, gradient in zip(call.graph, gradients, strict=True)
-        if edge is not None and gradient is not None
-    ]
-    propagate([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    edges, arrived = [], []
+    for edge, gradient in zip(call.graph, gradients, strict=True):
+        if edge is not None and gradient is not None:
+            edges.append(edge)
+            arrived.append(gradient)
+    propagate(edges, arrived)
     for place, reference in call.retained:
         handed = reference()
         if handed is not None:

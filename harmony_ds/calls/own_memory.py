@@ -36,12 +36,14 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int | None:
-    """Which memory a tensor lies in; None for what has none (a phantom)."""
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+    """Which memory a tensor lies in; None for what has none of its own (a phantom, a sparse tensor)."""
+    has_any = tensor.layout is torch.strided and torch._C._has_storage(tensor)
+    own: int | None = tensor.untyped_storage()._cdata if has_any else None
+    return own
 
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided and torch._C._has_storage(t)}
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:

@@ -74,7 +74,8 @@ class RecordedCall:
             get_gradient_edge(output) if target is not None and output.requires_grad else None
             for output, target in zip(outputs, self.output_gradients, strict=True)
         ]
-        self.watched = {place: outputs[place] for place, _ in self.retained}
+        if self.retained:
+            self.watched = {place: outputs[place] for place, _ in self.retained}
 
     def propagated(self) -> None:
         """From now on, a gradient of an output is an error."""

@@ -37,6 +37,13 @@ class Kept:
         """`tensor`, as it is now."""
         return Kept(tensor.detach(), tensor._version, layer, memory(tensor))
 
+    def to_run_over(self) -> Tensor:
+        """What a layer is run over: the same alias for all, unless a layer has left something on it."""
+        tensor = self.tensor
+        if tensor.requires_grad or tensor.grad is not None or tensor.__dict__:
+            tensor = self.tensor = tensor.detach()
+        return tensor
+
     def still_is(self, tensor: Tensor) -> bool:
         """Whether an alias of `tensor`, of which it was one, would be the same now."""
         if tensor.requires_grad or tensor._version != self.version:

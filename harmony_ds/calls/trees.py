@@ -207,9 +207,11 @@ class Shape:
 
 
 def _is_fixed(branch: Branch | Same | None) -> bool:
-    return branch is None or (
-        isinstance(branch, Branch) and branch.opener is _TUPLE and all(map(_is_fixed, branch.children))
-    )
+    if branch is None:
+        return True
+    if isinstance(branch, Same) or branch.opener is not _TUPLE or branch.cls.__dictoffset__:
+        return False
+    return all(map(_is_fixed, branch.children))
 
 
 def _leaves_of(branch: Branch | Same | None) -> int:

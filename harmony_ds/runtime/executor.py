@@ -13,8 +13,7 @@ UPDATE         updater.update                 UPDATE_ON_DEVICE   device_store.up
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -142,8 +141,11 @@ class Executor:
         for task, nbytes in tasks:
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                with parts.timeline.task(task), self._as_called(task):
-                    self._handlers[task.kind](task)
+                if parts.timeline.is_recording:
+                    with parts.timeline.task(task):
+                        self._handle(task)
+                else:
+                    self._handle(task)
             finally:
                 parts.device.discharge(nbytes)
             self._done += 1
@@ -197,18 +199,23 @@ class Executor:
             self._free(next(iter(self._leaving)))
         self._parts.stash.abandon()
 
-    @contextmanager
-    def _as_called(self, task: Task) -> Iterator[None]:
-        """What the calls of a micro-batch saw, around its tasks."""
+    def _handle(self, task: Task) -> None:
+        """A task, and what the calls of its micro-batch saw around it."""
+        handler, calls = self._handlers[task.kind], self._parts.calls
         if task.micro_batch < 0:
-            yield
+            handler(task)
             return
         micro_batch = self._at_work = self._micro_batches[task.micro_batch]
+        state, autocast = micro_batch.state, micro_batch.backward_autocast
         micro_batch.at_work = True
         try:
-            with self._parts.calls.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-                yield
+            if calls.is_in_place(state) and (autocast is None or not autocast.matters):  # as it mostly is
+                handler(task)
                 self._parts.random.check_order()
+            else:
+                with calls.entered(state), Autocast.entered(autocast):
+                    handler(task)
+                    self._parts.random.check_order()
         finally:
             micro_batch.at_work, self._at_work = False, None
 

@@ -85,7 +85,7 @@ class Lane:
             while self.request is not None and not self._is_later:
                 try:
                     reply = answer(self.request)
-                except Exception as error:  # noqa: BLE001 - goes on to whoever can deal with it
+                except BaseException as error:  # noqa: BLE001 - goes on to whoever can deal with it
                     self.hand_over(error)
                 else:
                     if reply is Turn.LATER:
@@ -104,7 +104,7 @@ class Lane:
         self.request = None
         self._go_on(self._greenlet.switch, reply if self._greenlet else self)
 
-    def hand_over(self, error: Exception) -> None:
+    def hand_over(self, error: BaseException) -> None:
         """As `resume`, where `error` came up in the layer call that it waits at: the model's code may know what to do about
         what the layer has raised. Whatever else came up is raised here.
         """
@@ -152,14 +152,14 @@ class Lane:
             raise LaneAborted
         # Where the lane has set something of its own, the engine must not run in it.
         if self._answer is not None and self._engines is not None and self._engines.is_now:
-            reply = self._answer_here(self._answer, request)
+            reply = self._answer_here(self._answer, request, self._engines)
             if reply is not Turn.LATER:
                 return reply
             self._is_later = True
         self.request = request
         return self._greenlet.parent.switch()
 
-    def _answer_here(self, answer: Answer, request: Request) -> Any:
+    def _answer_here(self, answer: Answer, request: Request, engines: ThreadState) -> Any:
         try:
             with handled_by(self._outer):
                 return answer(request)
@@ -167,6 +167,8 @@ class Lane:
             if id(error) in request.raised:
                 raise  # the model's code may know what to do about what the layer has raised
             self._failed = error
+        finally:
+            engines.adopt()  # what a layer leaves set (grad mode, a switch) is set for whatever comes next
         return self._greenlet.parent.switch()
 
 

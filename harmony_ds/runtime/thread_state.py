@@ -49,6 +49,10 @@ class ThreadState:
         """Whether everything is as it was."""
         return _read(self._device) == self._state
 
+    def adopt(self) -> None:
+        """From now on, as it is now."""
+        self._state = _read(self._device)
+
     def follow(self, began: ThreadState) -> None:
         """What a lane that is over has left of the process's own, and did not find when it `began`, stays."""
         now = _of_process()

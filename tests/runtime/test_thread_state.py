@@ -129,6 +129,26 @@ def test_the_engine_answers_in_a_lane_only_where_the_lane_has_set_nothing_of_its
     assert found == [(True, True), (True, True), (False, True)]
 
 
+def test_what_a_layer_leaves_set_is_there_for_what_comes_behind_it() -> None:
+    outside, found = state(), []
+
+    def opening(model: nn.Module) -> None:
+        for layer in model:  # type: ignore[union-attr]
+            layer(torch.empty(1, 2))
+            found.append(torch.is_grad_enabled())
+
+    def answer(request: Request) -> Any:
+        found.append(request.grad)
+        torch.set_grad_enabled(request.layer != 0)
+        return torch.empty(1, 2)
+
+    with model_and_lane(opening) as lane:
+        lane.resume()
+        lane.run_on(answer)
+    assert found == [True, False, False, True, True, True]
+    assert state() == outside
+
+
 @pytest.mark.parametrize("names", [*product(CONTEXTS, CONTEXTS)], ids="-".join)
 def test_several_contexts_are_put_back_in_their_order(names: tuple[str, str]) -> None:
     if {*names} == {"saved tensors", "no saved tensors"}:
