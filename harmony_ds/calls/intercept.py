@@ -75,6 +75,7 @@ class Request:
         autocast: the caller's autocast.
         around: a context that it runs in, if the caller has opened modes or set switches of torch's around it.
         raised: the ids of what the layer's forward has raised. (Itself would keep the request, by its traceback.)
+        left_grad: the grad modes that runs of the layer's forward have left where they had found another.
     """
 
     layer: int
@@ -86,28 +87,37 @@ class Request:
     autocast: Autocast | None
     around: Callable[[], AbstractContextManager[None]] | None = None
     raised: list[int] = field(default_factory=list)
+    left_grad: list[bool] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
+        same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
+        if same and self.around is None:  # as it mostly is
+            return self._run(args, kwargs)
+        with (
+            torch.set_grad_enabled(self.grad),
+            Autocast.entered(self.autocast),
+            nullcontext() if self.around is None else self.around(),
+        ):
+            return self._run(args, kwargs)
+
+    def _run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
-            same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
-            if same and self.around is None:  # as it mostly is
-                return self.context.run(self.forward, *args, **kwargs)
-            with (
-                torch.set_grad_enabled(self.grad),
-                Autocast.entered(self.autocast),
-                nullcontext() if self.around is None else self.around(),
-            ):
-                return self.context.run(self.forward, *args, **kwargs)
+            return self.context.run(self.forward, *args, **kwargs)
         except BaseException as error:
             self.raised.append(id(error))
             raise
+        finally:
+            grad = torch.is_grad_enabled()
+            if grad is not self.grad:
+                self.left_grad.append(grad)
+                torch._C._set_grad_enabled(self.grad)
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
-        return Request(
-            self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.around, self.raised
-        )
+        kept = Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.around)
+        kept.raised, kept.left_grad = self.raised, self.left_grad
+        return kept
 
 
 class Handler(Protocol):
@@ -178,17 +188,14 @@ class InterceptedForward(Added):
         refuse_transforms(f"layer {self._layer.name} is called", _IN_A_LAYER)
         if torch.is_grad_enabled():
             check_saved_tensors(f"the call of layer {self._layer.name}")
-        return handler.call(
-            Request(
-                self._layer.index,
-                self._handled,
-                args,
-                kwargs,
-                contextvars.copy_context(),
-                torch.is_grad_enabled(),
-                Autocast.current(handler.device_type),
-            )
-        )
+        autocast = Autocast.current(handler.device_type)
+        context, grad = contextvars.copy_context(), torch.is_grad_enabled()
+        request = Request(self._layer.index, self._handled, args, kwargs, context, grad, autocast)
+        try:
+            return handler.call(request)
+        finally:
+            if request.left_grad:
+                torch._C._set_grad_enabled(request.left_grad[-1])
 
     def _refuse_in_backward(self) -> None:
         """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""

@@ -168,7 +168,7 @@ class Lane:
                 raise  # the model's code may know what to do about what the layer has raised
             self._failed = error
         finally:
-            engines.adopt()  # what a layer leaves set (grad mode, a switch) is set for whatever comes next
+            engines.follow()  # a switch that a layer leaves set is set for whatever comes next
         return self._greenlet.parent.switch()
 
 

@@ -49,14 +49,10 @@ class ThreadState:
         """Whether everything is as it was."""
         return _read(self._device) == self._state
 
-    def adopt(self) -> None:
-        """From now on, as it is now."""
-        self._state = _read(self._device)
-
-    def follow(self, began: ThreadState) -> None:
-        """What a lane that is over has left of the process's own, and did not find when it `began`, stays."""
+    def follow(self, began: ThreadState | None = None) -> None:
+        """What is otherwise now of the process's own, and was when a lane `began`, stays."""
         now = _of_process()
-        if now != began._state[-2]:
+        if now != (began or self)._state[-2]:
             self._state = (*self._state[:-2], now, self._state[-1])
 
     def restore(self) -> Own | None:
