@@ -217,12 +217,14 @@ class ParameterLink:
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        self.is_settled = True
+        # What somebody keeps of it may be written into at any time, and the master has to follow.
+        kept = self._apart is not None and self.is_held
+        self.is_settled = not kept
         if self._handed_out is not None:
             self._check_handed_out()
         if self._seen is not None:
             self.check_unwritten()
-        if self._touched:
+        if self._touched or kept:
             self._touched = False
             if self._apart is not None and not self.owner.is_shared():
                 self.owner.finish()  # the master, too, may be newer on the device

@@ -1,4 +1,4 @@
-"""One micro-batch's forward pass, suspended at layer calls.
+"""One micro-batch's forward pass, suspended at layer calls that are not to run yet.
 
 A lane is a greenlet: the model's own forward with a stack of its own, on the engine's thread. The engine resumes one lane
 at a time, and runs on when that lane comes to a layer call that is not to run yet, or to its end. Layer calls whose turn

@@ -127,6 +127,30 @@ def test_parameters_kept_from_before_a_step_show_its_update() -> None:
             assert all(torch.equal(p, q) for p, q in zip(kept, plain.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("harmony", HARMONY)
+@pytest.mark.parametrize(
+    "keep",
+    [lambda model: model.head.weight.data, lambda model: model.state_dict()["head.weight"]],
+    ids=["data", "state dict"],
+)
+def test_in_bf16_the_master_follows_what_is_written_into_memory_that_was_kept(
+    keep: Callable[[nn.Module], Tensor], harmony: Any
+) -> None:
+    found = []
+    for early in (True, False):
+        model = net()
+        with engine_for(model, sgd, config_of(1, None, harmony, bf16={"enabled": True})) as engine:
+            kept = keep(model) if early else None
+            for number in range(4):
+                if number == 2:
+                    (keep(model) if kept is None else kept).mul_(0.5)
+                inputs, targets = batch(number)
+                engine.backward(engine(inputs.bfloat16(), targets))
+                engine.step()
+            found.append({name: weight.float() for name, weight in model.state_dict().items()})
+    assert_same(found[0], found[1], bitwise=True)
+
+
 def test_in_bf16_what_is_clamped_by_hand_is_the_master() -> None:
     model, masters = net(), {name: p.detach().clone() for name, p in net().named_parameters()}
     with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1}, bf16={"enabled": True})) as engine:
