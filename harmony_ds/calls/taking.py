@@ -46,9 +46,11 @@ class Kept:
 
     def still_is(self, tensor: Tensor) -> bool:
         """Whether an alias of `tensor`, of which it was one, would be the same now."""
-        if tensor.requires_grad or tensor._version != self.version:
+        own = self.tensor
+        if tensor.requires_grad or tensor._version != self.version or self.memory is None:
             return False
-        return self.memory is not None and self.tensor.is_set_to(tensor)  # tensor.data = ... changes no version
+        # tensor.data = ... changes no version
+        return tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape and tensor.stride() == own.stride()
 
     def check(self) -> None:
         """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
