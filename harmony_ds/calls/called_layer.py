@@ -118,7 +118,7 @@ class CalledLayer:
         if self.buffered:
             self._look_at_buffers(before)
         for place, tensor in enumerate(inputs):
-            if place not in ends and (tensor.requires_grad or tensor.grad is not None):
+            if place not in ends and tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):
                 self._refuse_gradient()
         if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
