@@ -19,7 +19,6 @@ from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
 from harmony_ds.calls.trees import Contents, changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.residency import Leaves
 
 
@@ -117,23 +116,12 @@ class CalledLayer:
                 result = request.run(args, kwargs)
         if self.buffered:
             self._look_at_buffers(before)
-        for place, tensor in enumerate(inputs):
-            if place not in ends and tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):
-                self._refuse_gradient()
         if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
             return Outcome(inputs, leaves, shape, [], [])
         nodes = dict.fromkeys(ends, node)
         altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
         return _outcome_of(result, inputs, made, altered, collected, left)
-
-    def _refuse_gradient(self) -> None:
-        raise UnsupportedError(
-            f"layer {self.name} asks for the gradient of an argument that needed none (requires_grad_() or .grad of it). "
-            "Layers run over tensors of their own, so that nobody else would see that. Let it require a gradient in the "
-            "model's forward, before the first layer that takes it, or ask for that of a detached one in the layer "
-            "(m = m.detach().requires_grad_())."
-        )
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""

@@ -16,7 +16,7 @@ from harmony_ds.calls.arguments import Arguments, Often, collects, take_tensors
 from harmony_ds.calls.caches import without_unknown
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import memory
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, UnsupportedError
 
 
 @dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
@@ -45,8 +45,19 @@ class Kept:
         return tensor
 
     def still_is(self, tensor: Tensor) -> bool:
-        """Whether an alias of `tensor`, of which it was one, would be the same now."""
+        """Whether an alias of `tensor`, of which it was one, would be the same now.
+
+        Raises:
+            UnsupportedError: a layer that was given it has asked for its gradient.
+        """
         own = self.tensor
+        if own.is_leaf and (own.requires_grad or own.grad is not None):
+            raise UnsupportedError(
+                f"several layers are given one tensor ({self.layer} first), and one of them asks for its gradient "
+                "(requires_grad_() or .grad of it), which the next ones would not see: layers run over tensors of their "
+                "own. Let it require a gradient in the model's forward, before the first layer that takes it, or ask for "
+                "that of a detached one in the layer (m = m.detach().requires_grad_())."
+            )
         if tensor.requires_grad or tensor._version != self.version or self.memory is None:
             return False
         # tensor.data = ... changes no version

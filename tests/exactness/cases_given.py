@@ -113,6 +113,17 @@ def attention_bias_that_the_last_layer_lets_require_a_gradient(side: Side) -> Fo
     return trained(side, Given(behind=let, block=Attending))
 
 
+@case(*FOUR, **RECOMPUTED)
+def gradient_of_a_mask_asked_by_one_layer_before_others(side: Side) -> Found:
+    """The second block calls `mask.requires_grad_()`; the blocks behind it are given that mask too."""
+
+    def let(number: int, mask: Tensor) -> None:
+        if number == 1:
+            mask.requires_grad_()
+
+    return trained(side, Given(behind=let))
+
+
 class Switching(Block):
     """The first turns gradients off, the second turns them on behind itself."""
 
