@@ -60,6 +60,7 @@ class Lane:
         self._autocast = autocast
         self._began: ThreadState | None = None
         self._own: Own | None = None  # what it has set, while it is suspended
+        self._reply: Any = None  # to the call that it waits at; nobody else holds it while the lane runs on
         self._answer: Answer | None = None  # while it is the turn of its calls
         self._is_later = False  # what the answer to the call was that it waits at
         self._engines: ThreadState | None = None  # while it runs: what the engine goes on with
@@ -84,14 +85,13 @@ class Lane:
         try:
             while self.request is not None and not self._is_later:
                 try:
-                    reply = answer(self.request)
+                    self._reply = answer(self.request)
                 except BaseException as error:  # noqa: BLE001 - goes on to whoever can deal with it
                     self.hand_over(error)
                 else:
-                    if reply is Turn.LATER:
+                    if self._reply is Turn.LATER:
                         return
-                    self.resume(reply)
-                    del reply  # its memory
+                    self._resume()
         finally:
             self._answer = None
 
@@ -101,8 +101,13 @@ class Lane:
         Raises:
             BaseException: what `function` raised.
         """
+        self._reply = reply
+        del reply
+        self._resume()
+
+    def _resume(self) -> None:
         self.request = None
-        self._go_on(self._greenlet.switch, reply if self._greenlet else self)
+        self._go_on(self._greenlet.switch, *(() if self._greenlet else (self,)))
 
     def hand_over(self, error: BaseException) -> None:
         """As `resume`, where `error` came up in the layer call that it waits at: the model's code may know what to do about
@@ -125,7 +130,7 @@ class Lane:
         if self._greenlet:
             self._go_on(self._greenlet.throw, LaneAborted)
 
-    def _go_on(self, switch: Callable[[Any], Any], value: Any) -> None:
+    def _go_on(self, switch: Callable[..., Any], *values: Any) -> None:
         engines = self._engines = ThreadState(self._device)
         self._began = self._began or engines
         self._greenlet.parent = getcurrent()
@@ -133,7 +138,7 @@ class Lane:
             with handled_by(self) as self._outer:
                 if self._own is not None:
                     self._own.again()
-                switch(value)
+                switch(*values)
         finally:
             if self.finished:
                 engines.follow(self._began)
@@ -157,7 +162,9 @@ class Lane:
                 return reply
             self._is_later = True
         self.request = request
-        return self._greenlet.parent.switch()
+        self._greenlet.parent.switch()
+        reply, self._reply = self._reply, None
+        return reply
 
     def _answer_here(self, answer: Answer, request: Request, engines: ThreadState) -> Any:
         try:
