@@ -86,7 +86,9 @@ class Lane:
             while self.request is not None and not self._is_later:
                 try:
                     self._reply = answer(self.request)
-                except BaseException as error:  # noqa: BLE001 - goes on to whoever can deal with it
+                except BaseException as error:
+                    if id(error) not in self.request.raised:
+                        raise
                     self.hand_over(error)
                 else:
                     if self._reply is Turn.LATER:
@@ -144,8 +146,10 @@ class Lane:
                 engines.follow(self._began)
             own = self._own = engines.restore()
         if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise error
+            try:  # without a name, by which the error would keep the tensors of its frames
+                raise self._failed
+            finally:
+                self._failed = None
         if own is not None and self.request is not None:
             self.request.around = own.around_layer
 
