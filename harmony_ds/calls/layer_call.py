@@ -389,9 +389,7 @@ class LayerCalls:
     def _tensors(self, call: RecordedCall) -> list[Tensor]:
         """What the call is run again over."""
         layer = self._layers[call.request.layer]
-        tensors: list[Any] = [None] * len(call.tensors)
-        for place, kept in enumerate(call.tensors):
-            tensors[place] = self._tensor(kept)
+        tensors = [self._tensor(kept) for kept in call.tensors]
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
     def _tensor(self, kept: StashEntry | Kept) -> Tensor:
