@@ -43,6 +43,8 @@ _MODULES = {
     "calls/arguments.py": _TREES,
     "calls/caches.py": _TREES,
     "calls/boundary.py": _BOUNDARY,
+    "calls/inter_layer.py": _BOUNDARY,
+    "calls/targets.py": _BOUNDARY,
     "calls/own_memory.py": _BOUNDARY,
     "calls/random_streams.py": _RNG,
     "calls/installed.py": _INSTALLATION,

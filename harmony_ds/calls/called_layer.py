@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from harmony_ds.calls.arguments import Arguments, collecting, give_back, take_tensors
-from harmony_ds.calls.boundary import DeadEnd, GradientTarget, cut
+from harmony_ds.calls.boundary import cut
 from harmony_ds.calls.buffers import changes_buffers_unseen, reads_statistics, versions
 from harmony_ds.calls.caches import emptied
 from harmony_ds.calls.installed import LayerParameters
@@ -17,6 +17,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import ParameterMemory
 from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
+from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import Contents, changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import Leaves

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
-from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph, propagate
+from harmony_ds.calls.boundary import propagate
 from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
+from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
 from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
@@ -27,6 +28,7 @@ from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Outcome, RecordedCall, Trial, View
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.taking import Given, Kept
+from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError

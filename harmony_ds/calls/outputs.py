@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import InterLayerGraph, OutputGradient, cut
+from harmony_ds.calls.boundary import cut
+from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.own_memory import apart, may_overlap, memory, memory_of
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
+from harmony_ds.calls.targets import OutputGradient
 
 
 def cut_outputs(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import GradientSum, GradientTarget
+from harmony_ds.calls.targets import GradientSum, GradientTarget
 from harmony_ds.profiler.rows import RowDims, Rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
+from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
 
 _Gradient = OutputGradient | InterLayerGradient

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from harmony_ds.calls.boundary import GradientTarget, InterLayerGraph
 from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
+from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.boundary import DeadEnd, GradientTarget, OutputGradient, targets_behind
 from harmony_ds.calls.buffers import Buffers, buffers_apart, changes_buffers_unseen, copied_buffers
+from harmony_ds.calls.inter_layer import targets_behind
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.module_places import assignments, modules_in, places_of, undone
 from harmony_ds.calls.own_backward import guarded_forward
 from harmony_ds.calls.places import Noted, Place
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.calls.recorded_call import InputChangedError, Writes
+from harmony_ds.calls.targets import DeadEnd, GradientTarget, OutputGradient
 from harmony_ds.calls.trees import flatten, tensors_in
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.passes import Passes, Setup

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import InterLayerGraph, backward_of_engine, cut, outlet
+from harmony_ds.calls.boundary import backward_of_engine, cut, outlet
 from harmony_ds.calls.call_state import CallState
+from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.places import Place
 from harmony_ds.calls.recorded_call import RecordedCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harmony_ds.calls.boundary import InterLayerGradient, OutputGradient
+from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.profiler.costs import CallCost, CostTable
 

@@ -1,0 +1,144 @@
+"""Where the gradient of one tensor goes that crosses a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.residency import Leaves
+
+
+class GradientTarget(Protocol):
+    """Takes gradients of one tensor."""
+
+    def add(self, gradient: Tensor) -> None: ...
+
+    def take(self) -> Tensor | None: ...
+
+
+class Origin:
+    """One micro-batch's forward pass of one model. (Graphs hold its output gradients, which must not refer to graphs.)"""
+
+    __slots__ = ("model",)
+
+    def __init__(self) -> None:
+        self.model = 0
+        """Identifies the layer calls that it is of."""
+
+
+class GradientSum:
+    """The gradient of one tensor: the sum of what its consumers hand back."""
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        # Out of place: autograd may hand the same tensor to several consumers.
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class OutputGradient(GradientSum):
+    """The gradient of one output of a layer call.
+
+    Attributes:
+        call: the number of the call in its micro-batch.
+        shape: of the output, and so of its gradient.
+        propagated: whether the call has been propagated through, so that a gradient would come too late.
+        origin: the micro-batch that the call belongs to.
+    """
+
+    __slots__ = ("call", "dtype", "origin", "propagated", "shape")
+
+    def __init__(self, call: int, output: Tensor, origin: Origin | None = None) -> None:
+        super().__init__()
+        self.origin = origin
+        self.call = call
+        self.shape = output.shape
+        self.dtype = output.dtype
+        self.propagated = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def add(self, gradient: Tensor) -> None:
+        if self.propagated:
+            raise ModelError(
+                f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
+                f"through, and would be lost: {FROM_ANOTHER}"
+            )
+        super().add(gradient)
+
+
+class InterLayerGradient(GradientSum):
+    """The gradient of what inter-layer operations gave a layer, until it is due: before backward of call `deadline`."""
+
+    __slots__ = ("deadline", "nbytes")
+
+    def __init__(self, deadline: int, nbytes: int) -> None:
+        super().__init__()
+        self.deadline = deadline
+        self.nbytes = nbytes
+
+
+class DeadEnd:
+    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def add(self, gradient: Tensor) -> None:
+        raise ModelError(
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
+            "an attribute of a module (a hook, a closure or a global variable holds it), and would be lost: the graph of "
+            "a layer lives only while the layer runs. Let the layer return that tensor, or detach it."
+        )
+
+    def take(self) -> Tensor | None:
+        return None
+
+    def unless(self, expected: Callable[[], bool], target: GradientTarget) -> GradientTarget:
+        """`target` of a graph that is kept, in which other gradients than those of the backward pass of its layer
+        come by a way of their own.
+        """
+        return _Guarded(self, expected, target)
+
+    def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
+        """Aliases of `copies` for forward passes whose graphs are thrown away."""
+        return Leaves({name: self._guard(copy) for name, copy in copies})
+
+    def _guard(self, copy: nn.Parameter) -> nn.Parameter:
+        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
+        if copy.requires_grad:
+            alias.register_hook(self.add)
+        return alias
+
+
+class _Guarded:
+    """Takes the gradients of `target` while they are expected."""
+
+    __slots__ = ("_dead_end", "_expected", "_target")
+
+    def __init__(self, dead_end: DeadEnd, expected: Callable[[], bool], target: GradientTarget) -> None:
+        self._dead_end, self._expected, self._target = dead_end, expected, target
+
+    def add(self, gradient: Tensor) -> None:
+        (self._target if self._expected() else self._dead_end).add(gradient)
+
+    def take(self) -> Tensor | None:
+        return self._target.take()
+
+
+FROM_ANOTHER = (
+    "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
+    "(state = state.detach())."
+)

@@ -1,0 +1,139 @@
+"""Gradients run through the code between the cuts once, when they are due."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.boundary import cut
+from harmony_ds.calls.inter_layer import InterLayerGraph
+from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
+from harmony_ds.errors import ModelError
+
+
+def output_gradients_for(*tensors: Tensor) -> list[OutputGradient]:
+    return [OutputGradient(call, tensor) for call, tensor in enumerate(tensors)]
+
+
+def test_an_untouched_output_leads_straight_to_its_gradient() -> None:
+    x = torch.ones(2)
+    output_gradients = output_gradients_for(x)
+    (y,) = cut([x.detach()], output_gradients)
+    inter_layer = InterLayerGraph()
+
+    assert inter_layer.target(y) is output_gradients[0]
+    assert inter_layer.is_trivial
+
+
+def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
+    x = torch.ones(2)
+    output_gradients = output_gradients_for(x)
+    (y,) = cut([x.detach()], output_gradients)
+    inter_layer = InterLayerGraph()
+    target = inter_layer.target(y * 3)
+    assert isinstance(target, InterLayerGradient)
+    assert (inter_layer.is_trivial, target.deadline, target.nbytes) == (False, 0, 8)
+
+    target.add(torch.ones(2))
+    inter_layer.settle(1)
+    assert output_gradients[0].gradient is None
+    inter_layer.settle(0)
+    assert output_gradients[0].take().tolist() == [3.0, 3.0]
+    inter_layer.settle(0)
+    assert output_gradients[0].take() is None
+
+
+def test_what_is_made_from_several_calls_is_due_before_the_newest() -> None:
+    x = torch.ones(2)
+    output_gradients = output_gradients_for(x, x, x)
+    first, _, third = (cut([x.detach()], [output_gradient])[0] for output_gradient in output_gradients)
+    inter_layer = InterLayerGraph()
+
+    assert inter_layer.target(first * third + first).deadline == 2
+    assert inter_layer.target(first + 1).deadline == 0
+    assert inter_layer.target(torch.ones(2, requires_grad=True) * 2).deadline == -1
+
+
+def test_a_tensor_that_feeds_several_layers_has_one_target() -> None:
+    x = torch.ones(2)
+    output_gradients = output_gradients_for(x)
+    (y,) = cut([x.detach()], output_gradients)
+    inter_layer = InterLayerGraph()
+    made = y * 3
+    target = inter_layer.target(made)
+    assert inter_layer.target(made) is target
+
+    target.add(torch.ones(2))
+    target.add(torch.ones(2))
+    inter_layer.settle(-1)
+    assert output_gradients[0].take().tolist() == [6.0, 6.0]
+
+
+def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
+    x = torch.full((2,), 0.5)
+    output_gradients = output_gradients_for(x)
+    (y,) = cut([x.detach()], output_gradients)
+    inter_layer = InterLayerGraph()
+    common = y.exp()
+    left, right = inter_layer.target(common * 2), inter_layer.target(common * 3)
+    left.add(torch.ones(2))
+    inter_layer.settle(0)
+    right.add(torch.ones(2))
+    inter_layer.settle(0)
+
+    torch.testing.assert_close(output_gradients[0].take(), 5 * x.exp())
+
+
+def test_gradients_reach_leaves_of_the_inter_layer_graph() -> None:
+    scale = torch.tensor(2.0, requires_grad=True)
+    x = torch.full((3,), 4.0)
+    output_gradients = output_gradients_for(x)
+    (y,) = cut([x.detach()], output_gradients)
+    inter_layer = InterLayerGraph()
+    inter_layer.target(y * scale).add(torch.ones(3))
+    inter_layer.settle(-1)
+
+    assert scale.grad.item() == 12.0
+    assert output_gradients[0].take().tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(("made_from_input", "touched"), [(True, True), (False, False)])
+def test_whether_a_loss_runs_through_the_inter_layer_graph(made_from_input: bool, touched: bool) -> None:
+    x = torch.ones(2)
+    (y,) = cut([x.detach()], output_gradients_for(x))
+    inter_layer = InterLayerGraph()
+    made = y * 3
+    inter_layer.target(made)
+
+    assert inter_layer.touches((made if made_from_input else y * 2).sum()) == touched
+    assert not inter_layer.touches(torch.ones(1))
+
+
+def test_a_micro_batch_that_is_over_is_kept_by_no_cycle() -> None:
+    gc.disable()
+    try:
+        inter_layer = InterLayerGraph()
+        (y,) = cut([torch.ones(2)], [OutputGradient(0, torch.ones(2), inter_layer.origin)])
+        made = y.exp()
+        inter_layer.target(made)
+        seen = weakref.ref(inter_layer)
+        del inter_layer, y, made
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_with_the_graph_of_another_micro_batch_is_refused() -> None:
+    first, second, other = InterLayerGraph(), InterLayerGraph(), InterLayerGraph()
+    first.origin.model = second.origin.model = 1
+    other.origin.model = 2
+    (y,) = cut([torch.ones(2)], [OutputGradient(0, torch.ones(2), first.origin)])
+    for tensor in (y, y * 2):
+        first.target(tensor)
+        other.target(tensor)
+        with pytest.raises(ModelError, match="graph of another micro-batch"):
+            second.target(tensor)
