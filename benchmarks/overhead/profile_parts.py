@@ -51,6 +51,7 @@ _MODULES = {
     "calls/buffers.py": _INSTALLATION,
     "calls/layer_call.py": _CALLS,
     "calls/called_layer.py": _CALLS,
+    "calls/keeping.py": _CALLS,
     "calls/recorded_call.py": _CALLS,
     "calls/intercept.py": _CONTEXTS,
     "calls/call_state.py": _STATE,

@@ -21,19 +21,20 @@ from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.keeping import Keeping
 from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
 from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
 from harmony_ds.calls.places import Place, Places, held, read_all, same
 from harmony_ds.calls.random_streams import State, differ
 from harmony_ds.calls.recorded_call import InputChangedError, Outcome, RecordedCall, Trial, View
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
-from harmony_ds.calls.taking import Given, Kept
+from harmony_ds.calls.taking import Given
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import CallChangedError, ModelError, UnsupportedError
+from harmony_ds.errors import CallChangedError, ModelError
 from harmony_ds.offload.residency import Leaves
-from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.offload.stash import Stash
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
@@ -47,7 +48,7 @@ class LayerCalls:
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
-        self._stash = stash
+        self._keeping = Keeping(stash)
         self.outputs_hooked = False
         self.propagating = False
 
@@ -146,10 +147,10 @@ class LayerCalls:
         tensors, layer = given.tensors, self._layers[request.layer]
         if layer.inputs_may_change:
             copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            call.tensors = [self._keep(tensor, layer.name) for tensor in copied]
+            call.tensors = [self._keeping.keep(tensor, layer.name) for tensor in copied]
             inputs = [t.detach() for t in tensors]
         else:
-            call.tensors, inputs = self._keep_all(given, layer.name)
+            call.tensors, inputs = self._keeping.keep_all(tensors, given.kept, layer.name)
         before = [t._version for t in tensors]
         try:
             outcome = self._run_slices(call, inputs, copies, state)
@@ -300,7 +301,7 @@ class LayerCalls:
             return
         with _apart(layer, call):
             if call.cut is not None:
-                slices = call.cut.propagated(self._tensors(call), call.targets, gradients)
+                slices = call.cut.propagated(self._inputs(layer, call), call.targets, gradients)
                 for number, (own, targets, given) in enumerate(slices):
                     if number:
                         gather()
@@ -309,19 +310,23 @@ class LayerCalls:
                     _propagate(call, given)
                 return
             replay(call.states[0])
-            left = _run_again(layer, call, self._tensors(call), copies, call.targets)
+            left = _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
             if not left:  # as mostly
                 _propagate(call, gradients)
                 return
             with _as_left(layer.places, left):
                 _propagate(call, gradients)
 
+    def _inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
+        """What the call is run again over."""
+        return self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+
     def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> None:
         """Runs the call again, whole, and keeps its graph for `backward`."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            _run_again(layer, call, self._tensors(call), copies, call.targets)
+            _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
 
     def trial(self, request: Request, copies: Leaves, cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
@@ -363,48 +368,10 @@ class LayerCalls:
 
     # ---- what is kept of a call
 
-    def _keep_all(self, given: Given, name: str) -> tuple[list[StashEntry | Kept], list[Tensor]]:
-        """What is kept of what a call of the layer `name` was given, and what it runs over."""
-        tensors = given.tensors
-        kept: list[Any] = [*given.kept] or [None] * len(tensors)
-        inputs: list[Any] = [None] * len(tensors)
-        for place, tensor in enumerate(tensors):
-            one = kept[place]
-            if one is None or not one.still_is(tensor):
-                one = kept[place] = self._keep(tensor, name)
-            inputs[place] = one.to_run_over() if type(one) is Kept else tensor.detach()
-        return kept, inputs
-
-    def _keep(self, tensor: Tensor, name: str) -> StashEntry | Kept:
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"layer {name} is given a tensor of layout {tensor.layout}, whose memory the engine cannot keep for the "
-                "layer's backward pass. Give it a dense one, or the parts of a sparse one (indices and values), and put "
-                "them together in the layer's forward."
-            )
-        # What a layer made is large and this micro-batch's alone; what inter-layer operations made (masks,
-        # position ids, rotary tables) is small and taken by every layer.
-        if tensor.requires_grad:
-            return self._stash.put(tensor, name)
-        return Kept.of(tensor, name)
-
-    def _tensors(self, call: RecordedCall) -> list[Tensor]:
-        """What the call is run again over."""
-        layer = self._layers[call.request.layer]
-        tensors = [self._tensor(kept) for kept in call.tensors]
-        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
-
-    def _tensor(self, kept: StashEntry | Kept) -> Tensor:
-        if isinstance(kept, StashEntry):
-            return self._stash.tensor(kept).detach()
-        if kept.tensor._version != kept.version:
-            kept.check()
-        return kept.to_run_over()
-
     def forget(self, call: RecordedCall) -> None:
         """Gives up what is kept of `call`: nobody will propagate through it."""
         for entry in call.entries:
-            self._stash.release(entry)
+            self._keeping.release(entry)
         call.tensors = []
         call.graph = []
         call.watched = {}

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.slices import Cut
-from harmony_ds.calls.taking import Kept
 from harmony_ds.calls.targets import GradientTarget, OutputGradient
 from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError

@@ -15,61 +15,7 @@ from torch import Tensor
 from harmony_ds.calls.arguments import Arguments, Often, collects, take_tensors
 from harmony_ds.calls.caches import without_unknown
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.own_memory import memory
-from harmony_ds.errors import ModelError, UnsupportedError
-
-
-@dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
-class Kept:
-    """A tensor argument of `layer` that stays where it is, and its version and its memory when the layer was called.
-
-    Attributes:
-        tensor: an alias of the argument, which layers are run over.
-    """
-
-    tensor: Tensor
-    version: int
-    layer: str
-    memory: int | None
-
-    @staticmethod
-    def of(tensor: Tensor, layer: str) -> Kept:
-        """`tensor`, as it is now."""
-        return Kept(tensor.detach(), tensor._version, layer, memory(tensor))
-
-    def to_run_over(self) -> Tensor:
-        """What a layer is run over: the same alias for all, unless a layer has left something on it."""
-        tensor = self.tensor
-        if tensor.requires_grad or tensor.grad is not None or tensor.__dict__:
-            tensor = self.tensor = tensor.detach()
-        return tensor
-
-    def still_is(self, tensor: Tensor) -> bool:
-        """Whether an alias of `tensor`, of which it was one, would be the same now.
-
-        Raises:
-            UnsupportedError: a layer that was given it has asked for its gradient.
-        """
-        own = self.tensor
-        if own.is_leaf and (own.requires_grad or own.grad is not None):
-            raise UnsupportedError(
-                f"several layers are given one tensor ({self.layer} first), and one of them asks for its gradient "
-                "(requires_grad_() or .grad of it), which the next ones would not see: layers run over tensors of their "
-                "own. Let it require a gradient in the model's forward, before the first layer that takes it, or ask for "
-                "that of a detached one in the layer (m = m.detach().requires_grad_())."
-            )
-        if tensor.requires_grad or tensor._version != self.version or self.memory is None:
-            return False
-        # tensor.data = ... changes no version
-        return tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape and tensor.stride() == own.stride()
-
-    def check(self) -> None:
-        """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
-        if self.tensor._version != self.version or memory(self.tensor) != self.memory:
-            raise ModelError(
-                f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
-                "be recomputed. Make the operation out of place."
-            )
+from harmony_ds.calls.keeping import Kept
 
 
 @dataclass(slots=True, eq=False)

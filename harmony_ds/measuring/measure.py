@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.taking import Kept
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes

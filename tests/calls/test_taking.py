@@ -14,7 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import harmony_ds
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.taking import Given, Kept, Taking
+from harmony_ds.calls.keeping import Kept
+from harmony_ds.calls.taking import Given, Taking
 from harmony_ds.errors import ModelError
 
 WIDTH = 4
