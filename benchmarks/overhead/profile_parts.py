@@ -37,6 +37,7 @@ _MODULES = {
     "runtime/lane.py": _LANE,
     "runtime/thread_state.py": _LANE,
     "runtime/executor.py": _EXECUTOR,
+    "runtime/updates.py": _UPDATES,
     "runtime/micro_batch.py": _EXECUTOR,
     "calls/trees.py": _TREES,
     "calls/places.py": _TREES,

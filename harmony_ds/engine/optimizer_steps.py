@@ -53,7 +53,7 @@ class OptimizerSteps:
         full = len(group) == self._settings.gradient_accumulation_steps() and not group.propagated
         with self._reports.step(len(group), full):
             ran = self._open.run()
-        self._passed(self._assembly.runner.executor.outcome if ran else Outcome(), schedule)
+        self._passed(self._assembly.runner.executor.updates.outcome if ran else Outcome(), schedule)
 
     def step_by_hand(self) -> None:
         """`optimizer.step()`: the update of what has gathered, as at a boundary; schedulers are the caller's.

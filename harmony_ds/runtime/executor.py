@@ -1,18 +1,16 @@
 """Executes a plan: a handler per kind of task, and no policy of its own.
 
-SWAP_IN        residency.swap_in              FORWARD    lane -> layer_calls.forward, until the pack is behind it;
-                                              FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
-GATHER         world.gather                   FUSED      lane -> layer_calls.attached, loss, backward
-EVICT          residency.evict                BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
-REDUCE         world.reduce, .reduce_on_host  STASH_*    stash.move_out, stash.bring_in
-SWAP_OUT       host_gradients.swap_out
-FREE_GRADIENTS dropping them                  NORM       updater.norm
-UPDATE         updater.update                 UPDATE_ON_DEVICE   device_store.update
+SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, until the pack is behind it;
+                                                FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
+GATHER     world.gather              FUSED      lane -> layer_calls.attached, loss, backward
+EVICT      residency.evict           BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
+STASH_*    stash.move_out, .bring_in
+
+What becomes of the gradients is `updates`'.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request, is_between_layers
-from harmony_ds.device.base import Event, Stream
-from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
+from harmony_ds.device.base import Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -34,12 +31,12 @@ from harmony_ds.runtime.lane import Lane, Turn
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.updates import Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
-from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy, Task, TaskKind, suspended
+from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind, suspended
 
 OnTask = Callable[[int, int, Task], None]
 """Is told, of each task that has run, how many of the step's are done, how many there are, and which it is."""
-_NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 
 
 class Executor:
@@ -47,28 +44,20 @@ class Executor:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._plan = _NOTHING
-        self._held_transfers = 0  # of the plan, as what follows
-        self._first = 0  # task of a micro-batch
+        self._plan = NOTHING
+        self._first = 0  # task of a micro-batch, as what follows
         self._suspended: frozenset[int] = frozenset()
         self._needs_backward: dict[int, bool] = {}  # by position
-        self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave
         self._micro_batches: Mapping[int, MicroBatch] = {}
         self._at_work: MicroBatch | None = None
         self._copies: dict[int, DeviceCopy] = {}
-        self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
-        self._left: dict[int, LeftGradients] = {}  # pack -> its gradients, which are to be reduced on the host
-        self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
-        self._to_send: Counter[int] = Counter()  # pack -> how often its gradients are still to leave
         self._done = 0  # tasks
         self._before: list[DeviceCopy] = []  # what was on the device when they began
         self.propagated = False
         """Whether the plan that was run last has begun to propagate back."""
-        self._hyper: Hyper = ()
-        self._clipping: Clipping | None = None
         self._told: OnTask | None = None
         self.gathered = GatheredGradients(parts, lambda: self._unlayered)
-        self.outcome = Outcome()
+        self.updates = Updates(parts, self._copies, self.gathered)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -77,15 +66,10 @@ class Executor:
             TaskKind.BACKWARD: self._backward,
             TaskKind.FORWARD_FOR_GRAPH: self._forward,
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
-            TaskKind.REDUCE: self._reduce,
-            TaskKind.SWAP_OUT: self._swap_out,
-            TaskKind.UPDATE: self._update,
             TaskKind.EVICT: self._evict,
-            TaskKind.FREE_GRADIENTS: self._free_gradients,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
-            TaskKind.NORM: self._norm,
-            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
+            **self.updates.handlers,
         }
 
     @property
@@ -111,9 +95,9 @@ class Executor:
         """
         parts = self._parts
         self._take(plan)
-        self._hyper, self._clipping = hyper, clipping
-        self._to_send, self._done = self._sends.copy(), 0
+        self._done = 0
         self.begin()
+        self.updates.start(hyper, clipping)
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
         parts.random.open()
@@ -164,17 +148,8 @@ class Executor:
 
     def begin(self) -> Outcome:
         """What is to be known of a step that begins, and of no earlier one."""
-        self.outcome = Outcome()
         self._before, self.propagated = self._unlayered, False
-        return self.outcome
-
-    def promise_norm(self) -> None:
-        """Where no update waits for the norm of all gradients: it will be known when all are made."""
-        updater = self._parts.updater
-        if self.outcome.norm is None and updater is not None:
-            updater.add_norms(self._parts.device_store.take_norms())
-            self.outcome.norm = updater.norm_of_updates()
-        self._wait_for_host()
+        return self.updates.begin()
 
     def abandon_run(self) -> None:
         """After a failure before anything was propagated back: frees what the plan that was run last has brought to the
@@ -193,10 +168,7 @@ class Executor:
         for copy in self._copies.values():
             self._parts.residency.evict(copy)
         self._copies.clear()
-        self._reduced.clear()
-        self._left.clear()
-        while self._leaving:
-            self._free(next(iter(self._leaving)))
+        self.updates.abandon()
         self._parts.stash.abandon()
 
     def _handle(self, task: Task) -> None:
@@ -229,25 +201,18 @@ class Executor:
             # Updates are waited for by the places of their packs, so none may be pending under another plan's.
             if self._parts.updater is not None:
                 self._parts.updater.wait_all()
-            self._copies = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
+            always = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
+            self._copies.clear()
+            self._copies.update(always)
             for index, copy in self._copies.items():  # more may have turned out to be used between layers
                 self._parts.residency.join(copy, plan.packs[index].parameters)
         self._plan = plan
-        self._held_transfers = plan.held_transfers
         tasks = enumerate(plan.tasks)
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         self._suspended = suspended(plan.packs, plan.tasks)
         packs = [plan.packs[index] for index in plan.packing.backward]
         self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
-        self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
-        if self._sends and self._parts.gradients is not None:
-            sent = [plan.packs[index] for index in self._sends]
-            if plan.policy.reduce_on_host:
-                self._parts.gradients.reserve_slots(
-                    plan.policy.gradient_slabs, max(pack.gradient_bytes for pack in sent)
-                )
-            waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
-            self._parts.gradients.reserve(waiting, self._held_transfers)
+        self.updates.take(plan)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
@@ -408,105 +373,3 @@ class Executor:
     def _entries(self, task: Task) -> list[StashEntry]:
         calls = self._micro_batches[task.micro_batch].calls_in(self._plan.packs[task.pack])
         return [entry for call in calls for entry in call.entries]
-
-    # ---- gradients and updates
-
-    def _reduce(self, task: Task) -> None:
-        parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
-        if self._plan.policy.reduce_on_host:
-            assert parts.gradients is not None and parts.updater is not None
-            transfer, write = parts.gradients.reduced(kind, self._left.pop(task.pack), self._held)
-            parts.updater.reduce(write)
-            self._receive(task, transfer)
-        else:
-            self._reduced[task.pack] = parts.world.reduce(
-                kind, parts.device, copy.leaves, parts.residency.gradients(copy)
-            )
-        self.outcome.others_update |= self._clipping is None
-
-    @property
-    def _held(self) -> int | None:
-        """Transfers that wait for something else than their update; None: all may."""
-        return self._held_transfers if self._clipping is None else None
-
-    def _swap_out(self, task: Task) -> None:
-        parts, copy = self._parts, self._copies[task.pack]
-        assert parts.gradients is not None and parts.updater is not None
-        own = parts.residency.gradients(copy)
-        if self._plan.policy.reduce_on_host:
-            trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
-            left = self._left[task.pack] = parts.gradients.leave(own, trained, parts.updater.surface)
-            self._leaving[task.pack] = [*own.values()], left.arrived
-            return
-        reduced = self._reduced.pop(task.pack, None)
-        gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
-        norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
-        transfer = parts.gradients.swap_out(gradients, self._held, behind, norms)
-        leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
-        self._leaving[task.pack] = leaving, transfer.arrived
-        self._receive(task, transfer)
-
-    def _receive(self, task: Task, transfer: GradientTransfer) -> None:
-        """The pack's gradients, as the host updates with them, are on their way."""
-        parts, pack = self._parts, self._plan.packs[task.pack]
-        assert parts.updater is not None
-        parts.updater.receive(transfer)
-        self._to_send[task.pack] -= 1
-        if not self._to_send[task.pack]:  # the last of theirs that will come
-            self.gathered.receive_own(pack.owned)
-            if self._clipping is not None and pack.owned:
-                parts.updater.measure(pack.owned)
-        self._wait_for_host()
-
-    def _wait_for_host(self) -> None:
-        """Where updates do not overlap: until the host has done what it was asked for."""
-        if not self._plan.policy.overlap_update and self._parts.updater is not None:
-            self._parts.updater.wait_all()
-
-    def _free_gradients(self, task: Task) -> None:
-        self._free(task.pack)
-
-    def _free(self, pack: int) -> None:
-        _, copied = self._leaving.pop(pack)
-        # Their memory belongs to the compute stream: its next owner there comes behind the copy.
-        self._parts.device.wait(Stream.COMPUTE, copied)
-
-    def _norm(self, task: Task) -> None:
-        assert self._parts.updater is not None and self._clipping is not None
-        store, updater = self._parts.device_store, self._parts.updater
-        for pack in self._plan.packs:
-            if pack.index in self._plan.policy.resident:
-                self.gathered.to_device(pack.owned)
-                store.measure(pack.owned)
-            else:  # behind the backward pass of the step's last part
-                self.gathered.receive_own(pack.owned, measure=True)
-        updater.add_norms(store.take_norms())
-        self._parts.world.agree("norm")  # from here on, weights change
-        self.outcome.others_update = self._parts.world.size > 1
-        self.outcome.norm = updater.norm(self._clipping)
-        if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
-            self.outcome.overflow = True
-            updater.discard()
-            store.forget_gradients()
-
-    def _update(self, task: Task) -> None:
-        assert self._parts.updater is not None
-        if self.outcome.overflow:
-            return
-        pack = self._plan.packs[task.pack]
-        if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
-            self.gathered.receive_own(pack.owned)
-        self.outcome.updates_issued += 1
-        self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
-        self._wait_for_host()
-
-    def _update_on_device(self, task: Task) -> None:
-        if self.outcome.overflow:
-            return
-        self.outcome.updates_issued += 1
-        norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
-        coefficient = None if norm is None else norm.result().coefficient
-        if norm is None:
-            self.gathered.to_device(owned)
-        self._parts.timeline.computes()
-        self._parts.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)

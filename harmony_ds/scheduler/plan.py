@@ -312,6 +312,10 @@ class Plan:
         return Plan(**_tuples(data))
 
 
+NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
+"""Where none has been run."""
+
+
 def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
     """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
     its last call, and what comes after that (the loss) runs at the beginning of their backward pass.

@@ -249,7 +249,7 @@ class Runner:
             lesson = self._lesson(plan) if as_planned and not begun else nullcontext()
             with lesson, self._noticing_hooks(_refuse_hook), self._guarded(), self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
-                self.executor.promise_norm()
+                self.executor.updates.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
@@ -288,7 +288,7 @@ class Runner:
         with self._recovering(()):
             if self.steps_whole:
                 self.executor.run(rest.until(TaskKind.NORM), (), hyper, clipping)
-                step_whole(self._parts, self.executor.gathered, clipping, self.executor.outcome)
+                step_whole(self._parts, self.executor.gathered, clipping, self.executor.updates.outcome)
             else:
                 self.executor.run(rest, (), hyper, clipping)
         self.executor.gathered.used()
@@ -381,7 +381,7 @@ class Runner:
 
     def _recover(self, error: BaseException) -> None:
         """After `error` in what was run last: drops the step, and decides whether one can go on."""
-        outcome = self.executor.outcome
+        outcome = self.executor.updates.outcome
         if self.failed is None and (outcome.updates_issued or outcome.others_update):
             self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
         self._drop()

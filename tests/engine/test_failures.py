@@ -302,7 +302,7 @@ class FailingSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LLAMA.build(0.0)
+    model, before = LLAMA.build(0.0), updating()
     failure = Mishap("the optimizer broke")
     config = config_of(4, clip, {"pack_layers": 1})
     engine, *_ = harmony_ds.initialize(model=model, optimizer=FailingSGD(model.parameters(), lr=0.01), config=config)
@@ -324,12 +324,18 @@ def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, m
     with pytest.raises(EngineFailedError):
         engine.train_batch(iter(GROUPS[2]))
     engine.destroy()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("harmony")] == []
+    assert updating() <= before  # other engines of the process may be alive
     assert torch.isfinite(model(**GROUPS[0][0]).loss)
 
 
+def updating() -> set[threading.Thread]:
+    """Engines' threads."""
+    return {thread for thread in threading.enumerate() if thread.name == "harmony-update"}
+
+
 def test_destroy_ends_every_thread() -> None:
+    before = updating()
     with engine_for(LLAMA.build(0.0), adamw, config_of(4, 0.5)) as engine:
         engine.train_batch(iter(GROUPS[0]))
-        assert any(t.name == "harmony-update" for t in threading.enumerate())
-    assert [t.name for t in threading.enumerate() if t.name.startswith("harmony")] == []
+        assert updating() - before
+    assert updating() <= before  # other engines of the process may be alive

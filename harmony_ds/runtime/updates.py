@@ -1,0 +1,195 @@
+"""What becomes of gradients once they are made: they leave the device, are reduced, measured, and updated with.
+
+REDUCE      world.reduce, .reduce_on_host     FREE_GRADIENTS     dropping them
+SWAP_OUT    host_gradients.swap_out           UPDATE             updater.update
+NORM        updater.norm                      UPDATE_ON_DEVICE   device_store.update
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from harmony_ds.device.base import Event, Stream
+from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
+from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.updater import Clipping
+from harmony_ds.runtime.gathered import GatheredGradients
+from harmony_ds.runtime.outcome import Outcome
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
+
+
+class Updates:
+    """Handles these tasks.
+
+    Attributes:
+        handlers: by kind of task.
+        outcome: of the step that runs.
+    """
+
+    def __init__(self, parts: Parts, copies: Mapping[int, DeviceCopy], gathered: GatheredGradients) -> None:
+        """`copies`: by pack, what is on the device now."""
+        self._parts = parts
+        self._copies = copies
+        self._gathered = gathered
+        self._plan = NOTHING
+        self._held_transfers = 0  # of it
+        self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave in the plan
+        self._to_send: Counter[int] = Counter()  # and are still to leave
+        self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
+        self._left: dict[int, LeftGradients] = {}  # pack -> its gradients, which are to be reduced on the host
+        self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
+        self._hyper: Hyper = ()
+        self._clipping: Clipping | None = None
+        self.outcome = Outcome()
+        self.handlers: dict[TaskKind, Callable[[Task], None]] = {
+            TaskKind.REDUCE: self._reduce,
+            TaskKind.SWAP_OUT: self._swap_out,
+            TaskKind.FREE_GRADIENTS: self._free_gradients,
+            TaskKind.NORM: self._norm,
+            TaskKind.UPDATE: self._update,
+            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
+        }
+
+    def take(self, plan: Plan) -> None:
+        """From now on, tasks are those of `plan`."""
+        self._plan, self._held_transfers = plan, plan.held_transfers
+        self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
+        if self._sends and self._parts.gradients is not None:
+            sent = [plan.packs[index] for index in self._sends]
+            if plan.policy.reduce_on_host:
+                self._parts.gradients.reserve_slots(
+                    plan.policy.gradient_slabs, max(pack.gradient_bytes for pack in sent)
+                )
+            waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
+            self._parts.gradients.reserve(waiting, self._held_transfers)
+
+    def begin(self) -> Outcome:
+        """What is to be known of a step that begins."""
+        self.outcome = Outcome()
+        return self.outcome
+
+    def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
+        """The plan begins to run, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
+        self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
+
+    def promise_norm(self) -> None:
+        """Where no update waits for the norm of all gradients: it will be known when all are made."""
+        updater = self._parts.updater
+        if self.outcome.norm is None and updater is not None:
+            updater.add_norms(self._parts.device_store.take_norms())
+            self.outcome.norm = updater.norm_of_updates()
+        self._wait_for_host()
+
+    def abandon(self) -> None:
+        """After a failure: frees what is on its way."""
+        self._reduced.clear()
+        self._left.clear()
+        while self._leaving:
+            self._free(next(iter(self._leaving)))
+
+    # ---- handlers
+
+    def _reduce(self, task: Task) -> None:
+        parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
+        if self._plan.policy.reduce_on_host:
+            assert parts.gradients is not None and parts.updater is not None
+            transfer, write = parts.gradients.reduced(kind, self._left.pop(task.pack), self._held)
+            parts.updater.reduce(write)
+            self._receive(task, transfer)
+        else:
+            self._reduced[task.pack] = parts.world.reduce(
+                kind, parts.device, copy.leaves, parts.residency.gradients(copy)
+            )
+        self.outcome.others_update |= self._clipping is None
+
+    @property
+    def _held(self) -> int | None:
+        """Transfers that wait for something else than their update; None: all may."""
+        return self._held_transfers if self._clipping is None else None
+
+    def _swap_out(self, task: Task) -> None:
+        parts, copy = self._parts, self._copies[task.pack]
+        assert parts.gradients is not None and parts.updater is not None
+        own = parts.residency.gradients(copy)
+        if self._plan.policy.reduce_on_host:
+            trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
+            left = self._left[task.pack] = parts.gradients.leave(own, trained, parts.updater.surface)
+            self._leaving[task.pack] = [*own.values()], left.arrived
+            return
+        reduced = self._reduced.pop(task.pack, None)
+        gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
+        norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
+        transfer = parts.gradients.swap_out(gradients, self._held, behind, norms)
+        leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
+        self._leaving[task.pack] = leaving, transfer.arrived
+        self._receive(task, transfer)
+
+    def _receive(self, task: Task, transfer: GradientTransfer) -> None:
+        """The pack's gradients, as the host updates with them, are on their way."""
+        parts, pack = self._parts, self._plan.packs[task.pack]
+        assert parts.updater is not None
+        parts.updater.receive(transfer)
+        self._to_send[task.pack] -= 1
+        if not self._to_send[task.pack]:  # the last of theirs that will come
+            self._gathered.receive_own(pack.owned)
+            if self._clipping is not None and pack.owned:
+                parts.updater.measure(pack.owned)
+        self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        """Where updates do not overlap: until the host has done what it was asked for."""
+        if not self._plan.policy.overlap_update and self._parts.updater is not None:
+            self._parts.updater.wait_all()
+
+    def _free_gradients(self, task: Task) -> None:
+        self._free(task.pack)
+
+    def _free(self, pack: int) -> None:
+        _, copied = self._leaving.pop(pack)
+        # Their memory belongs to the compute stream: its next owner there comes behind the copy.
+        self._parts.device.wait(Stream.COMPUTE, copied)
+
+    def _norm(self, task: Task) -> None:
+        assert self._parts.updater is not None and self._clipping is not None
+        store, updater = self._parts.device_store, self._parts.updater
+        for pack in self._plan.packs:
+            if pack.index in self._plan.policy.resident:
+                self._gathered.to_device(pack.owned)
+                store.measure(pack.owned)
+            else:  # behind the backward pass of the step's last part
+                self._gathered.receive_own(pack.owned, measure=True)
+        updater.add_norms(store.take_norms())
+        self._parts.world.agree("norm")  # from here on, weights change
+        self.outcome.others_update = self._parts.world.size > 1
+        self.outcome.norm = updater.norm(self._clipping)
+        if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
+            self.outcome.overflow = True
+            updater.discard()
+            store.forget_gradients()
+
+    def _update(self, task: Task) -> None:
+        assert self._parts.updater is not None
+        if self.outcome.overflow:
+            return
+        pack = self._plan.packs[task.pack]
+        if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
+            self._gathered.receive_own(pack.owned)
+        self.outcome.updates_issued += 1
+        self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
+        self._wait_for_host()
+
+    def _update_on_device(self, task: Task) -> None:
+        if self.outcome.overflow:
+            return
+        self.outcome.updates_issued += 1
+        norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
+        coefficient = None if norm is None else norm.result().coefficient
+        if norm is None:
+            self._gathered.to_device(owned)
+        self._parts.timeline.computes()
+        self._parts.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)
