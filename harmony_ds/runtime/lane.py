@@ -78,6 +78,8 @@ class Lane:
     def run_on(self, answer: Answer) -> None:
         """Runs on while `answer` answers its layer calls: to one that is to wait, or to its end.
 
+        What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
+
         Raises:
             BaseException: what `function` or `answer` raised.
         """
@@ -89,7 +91,8 @@ class Lane:
                 except BaseException as error:
                     if id(error) not in self.request.raised:
                         raise
-                    self.hand_over(error)
+                    self.request = None
+                    self._go_on(self._greenlet.throw, error)  # the model's code may know what to do about it
                 else:
                     if self._reply is Turn.LATER:
                         return
@@ -110,15 +113,6 @@ class Lane:
     def _resume(self) -> None:
         self.request = None
         self._go_on(self._greenlet.switch, *(() if self._greenlet else (self,)))
-
-    def hand_over(self, error: BaseException) -> None:
-        """As `resume`, where `error` came up in the layer call that it waits at: the model's code may know what to do about
-        what the layer has raised. Whatever else came up is raised here.
-        """
-        request, self.request = self.request, None
-        if request is None or id(error) not in request.raised:
-            raise error
-        self._go_on(self._greenlet.throw, error)
 
     def take_result(self) -> Any:
         """What `function` returned, which is kept no longer."""
@@ -176,7 +170,7 @@ class Lane:
                 return answer(request)
         except BaseException as error:
             if id(error) in request.raised:
-                raise  # the model's code may know what to do about what the layer has raised
+                raise
             self._failed = error
         finally:
             engines.follow()  # a switch that a layer leaves set is set for whatever comes next

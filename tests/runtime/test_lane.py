@@ -40,6 +40,30 @@ def model_and_lane(
         interception.remove()
 
 
+class Answers:
+    """Answers of an engine, and where it was asked for them."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[int, bool]] = []
+        self.engines = getcurrent()
+
+    def __call__(self, request: Request) -> Any:
+        self.asked.append((request.layer, getcurrent() is self.engines))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class OfTheLayer(Answers):
+    """What is raised is what the layer has raised."""
+
+    def __call__(self, request: Request) -> Any:
+        request.raised.append(id(self.answers[0]))
+        return super().__call__(request)
+
+
 def whole(model: nn.Module) -> Tensor:
     result: Tensor = model(torch.ones(1, 2))
     return result
@@ -102,9 +126,7 @@ def falling_back(model: nn.Module) -> Tensor:
 def test_what_a_layer_raises_is_the_models_to_deal_with() -> None:
     with model_and_lane(falling_back) as lane:
         lane.resume()
-        error = NoLuckError("in the layer")
-        lane.request.raised.append(id(error))
-        lane.hand_over(error)
+        lane.run_on(OfTheLayer(NoLuckError("in the layer"), Turn.LATER))
         assert lane.request.layer == 1
         lane.resume(torch.zeros(1, 2))
         assert lane.result.tolist() == [[0.0, 0.0]]
@@ -114,9 +136,8 @@ def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals
     with model_and_lane(failing) as lane:
         lane.resume()
         error = ValueError("in the layer")
-        lane.request.raised.append(id(error))
         with pytest.raises(ValueError, match="in the layer") as caught:
-            lane.hand_over(error)
+            lane.run_on(OfTheLayer(error))
         assert caught.value is error
         assert "failing" in [entry.name for entry in caught.traceback]
         assert lane.finished
@@ -126,24 +147,8 @@ def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
     with model_and_lane(falling_back) as lane:
         lane.resume()
         with pytest.raises(NoLuckError, match="the engine's own"):
-            lane.hand_over(NoLuckError("the engine's own"))
+            lane.run_on(Answers(NoLuckError("the engine's own")))
         assert not lane.finished
-
-
-class Answers:
-    """Answers of an engine, and where it was asked for them."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-        self.asked: list[tuple[int, bool]] = []
-        self.engines = getcurrent()
-
-    def __call__(self, request: Request) -> Any:
-        self.asked.append((request.layer, getcurrent() is self.engines))
-        answer = self.answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
 
 
 def test_calls_whose_turn_it_is_are_answered_in_the_lane() -> None:
@@ -179,15 +184,9 @@ def second_failing(model: nn.Module) -> Any:
 
 
 def test_what_a_layer_raises_in_the_lane_is_the_models() -> None:
-    class Raised(Answers):
-        def __call__(self, request: Request) -> Any:
-            if request.layer == 1:
-                request.raised.append(id(self.answers[0]))
-            return super().__call__(request)
-
     with model_and_lane(second_failing) as lane:
         lane.resume()
-        answers = Raised(1.0, NoLuckError("in the layer"), 3.0)
+        answers = OfTheLayer(1.0, NoLuckError("in the layer"), 3.0)
         lane.run_on(answers)
         assert answers.asked == [(0, True), (1, False), (2, False)]
         assert lane.result == 3.0
