@@ -82,7 +82,7 @@ class StepGroup:
 
     def has_waiting(self) -> bool:
         """Whether micro-batches wait for their forward pass."""
-        return any(not ticket.micro_batch.forwarded for ticket in self._queue)
+        return any(ticket.is_due for ticket in self._queue)
 
     # ---- handing over
 
@@ -232,7 +232,7 @@ class StepGroup:
         for ticket in self._queue:
             if ticket is until:
                 return
-            if not ticket.micro_batch.forwarded:
+            if ticket.is_due:
                 self._run_forward(ticket)
 
     @torch.inference_mode(False)
@@ -247,6 +247,9 @@ class StepGroup:
                     "a micro-batch that is looked at before its step takes another way through the model than those before"
                 )
                 self._measure(ticket)
+            except BaseException:
+                ticket.failed = True
+                raise
         else:
             raise _other_layers_each_time()
         ticket.forward_ran(self._runner.left)
@@ -337,7 +340,7 @@ class StepGroup:
         wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         ahead = self._queue[:end]
-        if self._runner.alone is not None or any(not t.wanted and not t.micro_batch.forwarded for t in ahead):
+        if self._runner.alone is not None or any(t.is_due and not t.wanted for t in ahead):
             self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         self._check_same(len(tickets), hyper)

@@ -69,6 +69,7 @@ class QueuedMicroBatch:
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
         self._alone = False  # its forward pass ran before the group's
+        self.failed = False  # its forward pass has raised something, which whoever asked for it has got
         self.left = LeftTensors()  # that its forward pass kept, where the program finds them
         self.received = False  # a gradient has come to outputs that were computed on their own
         self.propagated = False  # its backward pass is done
@@ -87,6 +88,11 @@ class QueuedMicroBatch:
     @property
     def resolved(self) -> bool:
         return self._value is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its forward pass is still to run, though nobody may want anything of it."""
+        return not self.micro_batch.forwarded and not self.failed
 
     @property
     def wanted(self) -> bool:

@@ -690,6 +690,32 @@ def exception_in_a_forward(side: Side) -> Found:
     return weights(model)
 
 
+class Refusing(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()))
+
+    def body(self, x: Tensor) -> Tensor:
+        if bool(x.isnan().any()):
+            raise FloatingPointError("not a number")
+        return super().body(x)
+
+
+@case()
+def exception_in_forwards_in_order(side: Side) -> Found:
+    """The same of a model with BatchNorm, whose forward passes run in the order of their calls; each loss is printed."""
+    model = Refusing()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(2 * side.accumulation + 1)
+    micro_batches[2][0].fill_(float("nan"))
+    for x, y in micro_batches:
+        with contextlib.suppress(FloatingPointError):
+            loss = F.cross_entropy(engine(x), y)
+            print(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return {**weights(model), **{name: own.clone() for name, own in model.named_buffers()}}
+
+
 @case(*ONE)
 def exception_in_a_whole_group(side: Side) -> Found:
     """The same with steps of one micro-batch, whose loss is the model's: it may raise as late as in step()."""
