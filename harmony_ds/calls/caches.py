@@ -25,11 +25,15 @@ def without_unknown(request: Request) -> Request:
     named = True in [given[key] is not None for key in _named(tuple(given))]
     if not (named or given.get("use_cache") or _caches(request)):
         return request
-    kwargs = {key: None if key in _ARGUMENTS and not _slots(value) else value for key, value in given.items()}
+    kwargs = {key: None if _is_unknown(key, value) else value for key, value in given.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_cache(type(a)) and not _slots(a) else a for a in request.args)
+    args = tuple(None if _is_unknown("", value) else value for value in request.args)
     return replace(request, args=args, kwargs=kwargs)
+
+
+def _is_unknown(key: str, value: Any) -> bool:
+    return (key in _ARGUMENTS or _is_cache(type(value))) and not _slots(value)
 
 
 def empty_caches(request: Request) -> list[Any]:

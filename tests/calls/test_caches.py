@@ -1,0 +1,46 @@
+"""Caches among a layer's arguments: those that can be emptied again are handed on, others left out."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
+from harmony_ds.calls.intercept import Request
+
+
+class OfAnotherKindCache:
+    """As some models have them (Reformer's buckets): no slots that could be emptied."""
+
+
+def request(*args: Any, **kwargs: Any) -> Request:
+    return Request(0, nn.Identity(), args, kwargs, contextvars.copy_context(), True, None)
+
+
+def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None:
+    cache, hidden = OfAnotherKindCache(), torch.ones(2)
+    for call in (request(hidden, cache), request(hidden, past_key_values=cache), request(hidden, buckets=cache)):
+        left = without_unknown(call)
+        assert left.args[0] is hidden
+        assert [*left.args[1:], *left.kwargs.values()] == [None]
+        assert empty_caches(left) == []
+
+
+def test_a_cache_with_slots_stays_and_is_empty_again_behind_the_call() -> None:
+    cache = DynamicCache()
+    call = request(torch.ones(2), past_key_values=cache)
+    assert without_unknown(call).kwargs == {"past_key_values": cache}
+    assert empty_caches(call) == [cache]
+    with emptied([cache]):
+        cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+        assert cache.get_seq_length() == 2
+    assert cache.get_seq_length() == 0
+
+
+def test_a_request_without_caches_is_itself() -> None:
+    call = request(torch.ones(2), mask=None)
+    assert without_unknown(call) is call
