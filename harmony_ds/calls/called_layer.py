@@ -20,6 +20,7 @@ from harmony_ds.calls.recorded_call import Outcome, RecordedCall
 from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import Contents, changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.residency import Leaves
 
 
@@ -119,10 +120,25 @@ class CalledLayer:
             self._look_at_buffers(before)
         if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
-            return Outcome(inputs, leaves, shape, [], [])
-        nodes = dict.fromkeys(ends, node)
-        altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
-        return _outcome_of(result, inputs, made, altered, collected, left)
+            outcome = Outcome(inputs, leaves, shape, [], [])
+        else:
+            nodes = dict.fromkeys(ends, node)
+            altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
+            outcome = _outcome_of(result, inputs, made, altered, collected, left)
+        marked = [one.__dict__ for one in (*inputs, *outcome.leaves) if type(one) is Tensor and one.__dict__]
+        if marked:
+            self._refuse_attributes(marked)
+        return outcome
+
+    def _refuse_attributes(self, marked: list[dict[str, Any]]) -> None:
+        """Raises UnsupportedError if tensors have got attributes that nobody behind the layer would find."""
+        for name in (name for attributes in marked for name in attributes):
+            if not name.startswith(("_dynamo_", "_harmony_")):  # what those note, they look for in one place alone
+                raise UnsupportedError(
+                    f"layer {self.name} sets an attribute ({name}) on a tensor that it takes or returns, which code behind "
+                    "the layer would not find there: layers run over tensors of their own. Let the layer return the value, "
+                    f"or keep it on its module (self.{name} = ...)."
+                )
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""

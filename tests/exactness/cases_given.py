@@ -196,3 +196,55 @@ class Graph(Net):
 def sparse_matrix_given_to_all_layers(side: Side) -> Found:
     """A graph network multiplies with one sparse adjacency matrix in each block."""
     return trained(side, Graph(Neighbours))
+
+
+class Marking(Block):
+    """Notes on the mask that it has come by."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        times = getattr(mask, "times", 0)
+        mask.times = times + 1  # type: ignore[attr-defined]
+        return super().forward(x * mask) / (1 + times)
+
+
+class Marked(Net):
+    """All blocks are given one mask."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x, mask = self.front(x), torch.full((len(x), 1), 0.5)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+@case(*FOUR, **RECOMPUTED)
+def attribute_set_on_an_argument(side: Side) -> Found:
+    """Blocks count on the mask, by an attribute, how often it was used."""
+    return trained(side, Marked(Marking))
+
+
+class Telling(Block):
+    """Hands a loss of its own over on its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        result.aux = result.square().mean()  # type: ignore[attr-defined]
+        return result
+
+
+class Told(Net):
+    """Adds up what blocks have told, where they have."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x, told = self.front(x), torch.zeros(())
+        for block in self.blocks:
+            x = block(x)
+            told = told + getattr(x, "aux", 0.0)
+        logits = self.head(x) * (1 + told)
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+@case(*FOUR, **RECOMPUTED)
+def attribute_set_on_a_result(side: Side) -> Found:
+    """Blocks hand an auxiliary loss over as an attribute of their result (`x.aux`)."""
+    return trained(side, Told(Telling))
