@@ -36,6 +36,7 @@ from harmony_ds.offload.residency import DeviceCopy
 _Buffer = tuple[nn.Module, str]
 _ATTEMPTS = 8
 _BETWEEN = -1
+_UNSEEN = "an iterator, a generator that is out of sight or that forward makes itself, a parameter that it writes to"
 
 
 class Rehearsal(Passes):
@@ -123,8 +124,8 @@ class Rehearsal(Passes):
             raise RecomputeError(
                 f"the forward pass of {type(self._all[0]).__name__} was run twice on the same arguments, attributes, "
                 "buffers and random numbers, and gave different outputs: the code between its layers goes on from "
-                "something that is not seen (an iterator, a generator out of sight). Forward passes run more often than "
-                "they are called. Keep such state in attributes or buffers of the model's modules."
+                f"something that is not seen ({_UNSEEN}). Forward passes run more often than they are called. Keep such "
+                "state in attributes or buffers of the model's modules, from the first call on."
             )
         self._touched = touched
 
@@ -203,9 +204,9 @@ class Rehearsal(Passes):
         if not self._same(outputs, self._trial(request, copy, calls.copied_buffers(layer))[0]):
             raise RecomputeError(
                 f"layer {self._layers[layer].name} was run twice on the same arguments, attributes, buffers and random "
-                "numbers, and gave different outputs: it depends on something else that it changes (an "
-                "iterator, a generator out of sight), so its forward pass cannot be recomputed. Keep such "
-                "state in attributes or buffers of the layer's modules."
+                f"numbers, and gave different outputs: it depends on something else that it changes ({_UNSEEN}), so its "
+                "forward pass cannot be recomputed. Keep such state in attributes or buffers of the layer's modules, from "
+                "the first call on."
             )
 
     def _note_unseen(self, start: _BufferPrints) -> bool:
