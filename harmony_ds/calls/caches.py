@@ -16,24 +16,20 @@ from typing import Any
 
 from harmony_ds.calls.intercept import Request
 
-_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "layer_past", "cache_params"))
-
 
 def without_unknown(request: Request) -> Request:
     """The request without caches of other kinds than those that can be emptied again; itself if it has none at all."""
-    given = request.kwargs
-    named = True in [given[key] is not None for key in _named(tuple(given))]
-    if not (named or given.get("use_cache") or _caches(request)):
+    if not (request.kwargs.get("use_cache") or _caches(request)):
         return request
-    kwargs = {key: None if _is_unknown(key, value) else value for key, value in given.items()}
+    kwargs = {key: None if _is_unknown(value) else value for key, value in request.kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    args = tuple(None if _is_unknown("", value) else value for value in request.args)
+    args = tuple(None if _is_unknown(value) else value for value in request.args)
     return replace(request, args=args, kwargs=kwargs)
 
 
-def _is_unknown(key: str, value: Any) -> bool:
-    return (key in _ARGUMENTS or _is_cache(type(value))) and not _slots(value)
+def _is_unknown(value: Any) -> bool:
+    return _is_cache(type(value)) and not _slots(value)
 
 
 def empty_caches(request: Request) -> list[Any]:
@@ -75,17 +71,17 @@ def _caches(request: Request) -> list[Any]:
 
 
 @functools.cache
-def _named(keywords: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(key for key in keywords if key in _ARGUMENTS)
-
-
-@functools.cache
 def _places_of_caches(types: tuple[type, ...]) -> tuple[int, ...]:
     return tuple(place for place, cls in enumerate(types) if _is_cache(cls))
 
 
 def _is_cache(cls: type) -> bool:
-    return cls.__name__.endswith("Cache")
+    """Whether it is one of transformers', or of code that transformers loads; others are data like any other."""
+    return any(
+        base.__name__.endswith("Cache")
+        and base.__module__.partition(".")[0] in ("transformers", "transformers_modules")
+        for base in cls.__mro__
+    )
 
 
 def _parts(cache: Any) -> list[Any]:

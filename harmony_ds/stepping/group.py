@@ -101,8 +101,7 @@ class StepGroup:
         kind = self._parts.kinds.get(args, kwargs)
         assert kind is not None
         if self._runner.at_their_calls:
-            self.catch_up(ticket)
-            self._run_forward(ticket)
+            self._run_own(ticket)
         if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
@@ -133,6 +132,7 @@ class StepGroup:
                 self._measure(ticket)
             except BaseException:
                 if known:  # as if its own forward pass had failed: those behind it draw the numbers that they would
+                    ticket.failed = True
                     self._queue.append(ticket)
                 raise
         if self._runner.in_order:
@@ -222,8 +222,16 @@ class StepGroup:
         kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
         if kind is not None and kind.pending:
             self._parts.looked()
+        self._run_own(ticket)
+
+    def _run_own(self, ticket: QueuedMicroBatch) -> None:
+        """Its forward pass, whose errors are its own caller's."""
         self.catch_up(ticket)
-        self._run_forward(ticket)
+        try:
+            self._run_forward(ticket)
+        except BaseException:
+            ticket.failed = True
+            raise
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
         """Runs the forward passes that wait (of calls before `until`), if later ones may see what they change."""
@@ -247,9 +255,6 @@ class StepGroup:
                     "a micro-batch that is looked at before its step takes another way through the model than those before"
                 )
                 self._measure(ticket)
-            except BaseException:
-                ticket.failed = True
-                raise
         else:
             raise _other_layers_each_time()
         ticket.forward_ran(self._runner.left)

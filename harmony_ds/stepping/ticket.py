@@ -69,7 +69,7 @@ class QueuedMicroBatch:
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
         self._alone = False  # its forward pass ran before the group's
-        self.failed = False  # its forward pass has raised something, which whoever asked for it has got
+        self.failed = False  # its forward pass has raised something, which its caller has got
         self.left = LeftTensors()  # that its forward pass kept, where the program finds them
         self.received = False  # a gradient has come to outputs that were computed on their own
         self.propagated = False  # its backward pass is done

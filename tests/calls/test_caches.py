@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -15,6 +16,15 @@ from harmony_ds.calls.intercept import Request
 
 class OfAnotherKindCache:
     """As some models have them (Reformer's buckets): no slots that could be emptied."""
+
+    __module__ = "transformers.models.another"
+
+
+class OwnCache:
+    """The program's own, which only has the name in common."""
+
+    def __init__(self) -> None:
+        self.table = torch.ones(3)
 
 
 def request(*args: Any, **kwargs: Any) -> Request:
@@ -28,6 +38,13 @@ def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None
         assert left.args[0] is hidden
         assert [*left.args[1:], *left.kwargs.values()] == [None]
         assert empty_caches(left) == []
+
+
+@pytest.mark.parametrize("given", [OwnCache(), ((torch.ones(2), torch.ones(2)),)], ids=["object", "trained prefix"])
+def test_what_the_program_made_itself_is_an_argument_like_any_other(given: Any) -> None:
+    for call in (request(torch.ones(2), given), request(torch.ones(2), past_key_values=given)):
+        assert without_unknown(call) is call
+        assert empty_caches(call) == []
 
 
 def test_a_cache_with_slots_stays_and_is_empty_again_behind_the_call() -> None:

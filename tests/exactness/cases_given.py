@@ -248,3 +248,40 @@ class Told(Net):
 def attribute_set_on_a_result(side: Side) -> Found:
     """Blocks hand an auxiliary loss over as an attribute of their result (`x.aux`)."""
     return trained(side, Told(Telling))
+
+
+class TableCache:
+    """The program's own, which only has the name in common with what layers fill in generation."""
+
+    def __init__(self) -> None:
+        self.scale = torch.linspace(0.5, 1.5, WIDTH)
+
+
+class Prefixed(Block):
+    """Takes a table, and a prefix that is trained."""
+
+    def forward(self, x: Tensor, table: Any = None, past_key_values: Any = None) -> Tensor:  # type: ignore[override]
+        if table is not None:
+            x = x * table.scale
+        return super().forward(x if past_key_values is None else x + past_key_values[0][1])
+
+
+class OwnCaches(Net):
+    """Blocks are given a table of a class of that name, and a tuple of trained tensors as `past_key_values`."""
+
+    def __init__(self) -> None:
+        super().__init__(Prefixed)
+        self.prefix = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def body(self, x: Tensor) -> Tensor:
+        x, table, prefix = self.front(x), TableCache(), ((self.prefix * 2, self.prefix),)
+        x = self.blocks[0](x, table, prefix)
+        for block in self.blocks[1:]:
+            x = block(x, table=table, past_key_values=prefix)
+        return x
+
+
+@case(*FOUR, **RECOMPUTED)
+def caches_of_its_own_given(side: Side) -> Found:
+    """A trained prefix (`past_key_values=((key, value),)`), and an object whose class the program calls `...Cache`."""
+    return trained(side, OwnCaches())
