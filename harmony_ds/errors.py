@@ -18,9 +18,9 @@
     │   └── CompilerMissingError            DeepSpeed's CPU optimizers need a C++ compiler and found none
     ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
-    ├── DoesNotFitError                     the device memory budget holds no plan, or not one layer; before training starts
+    ├── DoesNotFitError (torch.OutOfMemoryError)  the device memory budget holds no plan, or not one layer; before a step
     ├── HostMemoryError                     host memory (or a container's share) does not hold the training state
-    ├── DeviceOutOfMemoryError              the budget was exceeded while running (also a torch.OutOfMemoryError)
+    ├── DeviceOutOfMemoryError (torch.OutOfMemoryError)  the budget was exceeded while running
     ├── LossScaleError                      fp16 gradients overflow even at the smallest loss scale
     ├── EngineFailedError                   the engine was left half-updated by an earlier error and must be rebuilt
     ├── PeerFailedError                     another process of this training failed, or has ended
@@ -122,12 +122,12 @@ class ProfileError(HarmonyError):
     """A profile cannot be read, was measured on something else, or does not cover what is to be planned."""
 
 
-class DoesNotFitError(HarmonyError):
+class DoesNotFitError(HarmonyError, torch.OutOfMemoryError):
     """No plan fits the device memory budget, or the model cannot even be measured in it: raised before a step runs.
 
     Nothing has been changed, and the engine holds nothing on the device but the model's buffers: a smaller micro-batch can
     be trained on, or the engine destroyed and another one built. Where memory ran out while a model was measured, that
-    error (a torch.OutOfMemoryError) is its `__cause__`.
+    error (a torch.OutOfMemoryError, as this one is for loops that split what is too large) is its `__cause__`.
     """
 
 

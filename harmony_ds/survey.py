@@ -171,6 +171,8 @@ def _on_meta(
         assembly = assemble(model, _bare(config), None, None, device)
         try:
             return _see(assembly, model, inputs, config, machine)
+        except DoesNotFitError:
+            raise
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:

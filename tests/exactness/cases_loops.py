@@ -716,6 +716,33 @@ def exception_in_forwards_in_order(side: Side) -> Found:
     return {**weights(model), **{name: own.clone() for name, own in model.named_buffers()}}
 
 
+class Greedy(Net):
+    def body(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().body(x)
+
+
+@case()
+def micro_batch_split_where_memory_ran_out(side: Side) -> Found:
+    """The loop splits a micro-batch in two where the model raises torch.OutOfMemoryError."""
+    model = Greedy()
+    engine = side.initialize(model, adamw(model))
+    micro_batches = batches(4 * side.accumulation)
+    micro_batches[5] = batches(1, rows=6, seed=2)[0]
+    parts = [*micro_batches]
+    while parts:
+        x, y = parts.pop(0)
+        try:
+            loss = F.cross_entropy(engine(x), y)
+        except torch.OutOfMemoryError:
+            parts[:0] = zip(x.chunk(2), y.chunk(2), strict=True)
+            continue
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
 @case(*ONE)
 def exception_in_a_whole_group(side: Side) -> Found:
     """The same with steps of one micro-batch, whose loss is the model's: it may raise as late as in step()."""
