@@ -171,6 +171,11 @@ class CallStates:
         return self._found.of_threads
 
     @property
+    def writes(self) -> bool:
+        """Whether forward passes write to buffers, or to other tensors that stay."""
+        return self._writes
+
+    @property
     def advances(self) -> bool:
         """Whether one forward pass changes what the next may see, so that their order is that of the calls."""
         return self._writes or bool(self._advanced)

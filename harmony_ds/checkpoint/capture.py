@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class Trained:
     Attributes:
         loader: the engine's own data loader, if it made one.
         queued: micro-batches that were taken from it, but whose step is not taken yet.
+        buffers: those of the module that forward passes of these may have changed, as they were before.
     """
 
     module: nn.Module
@@ -33,6 +35,7 @@ class Trained:
     scheduler: Any
     loader: ResumableLoader | None
     queued: int = 0
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def capture(
@@ -52,7 +55,10 @@ def capture(
         progress=progress,
         parameters={name: _source(p) for name, p in store.parameters.items() if name not in excluded},
         masters={name: _source(m) for name, m in store.masters.items() if m is not store.parameters[name]},
-        buffers={name: Source.of(buffer) for name, buffer in persistent_buffers(trained.module).items()},
+        buffers={
+            name: Source.of(trained.buffers.get(name, buffer))
+            for name, buffer in persistent_buffers(trained.module).items()
+        },
         tied=tied_names(trained.module),
         frozen=frozen,
         excluded=excluded,

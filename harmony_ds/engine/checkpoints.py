@@ -13,7 +13,7 @@ from harmony_ds import checkpoint
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.training import Training
-from harmony_ds.errors import CheckpointError, ConfigError, UsageError
+from harmony_ds.errors import CheckpointError, ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -46,17 +46,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it cannot be written, or `client_state` holds something else.
-            UsageError: micro-batches wait for their step, and their forward passes change what is saved.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        if self._open.group and self._runner.in_order:
-            raise UsageError(
-                f"{len(self._open.group)} micro-batches are queued whose step is not taken yet, and forward passes of this "
-                "model change its buffers or other state (the statistics of BatchNorm): a checkpoint of the step before "
-                "would hold what they left, and they would be counted twice when they are handed over again. Save between "
-                "two steps, where engine.micro_steps % engine.gradient_accumulation_steps() is 0."
-            )
         folder = f"global_step{self._training.counts.global_steps}" if tag is None else str(tag)
 
         def write() -> None:
@@ -169,6 +161,7 @@ class Checkpoints:
             self._training.trained_by.lr_scheduler,
             loader if isinstance(loader, checkpoint.ResumableLoader) else None,
             len(self._open.group),
+            self._open.group.buffers_before,
         )
 
     def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:

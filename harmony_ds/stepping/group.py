@@ -74,6 +74,8 @@ class StepGroup:
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
         self._called_back = False
+        self.buffers_before: dict[str, Tensor] = {}
+        """The model's buffers before the first forward pass, where those change them."""
         self._calls = parts.runner.calls
         self._calls.follow(self)
 
@@ -133,12 +135,18 @@ class StepGroup:
             except BaseException:
                 if known:  # as if its own forward pass had failed: those behind it draw the numbers that they would
                     ticket.failed = True
-                    self._queue.append(ticket)
+                    self._append(ticket)
                 raise
         if self._runner.in_order:
             self._calls.watch_buffers()
-        self._queue.append(ticket)
+        self._append(ticket)
         return ticket
+
+    def _append(self, ticket: QueuedMicroBatch) -> None:
+        if not self._queue and self._runner.changes_buffers:
+            buffers = self._parts.module.named_buffers(remove_duplicate=False)
+            self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers}
+        self._queue.append(ticket)
 
     def _micro_batch(
         self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
@@ -301,9 +309,7 @@ class StepGroup:
                 return True
             return self._run(self._runner.step, hyper, clipping, last=True)
         finally:
-            for ticket in self._queue:
-                ticket.close()
-            self._queue.clear()
+            self.abandon()
 
     def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
         """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
@@ -414,6 +420,7 @@ class StepGroup:
         for ticket in self._queue:
             ticket.close(destroyed)
         self._queue.clear()
+        self.buffers_before = {}
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:

@@ -71,8 +71,12 @@ class Runner:
     @property
     def in_order(self) -> bool:
         """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
-        calls = self._parts.calls
-        return bool(self._parts.layer_calls.changing_buffers) or calls.advances or self._why_alone() is not None
+        return self.changes_buffers or self._parts.calls.advances or self._why_alone() is not None
+
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether forward passes change buffers, which a state dict may hold."""
+        return bool(self._parts.layer_calls.changing_buffers) or self._parts.calls.writes
 
     @property
     def at_their_calls(self) -> bool:

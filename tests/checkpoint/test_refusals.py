@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import harmony_ds
-from harmony_ds import CheckpointError, HarmonyEngine, UsageError
+from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
 from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
 from tests.engine.drive import adamw
@@ -364,32 +364,3 @@ def test_the_weights_are_stock_safetensors_and_the_plan_is_a_plan(good: Path) ->
     assert weights.keys() == model.state_dict().keys()
     assert all(weights[name].shape == value.shape for name, value in model.state_dict().items())
     assert Plan.from_json((data_folder(good) / "plan.json").read_text()).tasks
-
-
-# ---- in the middle of a step
-
-
-def test_saving_between_micro_batches_whose_forward_passes_change_buffers_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "harmony": {"device": "cpu", "layers": ["0", "1", "2"]},
-    }
-    engine, *_ = harmony_ds.initialize(model=model, config=config)
-    batches = torch.randn(3, 3, 4)
-    try:
-        for place, batch in enumerate(batches):
-            if place == 2:
-                engine.save_checkpoint(tmp_path)  # between two steps
-            engine.backward(engine(batch).square().mean())
-            engine.step()
-        with pytest.raises(UsageError, match="1 micro-batches are queued whose step is not taken yet"):
-            engine.save_checkpoint(tmp_path)
-        assert engine.save_16bit_model(tmp_path)  # the weights, and buffers as they are now
-        engine.backward(engine(batches[0]).square().mean())
-        engine.step()
-        assert engine.global_steps == 2
-    finally:
-        engine.destroy()

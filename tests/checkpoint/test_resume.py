@@ -211,6 +211,50 @@ def test_the_familiar_loop_goes_on_at_its_boundary(tmp_path: Path) -> None:
         assert_equal(state_of(engine), expected)
 
 
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_what_forward_passes_of_the_next_step_leave_in_buffers_is_not_saved(looked_at: bool, tmp_path: Path) -> None:
+    batches = torch.randn(9, 3, 4)
+
+    def normed() -> tuple[Any, torch.nn.Module]:
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+        model = torch.nn.Sequential(*layers)
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 3,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "harmony": {"device": "cpu", "layers": ["0", "1", "2"]},
+        }
+        return harmony_ds.initialize(model=model, config=config)[0], model
+
+    def loop(engine: Any, rows: torch.Tensor) -> None:
+        for row in rows:
+            loss = engine(row).square().mean()
+            if looked_at:
+                assert loss.item() > 0
+            engine.backward(loss)
+            engine.step()
+
+    def finished(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.destroy()
+        return state
+
+    engine, model = normed()
+    loop(engine, batches)
+    expected = finished(engine, model)
+    engine, model = normed()
+    loop(engine, batches[:5])
+    engine.save_checkpoint(tmp_path)
+    loop(engine, batches[5:])  # saving changes nothing
+    assert_equal(finished(engine, model), expected)
+    engine, model = normed()
+    engine.load_checkpoint(tmp_path)
+    assert engine.micro_steps == 3
+    loop(engine, batches[3:])
+    assert_equal(finished(engine, model), expected)
+
+
 def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_path: Path) -> None:
     setup = Setup(config=BF16 | CLIP, harmony=RESIDENT)
     expected, losses = straight(setup)
