@@ -18,6 +18,7 @@ from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.tensor_hooks import hooked_as_a_module
 from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError, UnsupportedError
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
@@ -75,7 +76,7 @@ class StepGroup:
         self._queue: list[QueuedMicroBatch] = []
         self._called_back = False
         self.buffers_before: dict[str, Tensor] = {}
-        """The model's buffers before the first forward pass, where those change them."""
+        """The model's buffers that are saved, before the first forward pass, where those change them."""
         self._calls = parts.runner.calls
         self._calls.follow(self)
 
@@ -144,8 +145,8 @@ class StepGroup:
 
     def _append(self, ticket: QueuedMicroBatch) -> None:
         if not self._queue and self._runner.changes_buffers:
-            buffers = self._parts.module.named_buffers(remove_duplicate=False)
-            self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers}
+            buffers = persistent_buffers(self._parts.module)
+            self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._queue.append(ticket)
 
     def _micro_batch(

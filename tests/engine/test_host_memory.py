@@ -35,8 +35,7 @@ def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path:
     for row in rows:
         assert row["peak"] <= row["state"] + 2 * row["layer"], row
         assert row["state"] == 4 * row["parameters"] > 7 * row["layer"]
-        # Else nothing was measured. What was given back counts against it.
-        assert row["after"] >= 0.9 * row["state"], row
+        assert row["after"] >= 0.95 * row["state"], row  # else nothing was measured
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -679,15 +680,21 @@ class Failing(Net):
 def exception_in_a_forward(side: Side) -> Found:
     """The model raises for one micro-batch of bad data; the loop catches it, goes on with the next, and steps as usual."""
     model = Failing()
+    train_past_bad_data(side, model)
+    return weights(model)
+
+
+def train_past_bad_data(side: Side, model: Net, looked: Callable[[Tensor], object] = lambda loss: None) -> None:
+    """`looked` is shown each loss."""
     engine = side.initialize(model, adamw(model))
     micro_batches = batches(2 * side.accumulation + 1)
     micro_batches[2][0].fill_(float("nan"))
     for x, y in micro_batches:
         with contextlib.suppress(FloatingPointError):
             loss = F.cross_entropy(engine(x), y)
+            looked(loss)
             engine.backward(loss)
             engine.step()
-    return weights(model)
 
 
 class Refusing(Net):
@@ -704,15 +711,7 @@ class Refusing(Net):
 def exception_in_forwards_in_order(side: Side) -> Found:
     """The same of a model with BatchNorm, whose forward passes run in the order of their calls; each loss is printed."""
     model = Refusing()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(2 * side.accumulation + 1)
-    micro_batches[2][0].fill_(float("nan"))
-    for x, y in micro_batches:
-        with contextlib.suppress(FloatingPointError):
-            loss = F.cross_entropy(engine(x), y)
-            print(loss.item())
-            engine.backward(loss)
-            engine.step()
+    train_past_bad_data(side, model, lambda loss: print(loss.item()))
     return {**weights(model), **{name: own.clone() for name, own in model.named_buffers()}}
 
 
