@@ -11,12 +11,20 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import cheap
 from tests.processor import ask_it_once
 
 torch.set_num_threads(1)
 ask_it_once()
 settings.register_profile("tests", derandomize=True, deadline=None, max_examples=50, database=None)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _cheap_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("real_times") is None:
+        cheap.install(monkeypatch.setattr)
+
 
 SET_ASIDE = [0]
 """How many modules were there when the collector was last told to leave them alone."""

@@ -25,7 +25,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.runtime.garbage import only_new_garbage
+from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane, Turn
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
@@ -44,6 +44,7 @@ class Executor:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._collection = collection_within_steps()
         self._plan = NOTHING
         self._first = 0  # task of a micro-batch, as what follows
         self._suspended: frozenset[int] = frozenset()
@@ -77,8 +78,6 @@ class Executor:
         """Whether a plan that has been run left the unlayered parameters on the device, for another one to go on with."""
         return bool(self._unlayered)
 
-    @only_new_garbage()
-    @passed_through()
     def run(
         self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
     ) -> None:
@@ -93,6 +92,10 @@ class Executor:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
             BaseException: whatever the model, the loss, the optimizer or the device raised.
         """
+        with self._collection(), passed_through():
+            self._run(plan, micro_batches, hyper, clipping)
+
+    def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         parts = self._parts
         self._take(plan)
         self._done = 0

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyError
-from harmony_ds.measuring import rates
+from tests import cheap
 from tests.exactness.case import CASES, Case, Found, Tolerance
 from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
 from tests.oracle import assert_same, difference_between
@@ -137,6 +137,7 @@ def same(actual: Tensor, expected: Tensor | None, relative: float) -> bool:
 
 def serve() -> None:
     cases = load_cases()
+    cheap.install()
     import_what_is_imported_late()
     torch.set_num_threads(1)
     gc.collect()
@@ -182,9 +183,7 @@ def in_fork(case: Case, settings: Sequence[Setting]) -> list[Outcome] | Outcome:
         return Outcome("WRONG: hangs", f"no answer after {limit_s} s")
     if not said:
         return Outcome("WRONG: crashes", f"the process ended with {status}")
-    outcomes, known = pickle.loads(said)
-    rates._known.update(known)
-    found: list[Outcome] = outcomes
+    found: list[Outcome] = pickle.loads(said)
     return found
 
 
@@ -194,9 +193,8 @@ def child_main(case: Case, settings: Sequence[Setting], answers: int) -> None:
         outcomes = [outcome_of(case, setting) for setting in settings]
     except BaseException:  # noqa: BLE001 - the process must answer
         outcomes = [Outcome("WRONG: the harness fails", traceback.format_exc())] * len(settings)
-    # With them go the machine's rates, which the next case then need not measure: half of what a case takes.
     with os.fdopen(answers, "wb") as pipe:
-        pickle.dump((outcomes, rates._known), pipe)
+        pickle.dump(outcomes, pipe)
     os._exit(0)
 
 

@@ -81,6 +81,9 @@ def _child(
 ) -> None:
     import torch
 
+    from tests import cheap
+
+    cheap.install()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))

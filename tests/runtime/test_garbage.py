@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harmony_ds.runtime.garbage import only_new_garbage
+from harmony_ds.runtime.garbage import collection_within_steps, only_new_garbage
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +56,10 @@ def test_what_was_frozen_is_thawed_also_after_an_error() -> None:
 
 
 def test_what_somebody_else_has_frozen_stays_frozen() -> None:
+    assert collection_within_steps() is only_new_garbage
     gc.freeze()
     try:
-        with only_new_garbage():
+        with collection_within_steps()():
             pass
         assert gc.get_freeze_count()
     finally:
