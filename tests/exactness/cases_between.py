@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,25 +15,6 @@ from tests.exactness.case import ALL, ONE, PAIRS, Found, case
 from tests.exactness.models import WIDTH, Block, Net, batches, by_both_ways, sgd, weights
 from tests.exactness.sides import Side
 
-_LIBRARY = """
-import contextlib, threading
-state = threading.local()
-
-def factor():
-    return getattr(state, "value", 1.0)
-
-@contextlib.contextmanager
-def scaled(value):
-    before, state.value = factor(), value
-    try:
-        yield
-    finally:
-        state.value = before
-"""
-library: Any = types.ModuleType("installed_library")
-exec(compile(_LIBRARY, "/site-packages/installed_library.py", "exec"), vars(library))
-sys.modules[library.__name__] = library
-
 
 class Clamped(torch.autograd.Function):
     @staticmethod
@@ -48,37 +26,13 @@ class Clamped(torch.autograd.Function):
         return gradient.clamp(-1e-3, 1e-3)
 
 
-@torch.library.custom_op("harmony_ds_cases::clamped", mutates_args=())
-def clamped(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-torch.library.register_autograd("harmony_ds_cases::clamped", lambda ctx, gradient: gradient.clamp(-1e-3, 1e-3))
-
-
 class Residual(Net):
-    """Blocks around which a stream goes on, clamped on its way back by one of several means."""
-
-    def __init__(self, means: str) -> None:
-        super().__init__(Block)
-        self.means = means
-        self.tap = nn.Identity()
-        if means == "module":
-            self.tap.register_full_backward_hook(lambda _, given, __: (given[0].clamp(-1e-3, 1e-3),))
+    """Clamps the gradient of the residual stream around its blocks."""
 
     def body(self, x: Tensor) -> Tensor:
         x = self.front(x)
         for block in self.blocks:
-            if self.means == "function":
-                x = Clamped.apply(x)
-            elif self.means == "operator":
-                x = clamped(x)
-            elif self.means == "module":
-                x = self.tap(x * 1.0)
-            elif self.means == "tensor":
-                x = x * 1.0
-                if x.requires_grad:
-                    x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            x = Clamped.apply(x)
             x = x + block(x)
         return x
 
@@ -92,25 +46,7 @@ def trained(side: Side, model: nn.Module) -> Found:
 @case(*PAIRS)
 def gradient_of_a_residual_stream_clamped_by_a_function(side: Side) -> Found:
     """An autograd function between blocks clamps the gradient of the residual stream."""
-    return trained(side, Residual("function"))
-
-
-@case(*PAIRS)
-def gradient_of_a_residual_stream_clamped_by_an_operator(side: Side) -> Found:
-    """The backward pass of a torch.library.custom_op between blocks clamps the gradient of the residual stream."""
-    return trained(side, Residual("operator"))
-
-
-@case(*PAIRS)
-def gradient_of_a_residual_stream_clamped_by_a_tensor_hook(side: Side) -> Found:
-    """x.register_hook() between blocks clamps the gradient of the residual stream."""
-    return trained(side, Residual("tensor"))
-
-
-@case(*PAIRS)
-def gradient_of_a_residual_stream_clamped_by_a_module_hook(side: Side) -> Found:
-    """A backward hook of an nn.Identity between blocks clamps the gradient of the residual stream."""
-    return trained(side, Residual("module"))
+    return trained(side, Residual())
 
 
 class Scaled(Net):
@@ -134,8 +70,8 @@ def hook_on_a_parameter_used_between_layers(side: Side) -> Found:
     return trained(side, Scaled())
 
 
-class Chain(Residual):
-    """No stream goes past the blocks."""
+class Chain(Net):
+    """Clamps the gradient between its blocks, past which no stream goes."""
 
     def body(self, x: Tensor) -> Tensor:
         x = self.front(x)
@@ -147,7 +83,7 @@ class Chain(Residual):
 @case(*PAIRS)
 def gradient_of_a_chain_clamped_by_a_function(side: Side) -> Found:
     """An autograd function between blocks clamps a gradient that comes by one way alone."""
-    return trained(side, Chain("function"))
+    return trained(side, Chain())
 
 
 class Functional(nn.Module):
@@ -169,11 +105,35 @@ def no_module_is_called(side: Side) -> Found:
     return trained(side, Functional())
 
 
+class Neighbours(Block):
+    """Mixes rows by a sparse matrix."""
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.sparse.mm(matrix, x))
+
+
 class Graph(Net):
+    """Gives all blocks one sparse matrix."""
+
+    def body(self, x: Tensor) -> Tensor:
+        matrix = torch.eye(len(x)).to_sparse() * 0.5
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x, matrix)
+        return x
+
+
+@case(*PAIRS)
+def sparse_matrix_given_to_all_layers(side: Side) -> Found:
+    """A graph network multiplies with one sparse adjacency matrix in each block."""
+    return trained(side, Graph(Neighbours))
+
+
+class GraphWithBuffer(Net):
     """Mixes its rows by a sparse matrix."""
 
     def __init__(self) -> None:
-        super().__init__(Block)
+        super().__init__()
         self.register_buffer("edges", torch.eye(2).to_sparse())
 
     def body(self, x: Tensor) -> Tensor:
@@ -183,7 +143,7 @@ class Graph(Net):
 @case(*ONE)
 def sparse_buffer(side: Side) -> Found:
     """A graph network keeps its adjacency matrix in a sparse buffer."""
-    return trained(side, Graph())
+    return trained(side, GraphWithBuffer())
 
 
 class Ragged(Net):
@@ -248,34 +208,22 @@ class Around(Net):
         return self.blocks[2](x.float())
 
 
-def around(side: Side, context: Callable[[], AbstractContextManager[Any]]) -> Found:
-    model = Around(context)
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
-
-
 @case(*PAIRS)
 def block_without_gradients(side: Side) -> Found:
     """`with torch.no_grad():` around a block and what comes behind it."""
-    return around(side, torch.no_grad)
+    return trained(side, Around(torch.no_grad))
 
 
 @case(*PAIRS)
 def block_in_autocast(side: Side) -> Found:
     """`with torch.autocast("cpu", torch.bfloat16):` around a block and a product behind it."""
-    return around(side, lambda: torch.autocast("cpu", torch.bfloat16))
-
-
-@case(*PAIRS)
-def block_saved_on_cpu(side: Side) -> Found:
-    """`with torch.autograd.graph.save_on_cpu():` around a block and what comes behind it."""
-    return around(side, torch.autograd.graph.save_on_cpu)
+    return trained(side, Around(lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
 @case(*PAIRS)
 def block_under_a_default_device(side: Side) -> Found:
     """`with torch.device("cpu"):` around a block and what comes behind it."""
-    return around(side, lambda: torch.device("cpu"))
+    return trained(side, Around(lambda: torch.device("cpu")))
 
 
 class Sigmoids(TorchFunctionMode):
@@ -288,7 +236,7 @@ class Sigmoids(TorchFunctionMode):
 @case(*ALL)
 def block_under_a_function_mode(side: Side) -> Found:
     """`with` a TorchFunctionMode that exchanges functions around a block and what comes behind it."""
-    return around(side, Sigmoids)
+    return trained(side, Around(Sigmoids))
 
 
 class ReadsSwitches(Block):
@@ -313,9 +261,7 @@ def block_under_switches(side: Side) -> Found:
     """`torch.use_deterministic_algorithms(True)` around a block that reads it; as before behind it."""
     model = Around(deterministic)
     model.blocks[1] = ReadsSwitches()
-    engine = side.initialize(model, sgd(model))
-    losses = by_both_ways(engine, batches(4 * side.accumulation))
-    return {**weights(model), "losses": losses, "behind": torch.are_deterministic_algorithms_enabled()}
+    return {**trained(side, model), "behind": torch.are_deterministic_algorithms_enabled()}
 
 
 @case(*PAIRS)
@@ -331,26 +277,7 @@ def backbone_in_inference_mode(side: Side) -> Found:
     model = Backbone()
     model.front.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
-
-
-class Coroutine(Net):
-    def body(self, x: Tensor) -> Tensor:
-        async def run(x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-        return asyncio.run(run(self.front(x)))
-
-
-@case(*PAIRS)
-def blocks_in_a_coroutine(side: Side) -> Found:
-    """`asyncio.run(...)` in forward, of a coroutine that calls the blocks."""
-    model = Coroutine()
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+    return trained(side, model)
 
 
 class Mapped(Net):
@@ -361,31 +288,7 @@ class Mapped(Net):
 @case(*ONE)
 def block_in_vmap(side: Side) -> Found:
     """`torch.vmap(block)(x)` in forward."""
-    model = Mapped()
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
-
-
-@case(*PAIRS)
-def thread_local_of_a_library(side: Side) -> Found:
-    """A context of an installed library, which keeps its state in a `threading.local`, around blocks; read between them."""
-
-    class Scaled(Net):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            with self.context(1.0 + float(x.detach().sum())):
-                return super().forward(x, labels)
-
-        def body(self, x: Tensor) -> Tensor:
-            x = self.front(x)
-            for block in self.blocks:
-                x = block(x) * self.factor()
-            return x
-
-    model = Scaled()
-    # As of a library: by names that the program's code does not have.
-    model.__dict__["context"], model.__dict__["factor"] = library.scaled, library.factor
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+    return trained(side, Mapped())
 
 
 class Falling(Net):
@@ -412,5 +315,4 @@ def another_block_where_one_raises(side: Side) -> Found:
     """`try: x = a(x)`, `except ValueError: x = b(x)` in forward; a block raises for half of the data."""
     model = Falling(Block, depth=4)
     model.blocks[1] = Refusing()
-    engine = side.initialize(model, sgd(model))
-    return {**weights(model), "losses": by_both_ways(engine, batches(4 * side.accumulation))}
+    return trained(side, model)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
-import pickle
 import threading
 import time
 from tempfile import TemporaryDirectory
@@ -150,18 +148,6 @@ def engine_deleted_and_made_again(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def threads_end_with_the_engine(side: Side) -> Found:
-    """After `del engine` as many threads are alive as before it was made."""
-    model = Net()
-    before = threading.active_count()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    del engine
-    gc.collect()
-    return {**weights(model), "threads": threading.active_count() - before}
-
-
-@case(*PAIRS)
 def engine_destroyed_and_made_again(side: Side) -> Found:
     """engine.destroy(), and the model is initialized again with the same optimizer."""
     model = Net()
@@ -251,17 +237,6 @@ def module_saved(side: Side) -> Found:
     return {**weights(model), **weights(loaded, "loaded "), "out": loaded(batches(1)[0][0])}
 
 
-@case(*PAIRS)
-def module_pickled(side: Side) -> Found:
-    """pickle.dumps(model.blocks[1]), a part of the model, between two steps."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    loaded = pickle.loads(pickle.dumps(model.blocks[1]))
-    train(engine, batches(side.accumulation, seed=2))
-    return {**weights(model), **weights(loaded, "loaded ")}
-
-
 @case(*ALL)
 def state_dicts_saved(side: Side) -> Found:
     """torch.save of model.state_dict() and optimizer.state_dict() between two steps, loaded into new ones."""
@@ -280,23 +255,6 @@ def state_dicts_saved(side: Side) -> Found:
     other_optimizer.load_state_dict(state["optimizer"])
     other(*batches(1)[0]).backward()
     other_optimizer.step()
-    return {**weights(model), **weights(other, "other ")}
-
-
-@case(*PAIRS)
-def run_resumed(side: Side) -> Found:
-    """Weights and optimizer state are loaded into a new model, optimizer and engine, which train on."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(2 * side.accumulation))
-    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other = Net()
-    other_optimizer = adamw(other)
-    other.load_state_dict(state[0])
-    other_optimizer.load_state_dict(state[1])
-    resumed = side.initialize(other, other_optimizer)
-    train(resumed, batches(2 * side.accumulation, seed=3))
     return {**weights(model), **weights(other, "other ")}
 
 
@@ -352,17 +310,6 @@ def model_moved(side: Side) -> Found:
     train(engine, batches(side.accumulation))
     model.float().cpu().to("cpu", torch.float32)
     train(engine, batches(2 * side.accumulation, seed=2))
-    return weights(model)
-
-
-@case(*PAIRS)
-def forward_called_by_name(side: Side) -> Found:
-    """`engine.forward(x)` instead of `engine(x)`."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(engine.forward(x), y))
-        engine.step()
     return weights(model)
 
 

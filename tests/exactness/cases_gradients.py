@@ -38,17 +38,6 @@ def parameter_hook_later(side: Side) -> Found:
     return {**weights(model), "norms": torch.stack(norms).sort().values}
 
 
-@case()
-def parameter_hook_masks_rows(side: Side) -> Found:
-    """A hook zeroes the gradient of some rows of a weight, to train only new rows."""
-    model = Net()
-    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])[:, None]
-    model.head.weight.register_hook(lambda g: g * mask)
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(3 * side.accumulation))
-    return weights(model)
-
-
 @case(*ALL)
 def post_accumulate_hook(side: Side) -> Found:
     """`p.register_post_accumulate_grad_hook(...)` that clips every gradient by value as it comes."""
@@ -78,46 +67,6 @@ def full_backward_hook(side: Side) -> Found:
     engine = side.initialize(model, adamw(model))
     train(engine, batches(2 * side.accumulation))
     return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case()
-def hook_on_an_activation(side: Side) -> Found:
-    """A block calls `h.register_hook(lambda g: g * 0.5)` on a tensor inside."""
-
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.linear(x)
-            if h.requires_grad:
-                h.register_hook(lambda g: g * 0.5)
-            return x + torch.tanh(h)
-
-    model = Net(Hooked)
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
-
-
-@case()
-def hook_between_layers(side: Side) -> Found:
-    """The model's forward calls `x.register_hook(lambda g: g * 0.5)` on what one block hands to the next."""
-
-    class Hooked(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.front(x)
-            for block in self.blocks:
-                x = block(x)
-                if x.requires_grad:
-                    x.register_hook(lambda g: g * 0.5)
-            return x
-
-    model = Hooked()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
 
 
 @case()
@@ -176,19 +125,6 @@ def penalty_inside(side: Side) -> Found:
     engine = side.initialize(model, sgd(model))
     for x, y in batches(2 * side.accumulation):
         engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case(tolerance=REGROUPED)
-def distance_to_the_start(side: Side) -> Found:
-    """Elastic weight consolidation: the loop adds the squared distance of the blocks to where they started."""
-    model = Net()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        distance = sum((p - start[n]).pow(2).sum() for n, p in model.named_parameters() if "blocks" in n)
-        engine.backward(F.cross_entropy(engine(x), y) + distance)
         engine.step()
     return weights(model)
 
@@ -277,20 +213,6 @@ def gradients_set(side: Side) -> Found:
 
 
 @case()
-def gradients_set_within_a_group(side: Side) -> Found:
-    """`p.grad.zero_()` on one block after the second micro-batch of a group."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine.backward(engine(x, labels=y))
-        if i % 4 == 1:
-            for p in model.blocks[1].parameters():
-                p.grad.zero_()
-        engine.step()
-    return weights(model)
-
-
-@case()
 def gradients_set_to_none(side: Side) -> Found:
     """`p.grad = None` for one block at each boundary: it keeps its weights, without decay."""
     model = Net()
@@ -320,21 +242,6 @@ def gradients_without_backward(side: Side) -> Found:
 
 
 @case(*ALL)
-def gradient_noise(side: Side) -> Found:
-    """Noise is added to `p.grad` in place at each boundary."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    noise = torch.Generator().manual_seed(4)
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(engine(x), y))
-        if engine.is_gradient_accumulation_boundary():
-            for p in model.parameters():
-                p.grad += 0.01 * torch.randn(p.shape, generator=noise)
-        engine.step()
-    return weights(model)
-
-
-@case(*ALL)
 def clipping_by_hand(side: Side) -> Found:
     """torch.nn.utils.clip_grad_norm_ between backward and step at each boundary."""
     model = Net()
@@ -346,31 +253,6 @@ def clipping_by_hand(side: Side) -> Found:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         engine.step()
     return {**weights(model), "norms": torch.stack(norms)}
-
-
-@case()
-def clipping_by_hand_every_micro_batch(side: Side) -> Found:
-    """torch.nn.utils.clip_grad_norm_ after every backward, boundary or not."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        engine.step()
-    return weights(model)
-
-
-@case()
-def clipping_by_value(side: Side) -> Found:
-    """torch.nn.utils.clip_grad_value_ on the parameters of one block at each boundary."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        if engine.is_gradient_accumulation_boundary():
-            nn.utils.clip_grad_value_(model.blocks[0].parameters(), 0.001)
-        engine.step()
-    return weights(model)
 
 
 @case(*ALL)
@@ -582,33 +464,6 @@ def zero_grad_drops_what_is_queued(side: Side) -> Found:
 
 
 @case()
-def optimizer_zero_grad_drops_what_is_queued(side: Side) -> Found:
-    """optimizer.zero_grad() after the second micro-batch of a group, whose losses are the loop's."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine.backward(F.cross_entropy(engine(x), y))
-        if i % 4 == 1:
-            optimizer.zero_grad()
-        engine.step()
-    return weights(model)
-
-
-@case()
-def model_zero_grad_drops_what_is_queued(side: Side) -> Found:
-    """model.zero_grad() after the second micro-batch of a group."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine.backward(engine(x, labels=y))
-        if i % 4 == 1:
-            model.zero_grad()
-        engine.step()
-    return weights(model)
-
-
-@case()
 def zero_grad_of_one_module(side: Side) -> Found:
     """`model.head.zero_grad()` after the second micro-batch of a group."""
     model = Net()
@@ -690,19 +545,6 @@ def gradient_of_the_weights_by_autograd(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ONE)
-def gradient_penalty_on_weights(side: Side) -> Found:
-    """A penalty on the norm of the gradient of the weights: autograd.grad(..., create_graph=True)."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3):
-        loss = F.cross_entropy(engine(x), y)
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        engine.backward(loss + 0.1 * sum(g.pow(2).sum() for g in gradients))
-        engine.step()
-    return weights(model)
-
-
 @case(*ALL)
 def gradient_penalty_on_inputs(side: Side) -> Found:
     """WGAN-GP: the norm of the gradient of the inputs, by autograd.grad(..., create_graph=True)."""
@@ -742,19 +584,6 @@ def gradient_of_an_input_after_the_step(side: Side) -> Found:
         engine.backward(engine(x, labels=y))
         engine.step()
     return {**weights(model), "seen": torch.stack([x.grad for x, _ in inputs])}
-
-
-@case(*ALL)
-def adversarial_inputs(side: Side) -> Found:
-    """Adversarial training (FGSM): the gradient of the input, then a second forward on the moved input."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        x.requires_grad_(True)
-        (gradient,) = torch.autograd.grad(F.cross_entropy(engine(x), y), x)
-        engine.backward(F.cross_entropy(engine((x + 0.1 * gradient.sign()).detach()), y))
-        engine.step()
-    return weights(model)
 
 
 @case(*ALL)
@@ -811,21 +640,6 @@ def nan_loss(side: Side) -> Found:
     micro_batches[1][0][0, 0] = float("nan")
     losses = train(engine, micro_batches)
     return {**weights(model), "losses": losses}
-
-
-@case()
-def nan_loss_is_skipped(side: Side) -> Found:
-    """A micro-batch whose loss is NaN gets no backward; engine.step() counts it all the same."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(2 * side.accumulation)
-    micro_batches[1][0][0, 0] = float("nan")
-    for x, y in micro_batches:
-        loss = engine(x, labels=y)
-        if not torch.isnan(loss):
-            engine.backward(loss)
-        engine.step()
-    return weights(model)
 
 
 @case()

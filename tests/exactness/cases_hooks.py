@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.modules.module as all_modules
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
-from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import WIDTH, Net, adamw, batches, sgd, train, weights
 from tests.exactness.sides import Side
 
 
@@ -32,22 +30,6 @@ class Scored(Net):
 def body_and_head(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     body = [p for name, p in model.named_parameters() if not name.startswith("head")]
     return torch.optim.SGD(body, lr=0.1), torch.optim.SGD(model.head.parameters(), lr=0.05)
-
-
-@case(*ALL, tolerance=REGROUPED)
-def second_optimizer_on_the_rest(side: Side) -> Found:
-    """A plain loop with two optimizers, the engine's over the body and another over the head, both stepped at once."""
-    model = Scored()
-    optimizer, other = body_and_head(model)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        engine(x, y).backward()
-        if (i + 1) % side.accumulation == 0:
-            optimizer.step()
-            other.step()
-            optimizer.zero_grad()
-            other.zero_grad()
-    return weights(model)
 
 
 @case(*ALL, tolerance=REGROUPED)
@@ -189,20 +171,6 @@ def step_put_on_the_optimizer_before(side: Side) -> Found:
 
 
 @case(*ALL)
-def step_put_on_the_optimizer_later(side: Side) -> Found:
-    """The same after a first step of the engine."""
-    model, counts = Scored(), []
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer)
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i == side.accumulation:
-            clamping(optimizer, model, counts)
-        engine.backward(engine(x, y))
-        engine.step()
-    return {**weights(model), "counts": torch.tensor(len(counts))}
-
-
-@case(*ALL)
 def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
     """The same with bf16 weights."""
     model, counts = Scored(), []
@@ -213,25 +181,6 @@ def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
         engine.backward(engine(x.bfloat16(), y))
         engine.step()
     return {**weights(model), "counts": torch.tensor(len(counts))}
-
-
-@case(*ALL)
-def weights_clamped_by_a_step_hook_in_bf16(side: Side) -> Found:
-    """optimizer.register_step_post_hook clamps bf16 weights."""
-    model = Scored()
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, bf16={"enabled": True})
-
-    @torch.no_grad()
-    def clamp(*_: Any) -> None:
-        for p in model.parameters():
-            p.clamp_(-0.2, 0.2)
-
-    optimizer.register_step_post_hook(clamp)
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x.bfloat16(), y))
-        engine.step()
-    return weights(model)
 
 
 @case(*ONE)
@@ -316,80 +265,6 @@ def optimizer_around_another(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def parameter_hook_removed_within_a_group(side: Side) -> Found:
-    """A hook on a weight's gradient is removed in the middle of a group."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    handle = model.head.weight.register_hook(lambda gradient: gradient * 0)
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i == 2 + side.accumulation:
-            handle.remove()
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def parameter_hook_added_within_a_group(side: Side) -> Found:
-    """A hook on a weight's gradient is registered in the middle of a group."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i == 2 + side.accumulation:
-            model.blocks[1].linear.weight.register_hook(lambda gradient: gradient * 0)
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def parameter_hook_that_reads_what_the_loop_writes(side: Side) -> Found:
-    """A hook on a weight's gradient scales by a list's element, which the loop changes before each backward."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    scale = [1.0]
-    model.head.weight.register_hook(lambda gradient: gradient * scale[0])
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        loss = engine(x, y)
-        scale[0] = 0.5 * i
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def parameter_hook_that_logs(side: Side) -> Found:
-    """Hooks on all weights append the gradient's norm to a list, which the loop reads after each backward."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    norms: list[Tensor] = []
-    for p in model.parameters():
-        p.register_hook(lambda gradient: norms.append(gradient.norm()))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        seen.append(torch.stack(norms[-10:]).sort().values)
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen), "count": torch.tensor(len(norms))}
-
-
-@case(*PAIRS)
-def backward_hook_read_after_backward(side: Side) -> Found:
-    """Grad-CAM: a forward hook keeps a block's output, a full backward hook its gradient; read after each backward."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    kept: dict[str, Tensor] = {}
-    model.blocks[1].register_forward_hook(lambda module, args, out: kept.update(out=out))
-    model.blocks[1].register_full_backward_hook(lambda module, given, came: kept.update(gradient=came[0]))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        seen.append(torch.stack([kept["out"].detach(), kept["gradient"]]).clone())
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case(*PAIRS)
 def backward_hooks_in_train_batch(side: Side) -> Found:
     """Full backward hooks on all blocks append the norm of what they see to one list, under train_batch."""
     model = Scored()
@@ -403,217 +278,7 @@ def backward_hooks_in_train_batch(side: Side) -> Found:
     return {**weights(model), "norms": torch.stack(norms)}
 
 
-class Listening(Block):
-    """Scales the gradient of what is inside, and notes its norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = torch.tanh(self.linear(self.norm(x)))
-        if inside.requires_grad:
-            inside.register_hook(self.listen)
-        return x + inside
-
-    def listen(self, gradient: Tensor) -> Tensor:
-        self.norms.append(gradient.norm().item())
-        return gradient * 1.5
-
-
-@case(*PAIRS)
-def tensor_hook_in_forward(side: Side) -> Found:
-    """A block registers a hook on a tensor inside it, which appends to a list that the loop reads after each backward."""
-    model = Scored(Listening)
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        seen.append([block.norms[-1] for block in model.blocks])
-        engine.step()
-    return {**weights(model), "seen": torch.tensor(seen), "count": torch.tensor(len(model.blocks[0].norms))}
-
-
-class Retaining(Block):
-    """Keeps what is inside, and what it gives, with their gradients."""
-
-    inside: Tensor
-    out: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inside = torch.tanh(self.linear(self.norm(x)))
-        self.out = x + self.inside
-        if self.out.requires_grad:
-            self.inside.retain_grad()
-            self.out.retain_grad()
-        return self.out
-
-
-@case(*PAIRS)
-def gradient_retained_inside_a_block(side: Side) -> Found:
-    """A block keeps tensors on itself and calls retain_grad(); the loop reads their `.grad` after each backward."""
-    model = Scored(Retaining)
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        seen += [gradient for block in model.blocks for gradient in (block.inside.grad, block.out.grad)]
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case(*PAIRS)
-def gradient_retained_between_blocks(side: Side) -> Found:
-    """The model's forward keeps what the last block gives, and twice of that, with retain_grad()."""
-
-    class Keeping(Net):
-        last: Tensor
-        twice: Tensor
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-            self.last = self.body(x)
-            self.twice = self.last * 2
-            if self.twice.requires_grad:
-                self.last.retain_grad()
-                self.twice.retain_grad()
-            return F.cross_entropy(self.head(self.twice), labels)
-
-    model = Keeping()
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        assert model.last.grad is not None and model.twice.grad is not None
-        seen.append(torch.stack([model.last.grad, model.twice.grad]))
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case(*PAIRS)
-def tensor_hooks_between_blocks_late(side: Side) -> Found:
-    """The model's forward registers hooks on what its blocks gave when the next ones have taken it."""
-
-    class Late(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[Tensor] = []
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-            given = [x := self.front(x), *(x := block(x) for block in self.blocks)]
-            logits = self.head(x)
-            for h in given:
-                if h.requires_grad:
-                    h.register_hook(lambda gradient: self.norms.append(gradient.norm()))
-            return F.cross_entropy(logits, labels)
-
-    model = Late()
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        seen.append(len(model.norms))
-        engine.step()
-    return {**weights(model), "seen": torch.tensor(seen), "norms": torch.stack(model.norms)}
-
-
-@case(*PAIRS)
-def tensor_hook_switched_on(side: Side) -> Found:
-    """A block registers a hook on a tensor inside it once `block.listening` is set, in the middle of training."""
-
-    class Switched(Listening):
-        listening = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if self.listening else Block.forward(self, x)
-
-    model = Scored(Switched)
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        model.blocks[1].listening = i >= side.accumulation
-        engine.backward(engine(x, y))
-        seen.append(len(model.blocks[1].norms))
-        engine.step()
-    return {**weights(model), "seen": torch.tensor(seen)}
-
-
-@case(*PAIRS)
-def gradient_retained_by_the_loop(side: Side) -> Found:
-    """A forward hook keeps a block's output, and the loop calls retain_grad() on it before backward."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    kept: list[Tensor] = []
-    model.blocks[1].register_forward_hook(lambda module, args, out: kept.append(out))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, y)
-        kept[-1].retain_grad()
-        engine.backward(loss)
-        seen.append(kept[-1].grad)
-        engine.step()
-    return {**weights(model), "seen": torch.stack([torch.zeros(()) if s is None else s.norm() for s in seen])}
-
-
 # ---- around the model
-
-
-@case(*PAIRS)
-def hook_on_all_modules_within_a_group(side: Side) -> Found:
-    """register_module_forward_hook around one call of a group alone."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        handle: Any = None
-        if i == 1:
-            handle = all_modules.register_module_forward_hook(
-                lambda module, args, out: out * 1.5 if isinstance(module, nn.Linear) else None
-            )
-        loss = engine(x, y)
-        if handle is not None:
-            handle.remove()
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def hook_on_all_modules_between_steps(side: Side) -> Found:
-    """register_module_forward_hook after a step, and removed after another."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    handle: Any = None
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i == side.accumulation:
-            handle = all_modules.register_module_forward_hook(
-                lambda module, args, out: out * 1.5 if isinstance(module, nn.Linear) else None
-            )
-        if i == 2 * side.accumulation:
-            handle.remove()
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def backward_hook_on_all_modules(side: Side) -> Found:
-    """register_module_full_backward_hook counts, and the loop reads the count after each backward."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    counts = [0]
-
-    def count(module: nn.Module, *_: Any) -> None:
-        counts[0] += isinstance(module, Block)
-
-    handle = all_modules.register_module_full_backward_hook(count)
-    seen = []
-    try:
-        for x, y in batches(3 * side.accumulation):
-            engine.backward(engine(x, y))
-            seen.append(counts[0])
-            engine.step()
-    finally:
-        handle.remove()
-    return {**weights(model), "seen": torch.tensor(seen)}
 
 
 class Sigmoid(TorchFunctionMode):
@@ -649,40 +314,6 @@ def dispatch_mode_around_the_call(side: Side) -> Found:
             loss = engine(x, y)
         engine.backward(loss)
         engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def dispatch_mode_around_train_batch(side: Side) -> Found:
-    """The same around train_batch."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    with SigmoidBelow():
-        engine.train_batch(iter(batches(side.accumulation)))
-    return weights(model)
-
-
-@case(*PAIRS)
-def operations_counted_in_backward(side: Side) -> Found:
-    """`with FlopCounterMode():` around engine.backward(loss)."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    x, y = batches(1)[0]
-    loss = engine(x, y)
-    with FlopCounterMode(display=False) as counter:
-        engine.backward(loss)
-    return {"operations": torch.tensor(counter.get_total_flops())}
-
-
-@case(*PAIRS)
-def default_device_around_the_call(side: Side) -> Found:
-    """`with torch.device("cpu"):` around the whole loop."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    with torch.device("cpu"):
-        for x, y in batches(2 * side.accumulation):
-            engine.backward(engine(x, y))
-            engine.step()
     return weights(model)
 
 

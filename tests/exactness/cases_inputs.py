@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,19 +114,6 @@ def dropout(side: Side) -> Found:
     return weights(model)
 
 
-@case()
-def input_changed_after_the_call(side: Side) -> Found:
-    """`x.zero_()` after each micro-batch's backward, before step."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        x.zero_()
-        y.zero_()
-        engine.step()
-    return weights(model)
-
-
 class OfBatch(Net):
     def forward(self, batch: dict[str, Any]) -> Tensor:
         return super().forward(batch["x"] * batch.get("scale", 1), batch["labels"])
@@ -147,54 +133,6 @@ def batch_dict_changed_after_the_call(side: Side) -> Found:
     return weights(model)
 
 
-class OfList(Net):
-    def forward(self, views: list[Tensor], labels: Tensor) -> Tensor:
-        return super().forward(torch.stack(views).mean(0), labels)
-
-
-@case()
-def input_list_changed_after_the_call(side: Side) -> Found:
-    """One list of views is handed over for every micro-batch, emptied and filled in between."""
-    model = OfList()
-    engine = side.initialize(model, adamw(model))
-    views: list[Tensor] = []
-    for x, y in batches(2 * side.accumulation):
-        views.clear()
-        views.extend([x, -0.5 * x])
-        engine.backward(engine(views, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def slice_of_a_buffer(side: Side) -> Found:
-    """Micro-batches are slices of one large tensor whose rows are overwritten before step."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    rows = torch.empty(2 * side.accumulation, WIDTH)
-    labels = torch.zeros(2, dtype=torch.long)
-    for step in range(2):
-        rows.copy_(torch.cat([x for x, _ in batches(side.accumulation, seed=step)]))
-        for i in range(side.accumulation):
-            engine.backward(engine(rows[2 * i : 2 * i + 2], labels=labels))
-            rows[2 * i].zero_()
-            engine.step()
-    return weights(model)
-
-
-@case()
-def dropout_rate_changed_within_a_group(side: Side) -> Found:
-    """`dropout.p` is set before each micro-batch."""
-    model = Net(lambda: Block(dropout=0.3))
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        for block in model.blocks:
-            block.dropout.p = 0.1 * (i % 4)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
 @case()
 def dropout_rate_changed_between_steps(side: Side) -> Found:
     """`dropout.p` is raised after each step."""
@@ -206,81 +144,6 @@ def dropout_rate_changed_between_steps(side: Side) -> Found:
         for x, y in batches(side.accumulation, seed=step):
             engine.backward(engine(x, labels=y))
             engine.step()
-    return weights(model)
-
-
-class Configured(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(scale=1.0)
-        self.options = {"shift": 0.0}
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x * self.config.scale + self.options["shift"], labels)
-
-
-@case()
-def config_changed_within_a_group(side: Side) -> Found:
-    """`model.config.scale = i` before each micro-batch."""
-    model = Configured()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.config.scale = 1.0 + i
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def dict_of_options_changed_within_a_group(side: Side) -> Found:
-    """`model.options["shift"] = i` before each micro-batch."""
-    model = Configured()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.options["shift"] = float(i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-class ScaledByAList(Net):
-    scales: list[float] | None = None
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x * sum(self.scales or [1.0]), labels)
-
-
-@case()
-def list_put_on_the_model_within_a_group(side: Side) -> Found:
-    """`model.scales` is None for the first micro-batch, and a new list before each of the others."""
-    model = ScaledByAList()
-    model.scales = None
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        if i:
-            model.scales = [1.0, 0.1 * i]
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-CURRICULUM = {"scale": 1.0}
-
-
-class Curriculum(Net):
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x * CURRICULUM["scale"], labels)
-
-
-@case()
-def global_changed_within_a_group(side: Side) -> Found:
-    """A global dict that forward reads is changed before each micro-batch."""
-    model = Curriculum()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        CURRICULUM["scale"] = 1.0 + i
-        engine.backward(engine(x, labels=y))
-        engine.step()
     return weights(model)
 
 
@@ -301,18 +164,6 @@ def tensor_attribute_filled_within_a_group(side: Side) -> Found:
     engine = side.initialize(model, adamw(model))
     for i, (x, y) in enumerate(batches(2 * side.accumulation)):
         model.temperature.fill_(1.0 + i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def tensor_attribute_replaced_within_a_group(side: Side) -> Found:
-    """`model.temperature = torch.tensor(i)` before each micro-batch."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.temperature = torch.tensor(1.0 + i)
         engine.backward(engine(x, labels=y))
         engine.step()
     return weights(model)
@@ -369,21 +220,6 @@ def buffer_filled_between_logits_and_backward(side: Side) -> Found:
 
 
 @case()
-def weights_changed_within_a_group(side: Side) -> Found:
-    """All weights are scaled by 0.9 in place between the second and the third micro-batch of a group."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        if i % 4 == 2:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.9)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
 def statistics_read_within_a_group(side: Side) -> Found:
     """BatchNorm's running mean is logged after each micro-batch."""
     model = Net(normed)
@@ -394,20 +230,6 @@ def statistics_read_within_a_group(side: Side) -> Found:
         seen.append(model.blocks[1][1].running_mean.clone())
         engine.step()
     return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case()
-def statistics_reset_within_a_group(side: Side) -> Found:
-    """BatchNorm's statistics are reset after two micro-batches of a group."""
-    model = Net(normed)
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation, rows=4)):
-        engine.backward(engine(x, labels=y))
-        if i == 1:
-            for block in model.blocks:
-                block[1].reset_running_stats()
-        engine.step()
-    return weights(model)
 
 
 @case()

@@ -15,9 +15,6 @@ from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
 from tests.exactness.sides import Setting, Side, Stay
 
-Batches = list[tuple[Tensor, Tensor]]
-
-
 # ---- ways to hand micro-batches over
 
 
@@ -49,19 +46,6 @@ def ragged_last_group(side: Side) -> Found:
     loader = iter([{"x": x, "labels": y} for x, y in batches(2 * side.accumulation + 1)])
     losses = [engine.train_batch(loader) for _ in range(3)]
     return {**weights(model), "losses": torch.stack(losses)}
-
-
-@case()
-def ragged_last_group_in_a_loop(side: Side) -> Found:
-    """The data end in the middle of a group: set_gradient_accumulation_boundary(True) at the last micro-batch."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(side.accumulation + 2)
-    for i, (x, y) in enumerate(micro_batches):
-        engine.set_gradient_accumulation_boundary((i + 1) % side.accumulation == 0 or i == len(micro_batches) - 1)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
 
 
 @case()
@@ -127,51 +111,6 @@ def losses_summed_in_place(side: Side) -> Found:
         engine.backward(loss)
         engine.step()
     return {**weights(model), "total": total}
-
-
-@case()
-def losses_averaged_in_place(side: Side) -> Found:
-    """A function of the user's divides what it is given in place: `reported = loss.detach()`, `average(reported)`."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    reported, clamped = [], []
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, labels=y)
-        reported.append(loss.detach().clone())
-        reported[-1].div_(side.accumulation)
-        clamped.append(loss.detach().clone())
-        clamped[-1].clamp_(max=0.5)
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "reported": torch.stack(reported), "clamped": torch.stack(clamped)}
-
-
-@case()
-def losses_kept_in_a_list(side: Side) -> Found:
-    """Losses are appended to a list, and averaged after the epoch."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    losses = []
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, labels=y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss)
-    return {**weights(model), "mean": sum(loss.item() for loss in losses) / len(losses)}
-
-
-@case()
-def loss_decides(side: Side) -> Found:
-    """`if loss > 1.6: loss = loss * 0.5` before backward."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, labels=y)
-        if loss > 1.6:
-            loss = loss * 0.5
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
 
 
 @case()
@@ -264,17 +203,6 @@ def contrastive(side: Side) -> Found:
 
 
 @case(*PAIRS, tolerance=REGROUPED)
-def siamese(side: Side) -> Found:
-    """A triplet loss over three forwards."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
-        engine.backward(F.triplet_margin_loss(engine(x), engine(x + 0.1), engine(-x)))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS, tolerance=REGROUPED)
 def siamese_inside(side: Side) -> Found:
     """The model's own forward runs its blocks twice, on two inputs."""
 
@@ -329,19 +257,6 @@ def inference_mode(side: Side) -> Found:
     return weights(model)
 
 
-@case(*PAIRS)
-def output_fed_back_in(side: Side) -> Found:
-    """Self-conditioning: the output of a first forward without gradients is part of the second's input."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        with torch.no_grad():
-            guess = engine(x)
-        engine.backward(F.cross_entropy(engine(x + F.pad(guess, (0, WIDTH - CLASSES))), y))
-        engine.step()
-    return weights(model)
-
-
 @case(*PAIRS, tolerance=REGROUPED)
 def output_fed_back_in_with_its_graph(side: Side) -> Found:
     """The same with gradients through both forwards."""
@@ -354,32 +269,7 @@ def output_fed_back_in_with_its_graph(side: Side) -> Found:
     return weights(model)
 
 
-@case(*PAIRS)
-def consistency_of_dropout(side: Side) -> Found:
-    """R-Drop: one forward over the batch twice, concatenated."""
-    model = Net(lambda: Block(dropout=0.3))
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        first, second = engine(torch.cat([x, x])).chunk(2)
-        engine.backward(F.cross_entropy(first, y) + F.mse_loss(first, second))
-        engine.step()
-    return weights(model)
-
-
 # ---- several models
-
-
-@case(*ALL)
-def plain_teacher(side: Side) -> Found:
-    """Distillation from a plain teacher under no_grad."""
-    model, teacher = Net(), Net().eval()
-    engine = side.initialize(model, adamw(model))
-    for x, _ in batches(2 * side.accumulation):
-        with torch.no_grad():
-            target = teacher(x).softmax(-1)
-        engine.backward(F.kl_div(engine(x).log_softmax(-1), target, reduction="batchmean"))
-        engine.step()
-    return weights(model)
 
 
 @case(*PAIRS)
@@ -462,21 +352,6 @@ def engine_behind_an_engine(side: Side) -> Found:
         d.step()
         e.step()
     return {**weights(encoder, "e "), **weights(decoder, "d ")}
-
-
-@case(*PAIRS)
-def generator_with_a_plain_discriminator(side: Side) -> Found:
-    """A generator on the engine, a discriminator in plain PyTorch."""
-    generator, discriminator = Generator(), Net()
-    g, optimizer = side.initialize(generator, sgd(generator)), sgd(discriminator)
-    for x, _ in batches(2 * side.accumulation):
-        fake = g(-x)
-        optimizer.zero_grad()
-        (F.softplus(-discriminator(x)).mean() + F.softplus(discriminator(fake.detach())).mean()).backward()
-        optimizer.step()
-        g.backward(F.softplus(-discriminator(fake)).mean())
-        g.step()
-    return {**weights(generator, "g "), **weights(discriminator, "d ")}
 
 
 @case(*PAIRS)

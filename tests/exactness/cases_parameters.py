@@ -32,30 +32,6 @@ def data_replaced(side: Side) -> Found:
 
 
 @case()
-def data_replaced_within_a_group(side: Side) -> Found:
-    """`p.data = p.data * 0.5` for one parameter between two micro-batches."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(2 * side.accumulation)
-    train(engine, micro_batches[:6])
-    model.blocks[1].linear.weight.data = model.blocks[1].linear.weight.data * 0.5
-    losses = train(engine, micro_batches[6:])
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def vector_to_parameters(side: Side) -> Found:
-    """torch.nn.utils.vector_to_parameters writes a flat vector back between two steps."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
 def half_and_float(side: Side) -> Found:
     """`module.half().float()` on one block, to round its weights, between two steps."""
     model = Net()
@@ -102,30 +78,6 @@ def load_state_dict_with_assign(side: Side) -> Found:
 
 
 @case()
-def load_part_of_a_state_dict(side: Side) -> Found:
-    """The head's weights alone are loaded with strict=False after a step."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    start = {name: t.clone() for name, t in model.state_dict().items() if name.startswith("head")}
-    train(engine, batches(side.accumulation))
-    model.load_state_dict(start, strict=False)
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def best_weights_restored(side: Side) -> Found:
-    """`best = copy.deepcopy(model.state_dict())` after a step, loaded again at the end, as early stopping does."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    best = copy.deepcopy(model.state_dict())
-    train(engine, batches(side.accumulation, seed=2))
-    model.load_state_dict(best)
-    return weights(model)
-
-
-@case()
 def state_dict_kept(side: Side) -> Found:
     """`state = model.state_dict()` is taken once, not copied, and read after each step: it is alive in plain PyTorch."""
     model = Net()
@@ -146,17 +98,6 @@ def module_replaced(side: Side) -> Found:
     train(engine, batches(side.accumulation))
     model.blocks[1] = Block()
     losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def module_replaced_by_identity(side: Side) -> Found:
-    """A block is pruned away: nn.Identity() in its place between two steps."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    model.blocks[1] = nn.Identity()
-    losses = train(engine, batches(2 * side.accumulation))
     return {**weights(model), "losses": losses}
 
 
@@ -206,21 +147,6 @@ def forward_patched(side: Side) -> Found:
     block.forward = lambda x: x + block.linear(x)
     losses = train(engine, batches(2 * side.accumulation))
     return {**weights(model), "losses": losses}
-
-
-@case(*ALL)
-def forward_of_the_model_patched_within_a_group(side: Side) -> Found:
-    """`model.forward` is another function for every second micro-batch, and the class's own for the rest."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        if i % 2:
-            model.forward = lambda x, labels: F.cross_entropy(model.head(model.body(2 * x)), labels)
-        elif i:
-            del model.forward
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
 
 
 def redirected(engine: Any, model: nn.Module, method: Callable[..., Any], *args: Any) -> Any:
@@ -302,22 +228,6 @@ def frozen_after_the_start(side: Side) -> Found:
 
 
 @case()
-def gradual_unfreezing(side: Side) -> Found:
-    """From the head down, one more block is unfrozen and given to the optimizer after each step."""
-    model = Net()
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
-    engine = side.initialize(model, optimizer)
-    for step, block in enumerate(reversed(model.blocks)):
-        train(engine, batches(side.accumulation, seed=step))
-        block.requires_grad_(True)
-        optimizer.add_param_group({"params": list(block.parameters()), "lr": 1e-3})
-    train(engine, batches(side.accumulation, seed=9))
-    return weights(model)
-
-
-@case()
 def param_group_added(side: Side) -> Found:
     """optimizer.add_param_group takes the head in after two steps; it required gradients all the while."""
     model = Net()
@@ -369,15 +279,6 @@ class Unused(Net):
     def forward(self, x: Tensor, labels: Tensor | None = None, spare: bool = False) -> Tensor:
         logits = (self.spare if spare else self.head)(self.body(x))
         return logits if labels is None else F.cross_entropy(logits, labels)
-
-
-@case()
-def parameter_never_used(side: Side) -> Found:
-    """A head that forward never calls: no gradient, and so no weight decay either."""
-    model = Unused()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(3 * side.accumulation))
-    return weights(model)
 
 
 @case()
@@ -433,19 +334,6 @@ def parameters_listed_once(side: Side) -> Found:
 
 
 @case()
-def parameters_listed_before_initialize(side: Side) -> Found:
-    """A parameter is taken from the model before initialize, and read after each step."""
-    model = Net()
-    weight = model.blocks[1].linear.weight
-    engine = side.initialize(model, slow(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        seen.append(weight.detach().clone())
-    return {"seen": torch.stack(seen)}
-
-
-@case()
 def listed_parameters_written(side: Side) -> Found:
     """`ps = list(model.parameters())` is taken once and decayed by hand after each step."""
     model = Net()
@@ -469,19 +357,6 @@ def view_of_a_weight_kept(side: Side) -> Found:
     for step in range(3):
         train(engine, batches(side.accumulation, seed=step))
         seen.append(row.clone())
-    return {"seen": torch.stack(seen)}
-
-
-@case()
-def parameters_of_the_optimizer_read(side: Side) -> Found:
-    """Weights are read through optimizer.param_groups after each step."""
-    model = Net()
-    optimizer = slow(model)
-    engine = side.initialize(model, optimizer)
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        seen.append(torch.stack([p.detach().sum() for g in optimizer.param_groups for p in g["params"]]))
     return {"seen": torch.stack(seen)}
 
 
@@ -519,77 +394,6 @@ def weights_averaged_and_swapped_in(side: Side) -> Found:
             for name, p in model.named_parameters():
                 p.copy_(kept[name])
     return {**weights(model), **{f"average {n}": t for n, t in average.items()}, "seen": torch.stack(seen)}
-
-
-@case()
-def weights_averaged_by_data(side: Side) -> Found:
-    """The same with `p.data = average` and `p.data = kept`, as many EMA classes do."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        kept = {}
-        for name, p in model.named_parameters():
-            average[name].lerp_(p.data, 0.1)
-            kept[name] = p.data
-            p.data = average[name]
-        with torch.no_grad():
-            seen.append(engine(batches(1)[0][0]))
-        for name, p in model.named_parameters():
-            p.data = kept[name]
-    return {**weights(model), "seen": torch.stack(seen)}
-
-
-@case()
-def averaged_model(side: Side) -> Found:
-    """torch.optim.swa_utils.AveragedModel is updated after each step."""
-    model = Net()
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    engine = side.initialize(model, adamw(model))
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        averaged.update_parameters(model)
-    return {**weights(model), **weights(averaged, "averaged ")}
-
-
-@case()
-def head_initialized_again(side: Side) -> Found:
-    """`nn.init.xavier_uniform_(model.head.weight)` between two steps."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    torch.manual_seed(3)
-    nn.init.xavier_uniform_(model.head.weight)
-    train(engine, batches(side.accumulation))
-    return weights(model)
-
-
-@case()
-def weights_exchanged_by_copy(side: Side) -> Found:
-    """Weights of a second, plain model are copied in place after each step (a target network's other direction)."""
-    model, other = Net(), Net()
-    engine = side.initialize(model, adamw(model))
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), other.parameters(), strict=True):
-                p.lerp_(q, 0.5)
-    return weights(model)
-
-
-@case()
-def deep_copy_in_the_middle(side: Side) -> Found:
-    """`teacher = copy.deepcopy(model)` after a step; it is called without gradients afterwards."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    teacher = copy.deepcopy(model)
-    train(engine, batches(side.accumulation, seed=2))
-    with torch.no_grad():
-        seen = teacher(batches(1)[0][0])
-    return {**weights(model), **weights(teacher, "teacher "), "seen": seen}
 
 
 @case()
@@ -664,15 +468,6 @@ def float64_parameters(side: Side) -> Found:
     model = Net(Double)
     engine = side.initialize(model, adamw(model))
     losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def float64_model(side: Side) -> Found:
-    """`model.double()`: all weights and inputs are float64."""
-    model = Net().double()
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, [(x.double(), y) for x, y in batches(2 * side.accumulation)])
     return {**weights(model), "losses": losses}
 
 
@@ -822,21 +617,6 @@ def weight_norm_by_hooks(side: Side) -> Found:
 
 
 @case()
-def parametrization_removed(side: Side) -> Found:
-    """weight_norm is removed from one block between two steps (remove_parametrizations)."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
-
-    model = Net(block)
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(side.accumulation))
-    nn.utils.parametrize.remove_parametrizations(model.blocks[1][0], "weight")
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
 def pruned(side: Side) -> Found:
     """torch.nn.utils.prune.l1_unstructured on one block between two steps."""
     model = Net()
@@ -894,12 +674,6 @@ def bf16(side: Side, change: Callable[[Tensor], object], model: nn.Module | None
 
 
 @case()
-def bf16_read_by_hand(side: Side) -> Found:
-    """bf16 weights are only read after each step."""
-    return bf16(side, lambda p: p.norm().item())
-
-
-@case()
 def bf16_buffers(side: Side) -> Found:
     """Blocks in bf16 multiply by a float32 buffer in their own dtype; buffers keep theirs, as with DeepSpeed."""
 
@@ -922,31 +696,7 @@ def bf16_clamped_by_hand(side: Side) -> Found:
     return bf16(side, lambda p: p.data.clamp_(-0.125, 0.125))
 
 
-@case()
-def bf16_copied_by_hand(side: Side) -> Found:
-    """bf16 weights are overwritten with zeros in every second element after each step."""
-
-    def change(p: Tensor) -> None:
-        with torch.no_grad():
-            p.view(-1)[::2] = 0.0
-
-    return bf16(side, change)
-
-
 # ---- the optimizer's own
-
-
-@case()
-def learning_rate_by_hand(side: Side) -> Found:
-    """`group["lr"] = ...` after each step."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * 0.5**step
-    return weights(model)
 
 
 @case()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from tests.exactness.case import ONE, PAIRS, REGROUPED, Found, case
+from tests.exactness.case import PAIRS, REGROUPED, Found, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, by_both_ways, sgd, train, weights
 from tests.exactness.sides import Setting, Side
 
@@ -86,35 +85,7 @@ def result_given_with_a_view_and_written_to(side: Side) -> Found:
     return trained(side, Overwriting(lambda given, made: made.view(-1)))
 
 
-@case(*PAIRS)
-def view_of_an_input_and_input_written_to(side: Side) -> Found:
-    """Blocks return a view of what they were given; forward writes into that in place and goes on from the view."""
-    return trained(side, PassingOn())
-
-
-class PassingOn(Net):
-    """Writes in place into what blocks were given, of which they returned a view."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: Twofold(lambda given, made: given.view(-1)))
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            given = x + 0
-            made, again = block(given)
-            given.mul_(2)
-            x = torch.tanh(made) + torch.sin(again.view(-1, WIDTH))
-        return x
-
-
 # ---- objects that carry tensors
-
-
-@case(*PAIRS)
-def simple_namespaces(side: Side) -> Found:
-    """Blocks hand a SimpleNamespace from one to the next."""
-    return trained(side, Carrying(lambda t: SimpleNamespace(hidden=t), lambda n: n.hidden))
 
 
 class Hidden:
@@ -126,19 +97,6 @@ class Hidden:
 def objects_of_a_class(side: Side) -> Found:
     """Blocks hand an object of a plain class from one to the next."""
     return trained(side, Carrying(Hidden, lambda n: n.hidden))
-
-
-class Slotted:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-@case(*PAIRS)
-def objects_with_slots(side: Side) -> Found:
-    """Blocks hand an object of a class with __slots__ from one to the next."""
-    return trained(side, Carrying(Slotted, lambda n: n.hidden))
 
 
 @dataclass
@@ -193,54 +151,9 @@ def nested_containers(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def lists_with_objects_inside(side: Side) -> Found:
-    """Blocks hand a list of plain objects from one to the next."""
-    return trained(side, Carrying(lambda t: [Hidden(t)], lambda n: n[0].hidden))
-
-
-@case(*PAIRS)
-def cyclic_objects(side: Side) -> Found:
-    """Blocks hand an object that refers to itself from one to the next."""
-
-    def wrap(t: Tensor) -> Hidden:
-        one = Hidden(t)
-        one.owner = one
-        return one
-
-    return trained(side, Carrying(wrap, lambda n: n.hidden))
-
-
-class Doubled(Tensor):
-    pass
-
-
-@case(*PAIRS)
-def tensor_subclasses(side: Side) -> Found:
-    """Blocks hand a subclass of Tensor from one to the next."""
-    return trained(side, Carrying(lambda t: t.as_subclass(Doubled), lambda t: t.as_subclass(Tensor)))
-
-
-@case(*PAIRS)
 def closures(side: Side) -> Found:
     """Blocks hand a function that holds the tensor from one to the next."""
     return trained(side, Carrying(lambda t: lambda: t, lambda f: f()))
-
-
-@case(*PAIRS)
-def inputs_and_outputs_of_the_model_as_objects(side: Side) -> Found:
-    """The model is called with a SimpleNamespace and returns one with logits and loss."""
-
-    class Named(Net):
-        def forward(self, batch: Any) -> Any:  # type: ignore[override]
-            logits = super().forward(batch.x)
-            return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits, batch.labels))
-
-    model = Named()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(SimpleNamespace(x=x, labels=y)).loss)
-        engine.step()
-    return weights(model)
 
 
 @case(*PAIRS)
@@ -349,83 +262,6 @@ def aux_loss_on_an_attribute(side: Side) -> Found:
 
 
 @case(*PAIRS, tolerance=REGROUPED)
-def aux_loss_on_an_attribute_read_by_the_loop(side: Side) -> Found:
-    """The same, and the loop sums `block.aux` after the call."""
-    model = Net(OnAttribute)
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3 * side.accumulation):
-        loss = F.cross_entropy(engine(x), y)
-        engine.backward(loss + 0.1 * sum(block.aux for block in model.blocks))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def aux_value_logged_from_an_attribute(side: Side) -> Found:
-    """The same, but `block.aux.item()` is only logged by the loop after the call."""
-    model = Net(OnAttribute)
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        loss = F.cross_entropy(engine(x), y)
-        seen.append([block.aux.item() for block in model.blocks])
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "seen": torch.tensor(seen)}
-
-
-class Appending(Balanced):
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
-        x, aux = self.mixed(x)
-        losses.append(aux)
-        return x
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def aux_loss_appended_to_a_list(side: Side) -> Found:
-    """The same with a list that is handed to every block, which appends to it."""
-
-    class Mixture(Net):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            losses: list[Tensor] = []
-            x = self.front(x)
-            for block in self.blocks:
-                x = block(x, losses)
-            logits = self.head(x)
-            return logits if labels is None else F.cross_entropy(logits, labels) + 0.1 * sum(losses)
-
-    model = Mixture(Appending)
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-GLOBAL_LOSSES: list[Tensor] = []
-
-
-class AppendingGlobally(Balanced):
-    def forward(self, x: Tensor) -> Tensor:
-        x, aux = self.mixed(x)
-        GLOBAL_LOSSES.append(aux)
-        return x
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def aux_loss_in_a_global_list(side: Side) -> Found:
-    """The same with a global list that the loop clears, sums and adds."""
-    model = Net(AppendingGlobally)
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3 * side.accumulation):
-        GLOBAL_LOSSES.clear()
-        loss = F.cross_entropy(engine(x), y)
-        engine.backward(loss + 0.1 * sum(GLOBAL_LOSSES))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS, tolerance=REGROUPED)
 def aux_loss_returned(side: Side) -> Found:
     """The same, the loss returned beside the hidden states."""
 
@@ -496,46 +332,6 @@ def dict_written_into_and_returned(side: Side) -> Found:
     return trained(side, OverDict())
 
 
-@case(*PAIRS, tolerance=REGROUPED)
-def dict_written_into(side: Side) -> Found:
-    """Blocks write new entries into a dict and return nothing."""
-
-    class Writing(WritingDict):
-        def forward(self, batch: dict[str, Tensor]) -> None:  # type: ignore[override]
-            super().forward(batch)
-
-    class Over(OverDict):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Writing(f"level{i}") for i in range(3))
-
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            batch = {"x": self.front(x)}
-            for block in self.blocks:
-                block(batch)
-            return self.head(batch["x"]) * (1 + sum(batch[f"level{i}"] for i in range(3)))[:, None]
-
-    return trained(side, Over())
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def object_written_into(side: Side) -> Found:
-    """Blocks set an attribute of an object that is handed to them, and return nothing."""
-
-    class Writing(Block):
-        def forward(self, state: SimpleNamespace) -> None:  # type: ignore[override]
-            state.hidden = super().forward(state.hidden)
-
-    class Over(Net):
-        def body(self, x: Tensor) -> Tensor:
-            state = SimpleNamespace(hidden=self.front(x))
-            for block in self.blocks:
-                block(state)
-            return state.hidden
-
-    return trained(side, Over(Writing))
-
-
 @case(*PAIRS)
 def input_written_in_place(side: Side) -> Found:
     """Blocks change their input in place (`x += ...`) and return it."""
@@ -584,24 +380,6 @@ def skip_connections_on_a_stack(side: Side) -> Found:
             return x
 
     return trained(side, Skipping())
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def skip_connections_on_attributes(side: Side) -> Found:
-    """The same, outputs kept on an attribute of the block by itself, read by the model later."""
-
-    class Keeping(Block):
-        kept: Tensor
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = super().forward(x)
-            return self.kept
-
-    class Skipping(Net):
-        def body(self, x: Tensor) -> Tensor:
-            return super().body(x) + self.blocks[0].kept
-
-    return trained(side, Skipping(Keeping))
 
 
 @case(*PAIRS)
@@ -654,12 +432,6 @@ def condition_kept_on_an_attribute(side: Side) -> Found:
 def activation_captured_by_a_hook_on_a_block(side: Side) -> Found:
     """A forward hook on a block captures its output, which the loop adds to the loss (perceptual loss)."""
     return captured(side, lambda model: model.blocks[1])
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def activation_captured_by_a_hook_inside_a_block(side: Side) -> Found:
-    """The same on a module inside a block."""
-    return captured(side, lambda model: model.blocks[1].linear)
 
 
 def captured(side: Side, where: Any) -> Found:
@@ -826,21 +598,6 @@ class Headless(Net):
 
 
 @case(*PAIRS)
-def dynamic_depth_without_a_head(side: Side) -> Found:
-    """The number of blocks depends on the data, and the last block's output is the model's."""
-
-    class Dynamic(Headless):
-        def body(self, x: Tensor) -> Tensor:
-            depth = 1 + int(x[0, 0] > 0) + int(x[0, 1] > 0)
-            x = self.front(x)
-            for block in self.blocks[:depth]:
-                x = block(x)
-            return x
-
-    return trained(side, Dynamic())
-
-
-@case(*PAIRS)
 def block_output_is_the_models(side: Side) -> Found:
     """A model without a head: the last block's output is what it returns."""
     return trained(side, Headless())
@@ -858,21 +615,6 @@ def blocks_in_random_order(side: Side) -> Found:
             return x
 
     return trained(side, Shuffled())
-
-
-@case(*PAIRS)
-def layer_drop_by_torch(side: Side) -> Found:
-    """The model skips blocks by torch.rand."""
-
-    class Dropping(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.front(x)
-            for block in self.blocks:
-                if torch.rand(()) < 0.7:
-                    x = block(x)
-            return x
-
-    return trained(side, Dropping())
 
 
 @case(*PAIRS)
@@ -999,12 +741,6 @@ def transformer_layers(side: Side) -> Found:
             return self.head(self.encoder(x[:, None].expand(-1, 3, -1).clone(), mask=mask)[:, -1])
 
     return trained(side, Encoder())
-
-
-@case(*ONE)
-def state_carried_over(side: Side) -> Found:
-    """Truncated backpropagation through time: the hidden state is kept by the loop, detached, and handed back in."""
-    return carried(side, detach=True)
 
 
 @case()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -66,44 +65,15 @@ def gradient_of_input(model: nn.Module, x: Tensor) -> Tensor | None:
 
 
 @case(*PAIRS)
-def tasks_in_turn_with_gradients_read(side: Side) -> Found:
-    """Two tasks in turn, each with a head of its own; the gradient norm is logged behind each micro-batch."""
-    return in_turn(side, lambda model, x: model.front.weight.grad.norm().item())
-
-
-@case(*PAIRS)
 def tasks_in_turn_with_losses_read(side: Side) -> Found:
     """Two tasks in turn, each weighted by a parameter of an nn.ParameterDict; each loss is logged."""
     return in_turn(side, loss_itself)
 
 
 @case(*PAIRS)
-def tasks_in_turn_with_gradients_of_inputs(side: Side) -> Found:
-    """Two tasks in turn on inputs that require gradients, which are looked at."""
-    return in_turn(side, gradient_of_input)
-
-
-@case(*PAIRS)
 def tasks_in_turn_with_a_backward_hook(side: Side) -> Found:
     """Two tasks in turn, and a backward hook of a module, so that each micro-batch is propagated by itself."""
     return in_turn(side, lambda model, x: None, watch=True)
-
-
-@case(*PAIRS)
-def exception_behind_gradients_that_were_read(side: Side) -> Found:
-    """Gradients are read behind each micro-batch; one forward pass, whose loss is looked at, raises and is left out."""
-    model = Heads()
-    engine = side.initialize(model, sgd(model))
-    micro_batches = batches(2 * side.accumulation + 1)
-    micro_batches[side.accumulation + side.accumulation // 2][0].fill_(float("nan"))
-    for x, y in micro_batches:
-        with contextlib.suppress(FloatingPointError):
-            loss = engine(x, labels=y % CLASSES_OF_TASKS, tasks="ab")
-            loss.item()
-            engine.backward(loss)
-            model.front.weight.grad.norm()
-            engine.step()
-    return weights(model)
 
 
 class Borrowing(Heads):
