@@ -15,8 +15,10 @@ from tests.exactness.sides import Side
 
 @case(*ALL)
 def parameter_hook(side: Side) -> Found:
-    """`p.register_hook(lambda g: g * 2)` on the weights of one block, before initialize."""
+    """`p.register_hook(lambda g: g * 2)` on a weight, a mask of rows on another's gradient, before initialize."""
     model = Net()
+    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])[:, None]
+    model.head.weight.register_hook(lambda g: g * mask)
     model.blocks[1].linear.weight.register_hook(lambda g: g * 2)
     engine = side.initialize(model, adamw(model))
     train(engine, batches(3 * side.accumulation))
@@ -452,14 +454,17 @@ def method_called_instead_of_forward(side: Side) -> Found:
 
 @case()
 def zero_grad_drops_what_is_queued(side: Side) -> Found:
-    """engine.zero_grad() after the second micro-batch of a group."""
+    """zero_grad() of the engine, the optimizer and the model after the second micro-batch of a group, a group each."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine.backward(engine(x, labels=y))
-        if i % 4 == 1:
-            engine.zero_grad()
-        engine.step()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for one in (engine, optimizer, model):
+        for i, (x, y) in enumerate(batches(side.accumulation)):
+            loss = F.cross_entropy(engine(x), y) if one is optimizer else engine(x, labels=y)
+            engine.backward(loss)
+            if i == 1:
+                one.zero_grad()
+            engine.step()
     return weights(model)
 
 

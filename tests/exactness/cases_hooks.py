@@ -34,7 +34,7 @@ def body_and_head(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimi
 
 @case(*ALL, tolerance=REGROUPED)
 def second_optimizer_less_often(side: Side) -> Found:
-    """The same, the second one stepped and zeroed at every second step: its gradients go on gathering meanwhile."""
+    """A plain loop with two optimizers, the engine's over the body; that of the head is stepped at every second step."""
     model = Scored()
     optimizer, other = body_and_head(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
@@ -172,7 +172,7 @@ def step_put_on_the_optimizer_before(side: Side) -> Found:
 
 @case(*ALL)
 def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
-    """The same with bf16 weights."""
+    """The same with bf16 weights, after initialize."""
     model, counts = Scored(), []
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, bf16={"enabled": True})
@@ -185,7 +185,7 @@ def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
 
 @case(*ONE)
 def step_put_on_the_optimizer_and_called_by_hand(side: Side) -> Found:
-    """The same before and after initialize, in a plain loop, with a scheduler around the first one."""
+    """The same in a plain loop, with a scheduler around the first one."""
     model, counts = Scored(), []
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import ALL, ONE, Found, Tolerance, case
+from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
 from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, weights
 from tests.exactness.sides import Side
 
@@ -182,13 +183,13 @@ def buffer_filled_within_a_group(side: Side) -> Found:
 
 
 @case(*ALL)
-def buffer_filled_by_data_between_steps(side: Side) -> Found:
-    """`model.shift.data.fill_(i)` before each step, which raises no version."""
+def buffer_filled_between_steps(side: Side) -> Found:
+    """`model.shift.fill_(i)`, a registered buffer, before each step."""
     model = Tempered()
     engine = side.initialize(model, adamw(model))
     for i, (x, y) in enumerate(batches(3 * side.accumulation)):
         if i % side.accumulation == 0:
-            model.shift.data.fill_(0.1 * i)
+            model.shift.fill_(0.1 * i)
         engine.backward(engine(x, labels=y))
         engine.step()
     return weights(model)
@@ -353,3 +354,36 @@ def forward_writes_into_its_input(side: Side) -> Found:
         engine.backward(engine(x, y))
         engine.step()
     return {**weights(model), "x": x}
+
+
+class Drawing(Net):
+    def forward(self, x: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=generator), labels)
+
+
+@case(*PAIRS)
+def generator_given(side: Side) -> Found:
+    """`engine(x, y, generator)`: forward draws from a generator that it is given."""
+    model = Drawing()
+    engine = side.initialize(model, sgd(model))
+    generator = torch.Generator()
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(engine(x, y, generator.manual_seed(i)))
+        engine.step()
+    return weights(model)
+
+
+class Summing(Net):
+    def forward(self, x: Tensor, labels: Tensor, parts: Iterable[Tensor]) -> Tensor:
+        return super().forward(x + sum(parts), labels)
+
+
+@case(*PAIRS)
+def iterator_given(side: Side) -> Found:
+    """`engine(x, y, (part for part in parts))`: an argument that can be gone through once."""
+    model = Summing()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        engine.backward(engine(x, y, (torch.full((WIDTH,), 0.1 * k * i) for k in (1, 2))))
+        engine.step()
+    return weights(model)

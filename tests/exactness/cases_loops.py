@@ -259,7 +259,7 @@ def inference_mode(side: Side) -> Found:
 
 @case(*PAIRS, tolerance=REGROUPED)
 def output_fed_back_in_with_its_graph(side: Side) -> Found:
-    """The same with gradients through both forwards."""
+    """The output of a first forward is part of the input of the second, with gradients through both."""
     model = Net()
     engine = side.initialize(model, sgd(model))
     for x, y in batches(2 * side.accumulation):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from tests.exactness.case import PAIRS, REGROUPED, Found, case
+from tests.exactness.case import FOUR, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, by_both_ways, sgd, train, weights
 from tests.exactness.sides import Setting, Side
 
@@ -217,6 +217,36 @@ def model_returns_a_dict(side: Side) -> Found:
     return weights(model)
 
 
+class TableCache:
+    """The program's own, which only has the name in common with what layers fill in generation."""
+
+    def __init__(self) -> None:
+        self.scale = torch.linspace(0.5, 1.5, WIDTH)
+
+
+class Prefixed(Block):
+    def forward(self, x: Tensor, table: Any, past_key_values: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x * table.scale + past_key_values[0][1])
+
+
+class OwnCaches(Net):
+    def __init__(self) -> None:
+        super().__init__(Prefixed)
+        self.prefix = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def body(self, x: Tensor) -> Tensor:
+        x, table, prefix = self.front(x), TableCache(), ((self.prefix * 2, self.prefix),)
+        for block in self.blocks:
+            x = block(x, table, past_key_values=prefix)
+        return x
+
+
+@case(*FOUR, pack_layers=2, fuse_last_pack=False, residency="off")
+def caches_of_its_own_given(side: Side) -> Found:
+    """A trained prefix (`past_key_values=((key, value),)`), and an object whose class the program calls `...Cache`."""
+    return trained(side, OwnCaches())
+
+
 # ---- what layers write into
 
 
@@ -383,6 +413,35 @@ def skip_connections_on_a_stack(side: Side) -> Found:
 
 
 @case(*PAIRS)
+def attribute_read_after_the_step(side: Side) -> Found:
+    """Forward sets `self.rope_deltas = tensor` and a number; the loop reads them after step(), and after train_batch."""
+
+    class Keeping(Net):
+        rope_deltas: Tensor
+        last = 0.0
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            self.rope_deltas = x.detach().amax(-1)
+            loss = super().forward(x, labels)
+            self.last = loss.item()
+            return loss
+
+    model = Keeping()
+    engine = side.initialize(model, sgd(model))
+    seen = []
+    for step in range(4):
+        group = batches(side.accumulation, seed=step)
+        if step % 2:
+            engine.train_batch(iter(group))
+        else:
+            for x, y in group:
+                engine.backward(engine(x, y))
+                engine.step()
+        seen.append(torch.cat([model.rope_deltas, torch.tensor([model.last])]))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*PAIRS)
 def mask_kept_on_an_attribute(side: Side) -> Found:
     """The model sets `block.mask = ...` on every block before it calls them, as some attention code does."""
 
@@ -431,17 +490,9 @@ def condition_kept_on_an_attribute(side: Side) -> Found:
 @case(*PAIRS, tolerance=REGROUPED)
 def activation_captured_by_a_hook_on_a_block(side: Side) -> Found:
     """A forward hook on a block captures its output, which the loop adds to the loss (perceptual loss)."""
-    return captured(side, lambda model: model.blocks[1])
-
-
-def captured(side: Side, where: Any) -> Found:
     model = Net()
     kept: dict[str, Tensor] = {}
-
-    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        kept["hidden"] = output
-
-    where(model).register_forward_hook(keep)
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.update(hidden=output))
     engine = side.initialize(model, sgd(model))
     for x, y in batches(3 * side.accumulation):
         loss = F.cross_entropy(engine(x), y)
@@ -683,6 +734,55 @@ def gradient_inside_forward(side: Side) -> Found:
     return trained(side, Net(Energy))
 
 
+@case(*PAIRS)
+def gradient_taken_inside_forward_across_layers(side: Side) -> Found:
+    """Forward takes `torch.autograd.grad(energy, x)` through its layers and adds the gradient's norm."""
+
+    class Forces(Net):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            logits = super().forward(x.requires_grad_())
+            (force,) = torch.autograd.grad(logits.sum(), x, retain_graph=True)
+            return logits + force.norm()
+
+    return trained(side, Forces())
+
+
+@case(*PAIRS)
+def gradient_taken_between_layers(side: Side) -> Found:
+    """Forward takes the gradient of an energy with respect to the last block's output, and adds it to that."""
+
+    class Forces(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = super().body(x)
+            (force,) = torch.autograd.grad((x * x.roll(1, -1)).sum(), x, create_graph=True)
+            return x + 0.1 * force
+
+    return trained(side, Forces())
+
+
+class ByItsModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        module.scale = float(x.mean())
+        return x * module.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.module.scale, None
+
+
+@case(*PAIRS)
+def attribute_read_by_an_autograd_function(side: Side) -> Found:
+    """A custom autograd.Function sets `module.scale` in forward, and reads it in its backward."""
+
+    class ScaledBothWays(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(ByItsModule.apply(x, self))
+
+    return trained(side, Net(ScaledBothWays))
+
+
 @case(*PAIRS, tolerance=REGROUPED)
 def view_of_the_input_returned(side: Side) -> Found:
     """Blocks return views: of their input, of a parameter (`self.pos[:n]`), and an expanded one."""
@@ -745,7 +845,7 @@ def transformer_layers(side: Side) -> Found:
 
 @case()
 def state_carried_over_within_a_group(side: Side) -> Found:
-    """The same with an optimizer step every four micro-batches."""
+    """Truncated backpropagation through time: the loop keeps the hidden state, detached, and hands it back in."""
     return carried(side, detach=True)
 
 

@@ -152,15 +152,15 @@ class Gate(Block):
 class Gated(Net):
     """Fills its buffer anew in each forward pass, for its blocks."""
 
-    def __init__(self, by_data: bool = False, between: bool = False) -> None:
+    def __init__(self, between: bool) -> None:
         super().__init__(Block if between else Gate)
-        self.by_data, self.between = by_data, between
+        self.between = between
         self.gate: Tensor
         self.register_buffer("gate", torch.ones(WIDTH))
 
     def body(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            (self.gate.data if self.by_data else self.gate).copy_(x.mean(0).sigmoid())
+            self.gate.copy_(x.mean(0).sigmoid())
         x = self.front(x)
         for block in self.blocks:
             x = block(x * self.gate) if self.between else block(x, self.gate)
@@ -170,7 +170,7 @@ class Gated(Net):
 @case(*PAIRS)
 def buffer_filled_for_the_blocks(side: Side) -> Found:
     """The model's forward copies a mean of its input into a buffer, which every block is given."""
-    model = Gated()
+    model = Gated(between=False)
     engine = side.initialize(model, adamw(model))
     for x, y in batches(3 * side.accumulation):
         engine.backward(engine(x, labels=y))
@@ -209,20 +209,26 @@ def weights_clamped_in_forward(side: Side) -> Found:
 
 
 class Caching(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[int, Tensor] = {}
+    """Keeps a table of positions, made anew for a micro-batch that is longer than those before."""
+
+    table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) not in self.cache:
-            self.cache[len(x)] = torch.linspace(0, 1, len(x))[:, None]
-        return super().forward(x + self.cache[len(x)])
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.arange(len(x))[:, None] / 8
+        return super().forward(x + self.table[: len(x)])
 
 
 @case(*PAIRS)
-def cache_of_constants(side: Side) -> Found:
-    """A block makes a table of positions at its first call, and keeps it on itself."""
-    return trained(side, Net(Caching))
+def table_of_positions(side: Side) -> Found:
+    """A block makes a table of positions, keeps it on itself, and makes it anew when a longer micro-batch comes."""
+    model = Net(Caching)
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=8)):
+        rows = (2, 5, 3, 7, 1, 8)[i % 6]
+        engine.backward(engine(x[:rows], labels=y[:rows]))
+        engine.step()
+    return weights(model)
 
 
 # ---- random numbers
@@ -291,8 +297,8 @@ def scheduled_sampling_by_numpy(side: Side) -> Found:
 
 
 class Checkpointed(Net):
-    def __init__(self, reentrant: bool, dropout: float) -> None:
-        super().__init__(partial(Block, dropout=dropout))
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(partial(Block, dropout=0.3))
         self.reentrant = reentrant
 
     def body(self, x: Tensor) -> Tensor:
@@ -304,14 +310,14 @@ class Checkpointed(Net):
 
 @case(*PAIRS)
 def checkpoint_around_blocks_with_dropout(side: Side) -> Found:
-    """The non-reentrant kind around blocks with dropout."""
-    return trained(side, Checkpointed(False, 0.3))
+    """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around every block, with dropout."""
+    return trained(side, Checkpointed(reentrant=False))
 
 
 @case(*PAIRS)
 def reentrant_checkpoint_around_blocks_with_dropout(side: Side) -> Found:
-    """The reentrant kind around blocks with dropout."""
-    return trained(side, Checkpointed(True, 0.3))
+    """The same with use_reentrant=True."""
+    return trained(side, Checkpointed(reentrant=True))
 
 
 class CheckpointedInside(Block):
