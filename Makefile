@@ -1,6 +1,7 @@
 # make venv   an environment with everything that constraints.txt pins
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
-# make test   formatting, lint, types, import contracts and all tests that need no GPU
+# make test   formatting, lint, types, import rules, and the tests that say within minutes whether anything is broken
+# make test-all   the same with all tests that need no GPU
 # make docs   the tables in docs/, and the reference of all public names in outputs/api
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make gpu-kit    all that a machine with a GPU and no network needs, in one folder
@@ -14,25 +15,49 @@ PYTHON ?= python3
 PYTHON_GPU ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
+PRETRAIN := $(VENV)/.pretrain
 STAMP := $(VENV)/.installed
+ADAM := $(VENV)/.adam
 COMPILED := $(VENV)/.compiled
+# Python compiles modules when they are imported, and most of what is installed here never is.
+INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo docs test test-training test-rest test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-all checks test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
 # torch goes first, at its pinned version: whatever asks for torch afterwards finds it installed.
-$(STAMP): pyproject.toml constraints.txt
+$(PACKAGE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch -c constraints.txt
-	$(BIN)/python -m pip install -e ".[dev,examples]" -c constraints.txt
+	$(INSTALL) torch
+	$(INSTALL) -e .
 	touch $@
 
-# The host optimizer works beside the layers: threads that wait must not spin on the core it needs.
+$(PRETRAIN): $(PACKAGE)
+	$(INSTALL) -e ".[pretrain]"
+	touch $@
+
+$(STAMP): $(PACKAGE)
+	$(INSTALL) -e ".[dev,examples]"
+	touch $@
+
+# What is compiled, once for each machine: it takes minutes, and is no test's time.
+$(ADAM): $(PACKAGE)
+	$(BIN)/python -m tests.compile DeepSpeedCPUAdam
+	touch $@
+
+$(COMPILED): $(STAMP)
+	$(BIN)/python -m tests.compile
+	touch $@
+
+# The compiler works while pip does. The host optimizer works beside the layers: threads that wait must not spin on the
+# core it needs.
 demo: export OMP_WAIT_POLICY = PASSIVE
 demo: export GOMP_SPINCOUNT = 0
-demo: venv
+demo:
+	$(MAKE) --jobs=2 $(ADAM) $(PRETRAIN)
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
 docs: venv
@@ -41,33 +66,24 @@ docs: venv
 	$(BIN)/python -m tests.docs.reference outputs/api
 	$(BIN)/python -m pytest -q tests/docs/test_links.py
 
-# What tests compile, once for each machine: it takes minutes, and is no test's time.
-$(COMPILED): $(STAMP)
-	$(BIN)/python -m tests.compile
-	touch $@
+# One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
+# slower. The test devices take torch's one place for an accelerator: their tests run in processes of their own.
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+TEST_DEVICES := tests/simdevice tests/late_device
 
-# One OpenMP thread: with more, spinning threads on busy cores make small kernels many times slower. Two processes, one
-# core each.
-test: export OMP_NUM_THREADS = 1
-test: venv $(COMPILED)
+test: DEPTH := not gpu and not deep
+test-all: DEPTH := not gpu
+test test-all: export OMP_NUM_THREADS ?= 1
+test test-all: $(COMPILED) checks
+	$(PYTEST) -m "$(DEPTH)" $(addprefix --ignore=,$(TEST_DEVICES)) tests
+	$(PYTEST) -m "$(DEPTH)" tests/simdevice
+	$(PYTEST) -m "$(DEPTH)" tests/late_device
+
+checks: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict harmony_ds benchmarks/vldb22
 	$(BIN)/lint-imports
-	$(MAKE) --jobs=2 test-training test-rest
-
-# What each of the two processes runs, by what it takes: both end at about the same time. The test devices take torch's one
-# place for an accelerator, so that their tests run in processes of their own: one behind each.
-DEVICES := tests/simdevice tests/late_device
-TRAINING := tests/engine tests/checkpoint tests/offload tests/integrations
-
-test-training:
-	$(BIN)/python -m pytest -m "not gpu" $(TRAINING)
-	$(BIN)/python -m pytest tests/late_device
-
-test-rest:
-	$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(TRAINING) $(DEVICES))
-	$(BIN)/python -m pytest tests/simdevice
 
 test-gpu:
 	$(PYTHON_GPU) -m pytest -m gpu

@@ -1,10 +1,12 @@
 """Compiles what the tests use, side by side, once for each machine: what DeepSpeed compiles, and the test device.
 
-python -m tests.compile
+python -m tests.compile            everything
+python -m tests.compile NAME ...   of it, these
 """
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -43,7 +45,7 @@ def compile_one(name: str) -> str:
 
 def main() -> None:
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for said in pool.map(compile_one, (*OPTIMIZERS, DEVICE, *BUILDERS)):
+        for said in pool.map(compile_one, sys.argv[1:] or (*OPTIMIZERS, DEVICE, *BUILDERS)):
             print(said, flush=True)
 
 

@@ -11,13 +11,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import cheap
+from tests import cheap, depth
 from tests.processor import ask_it_once
 
 torch.set_num_threads(1)
 ask_it_once()
 settings.register_profile("tests", derandomize=True, deadline=None, max_examples=50, database=None)
 settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    depth.mark_deep(items, config.rootpath)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tests.exactness.case import Case
 from tests.exactness.judge import ROOT, Outcome
+from tests.exactness.sides import Setting
 
 DOCUMENT = ROOT / "docs" / "exactness.md"
 HEADING = "## Programs that people write"
@@ -28,9 +29,10 @@ def cell(case: Case, outcomes: Sequence[Outcome]) -> str:
     return "; ".join(f"{setting}: {says}" for setting, says in zip(case.settings, said, strict=True))
 
 
-def is_one(cell: str) -> bool:
-    """Whether `cell` says the same of all settings."""
-    return "; accumulation " not in cell
+def said_of(cell: str, setting: Setting) -> str:
+    """What `cell` says of one setting."""
+    marks = [part.removeprefix(f"{setting}: ") for part in cell.split("; ") if part.startswith(f"{setting}: ")]
+    return marks[0] if marks else cell
 
 
 def write(cases: Mapping[str, Case], cells: Mapping[str, str]) -> None:

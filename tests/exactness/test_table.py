@@ -1,8 +1,6 @@
 """Nothing is silently wrong: every program is equal to plain PyTorch or refused by name, as docs/exactness.md says.
 
-A program that the document says one thing of is run in the first and the last two of its settings: updates at once and
-packs that are swapped, packs that are resident, and clipping and packs that stay with their graphs.
-`tests.exactness.run` runs all of them.
+`make test` runs each program in one of its settings, the next program in the next one; `make test-all` in all.
 """
 
 from __future__ import annotations
@@ -16,7 +14,11 @@ from tests.exactness.judge import Judge, judging, load_cases
 
 CASES = load_cases()
 COMMITTED = table.read()
-ENDS = (0, -2, -1)
+TRIED = [
+    pytest.param(name, number, marks=() if number == place % len(case.settings) else pytest.mark.deep)
+    for place, (name, case) in enumerate(CASES.items())
+    for number in range(len(case.settings))
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +31,8 @@ def test_the_table_has_every_case() -> None:
     assert list(COMMITTED) == list(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(name: str, judge: Judge) -> None:
-    case = CASES[name]
-    outcomes = judge.outcomes(case, ENDS if case.settings[3:] and table.is_one(COMMITTED[name]) else None)
-    details = [outcome for outcome in outcomes if outcome.says.startswith("WRONG")]
-    assert not details, "\n".join(f"{outcome.says}\n{outcome.detail}" for outcome in details)
-    assert table.cell(case, outcomes) == COMMITTED[name]
+@pytest.mark.parametrize(("name", "number"), TRIED)
+def test_case(name: str, number: int, judge: Judge) -> None:
+    (outcome,) = judge.outcomes(CASES[name], [number])
+    assert not outcome.says.startswith("WRONG"), f"{outcome.says}\n{outcome.detail}"
+    assert outcome.says == table.said_of(COMMITTED[name], CASES[name].settings[number]), outcome.detail

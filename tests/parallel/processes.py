@@ -19,7 +19,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "transformers", "harmony_ds", "tests.parallel.preload"])
-LIMIT_S = 60
+LIMIT_S = 300  # seconds on a machine that does nothing else: only what hangs takes so long
 
 
 @dataclass

@@ -1,9 +1,12 @@
 // DeepSpeed's CPU optimizers hold Python's global interpreter lock for a whole update (0.19.8: no gil_scoped_release in
 // csrc/adam/cpu_adam.cpp), which starves the thread that feeds the device. These are the same functions, linked from
 // the library that DeepSpeed built, bound once more so that the lock is free while they run.
-#include <torch/extension.h>
+// Not <torch/extension.h>, all of torch, which takes twice as long to compile.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
 
-using torch::Tensor;
+using at::Tensor;
 using release = pybind11::call_guard<pybind11::gil_scoped_release>;
 
 #if defined(HARMONY_ADAM)
@@ -15,8 +18,8 @@ int ds_adam_step(int id, size_t step, float lr, float beta1, float beta2, float 
 // another step first, with nothing to update, and jumps every time.
 int adam_update(int id, size_t step, float lr, float beta1, float beta2, float epsilon, float weight_decay,
                 bool bias_correction, Tensor& param, Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq) {
-    Tensor none[4] = {torch::empty({0}, param.options()), torch::empty({0}, grad.options()),
-                      torch::empty({0}, exp_avg.options()), torch::empty({0}, exp_avg_sq.options())};
+    Tensor none[4] = {at::empty({0}, param.options()), at::empty({0}, grad.options()),
+                      at::empty({0}, exp_avg.options()), at::empty({0}, exp_avg_sq.options())};
     ds_adam_step(id, step + 2, lr, beta1, beta2, epsilon, weight_decay, bias_correction, none[0], none[1], none[2],
                  none[3]);
     return ds_adam_step(id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, param, grad, exp_avg,
