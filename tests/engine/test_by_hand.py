@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import harmony_ds
 from harmony_ds import UnsupportedError
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd
@@ -24,32 +23,6 @@ CLIPS = [None, 0.5]
 
 def penalty(model: nn.Module) -> Any:
     return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
-
-
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-@pytest.mark.parametrize("loss_inside", [True, False])
-def test_a_plain_loop_around_the_engine_trains(loss_inside: bool, harmony: Any) -> None:
-    def train(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        losses = []
-        for step in range(4):
-            optimizer.zero_grad()
-            inputs, targets = batch(step)
-            loss = call(inputs, targets) if loss_inside else F.cross_entropy(call(inputs), targets)
-            (loss + penalty(model)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.item())
-        return losses
-
-    plain, model = net(), net()
-    expected = train(plain, plain, adamw(plain.parameters()))
-    optimizer = adamw(model.parameters())
-    with engine_for(model, lambda _: optimizer, config_of(1, None, harmony)) as engine:
-        assert train(model, engine, optimizer) == expected
-        assert (engine.global_steps, engine.micro_steps) == (4, 4)
-    assert_same(model, plain, bitwise=True)
 
 
 class Waiting(torch.optim.SGD):
@@ -147,44 +120,6 @@ def test_masters_that_are_read_or_saved_are_those_of_weights_written_by_hand(tmp
         assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-def test_gradients_that_come_past_the_engine_are_added(harmony: Any, clip: float | None) -> None:
-    plain, model = net(), net()
-    optimizer = sgd(plain.parameters())
-    with engine_for(model, sgd, config_of(2, clip, harmony)) as engine:
-        for step in range(3):
-            for i in range(2):
-                engine.backward(engine(*batch(i)))
-                (plain(*batch(i)) / 2).backward()
-                if i == 0:
-                    for one in (model, plain):
-                        penalty(one).backward()
-                        one(*batch(step + 5)).backward()
-                engine.step()
-            if clip:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, plain, bitwise=False, relative=2e-6)
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_a_step_over_nothing_but_the_users_own_gradients(clip: float | None) -> None:
-    plain, model = net(), net()
-    optimizer = adamw(plain.parameters())
-    with engine_for(model, adamw, config_of(1, clip, {"pack_layers": 1})) as engine:
-        for step in range(3):
-            model(*batch(step)).backward()
-            engine.step()
-            plain(*batch(step)).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, plain, bitwise=True)
-
-
 class Unused(Net):
     """With a parameter that no forward uses."""
 
@@ -207,35 +142,6 @@ def test_a_parameter_that_only_the_users_loss_uses(clip: float | None) -> None:
             (plain(*batch(step)) + penalty(plain.spare)).backward()
             if clip:
                 nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-@pytest.mark.parametrize("how", ["engine", "optimizer", "model", "none", "zero"])
-def test_zero_grad_drops_what_has_gathered(how: str, harmony: Any) -> None:
-    plain, model = net(), net()
-    optimizer, own = adamw(plain.parameters()), adamw(model.parameters())
-
-    def drop(one: Any, opt: Any, engine: Any) -> None:
-        if how == "none":
-            for p in one.parameters():
-                p.grad = None
-        elif how == "zero":
-            one.zero_grad(set_to_none=False)
-        else:
-            {"engine": engine or one, "optimizer": opt, "model": one}[how].zero_grad()
-
-    with engine_for(model, lambda _: own, config_of(3, None, harmony)) as engine:
-        for step in range(2):
-            for i in range(3):
-                engine.backward(engine(*batch(3 * step + i)))
-                (plain(*batch(3 * step + i)) / 3).backward()
-                if i == 0:
-                    drop(model, own, engine)
-                    drop(plain, optimizer, None)
-                engine.step()
             optimizer.step()
             optimizer.zero_grad()
     assert_same(model, plain, bitwise=True)
@@ -275,56 +181,6 @@ def test_gradients_zeroed_in_place_go_on_and_those_that_never_were_do_not(branch
     assert_same(model, plain, bitwise=True)
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-def test_gradients_that_are_scaled_or_put_there_by_hand_are_used(harmony: Any, clip: float | None) -> None:
-    plain, model = net(), net()
-    optimizer = sgd(plain.parameters())
-
-    def change(one: Net) -> None:
-        one.head.weight.grad *= 0.5  # type: ignore[operator]
-        one.head.bias.grad = torch.ones(4)
-        one.blocks[1].weight.grad = None
-        for p in one.blocks[2].parameters():
-            p.grad.mul_(2.0)  # type: ignore[union-attr]
-
-    with engine_for(model, sgd, config_of(1, clip, harmony)) as engine:
-        for step in range(3):
-            engine.backward(engine(*batch(step)))
-            plain(*batch(step)).backward()
-            change(model)
-            change(plain)
-            if clip:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            engine.step()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("harmony", HARMONY, ids=["swapped", "resident"])
-def test_hooks_on_parameters_see_and_change_gradients(harmony: Any) -> None:
-    plain, model = net(), net()
-    optimizer = adamw(plain.parameters())
-    seen: dict[int, list[float]] = {0: [], 1: []}
-    for one in (plain, model):
-        one.blocks[0].weight.register_hook(lambda g: g * torch.eye(8))
-    with engine_for(model, adamw, config_of(2, None, harmony)) as engine:
-        for which, one in enumerate((plain, model)):
-            handle = one.head.bias.register_hook(lambda g, which=which: seen[which].append(g.sum().item()))
-        for step in range(3):
-            for i in range(2):
-                engine.backward(engine(*batch(2 * step + i)))
-                (plain(*batch(2 * step + i)) / 2).backward()
-                engine.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert len(seen[1]) == 6
-        handle.remove()
-        engine.train_batch([batch(0), batch(1)])
-    assert seen[0] == seen[1]
-
-
 def test_a_hook_on_a_parameter_of_several_calls_is_refused() -> None:
     class Twice(Net):
         def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -344,97 +200,6 @@ def test_a_hook_on_a_parameter_of_several_calls_is_refused() -> None:
 
 
 # ---- gradients that lead out of the engine
-
-
-def encoder() -> nn.Module:
-    torch.manual_seed(9)
-    return nn.Linear(8, 8)
-
-
-@pytest.mark.parametrize("look", [False, True])
-@pytest.mark.parametrize("loss_inside", [True, False])
-@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
-def test_a_module_in_front_has_its_gradient_behind_every_backward(loss_inside: bool, look: bool) -> None:
-    plain, model, front, plain_front = net(), net(), encoder(), encoder()
-    optimizers = [sgd(m.parameters()) for m in (plain, plain_front, front)]
-    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
-        for step in range(3):
-            for i in range(2):
-                inputs, targets = batch(2 * step + i)
-                for call, before, divisor in ((engine, front, 1), (plain, plain_front, 2)):
-                    hidden = before(inputs)
-                    loss = call(hidden, targets) if loss_inside else F.cross_entropy(call(hidden), targets)
-                    if look:
-                        loss.item()
-                    engine.backward(loss) if call is engine else (loss / divisor).backward()
-                assert torch.equal(front.weight.grad, plain_front.weight.grad)
-                engine.step()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_same(front, plain_front, bitwise=True)
-    assert_same(model, plain, bitwise=True)
-
-
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, noise: Tensor) -> Tensor:
-        for layer in self.layers:
-            noise = torch.tanh(layer(noise))
-        return noise
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1)])
-
-    def forward(self, sample: Tensor) -> Tensor:
-        return self.layers[1](torch.tanh(self.layers[0](sample)))
-
-
-def test_two_engines_in_one_graph() -> None:
-    def pair() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(4)
-        return Generator(), Critic()
-
-    plain, ours = pair(), pair()
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in plain]
-    engines: list[Any] = [
-        harmony_ds.initialize(
-            model=m,
-            optimizer=torch.optim.Adam(m.parameters(), lr=1e-2),
-            config=config_of(1, None, {"pack_layers": 1}),
-        )[0]
-        for m in ours
-    ]
-
-    def bce(scores: Tensor, value: float) -> Tensor:
-        return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, value))
-
-    for step in range(3):
-        real, noise = batch(step)[0], batch(step + 50)[0]
-        fake = plain[0](noise)
-        optimizers[1].zero_grad()
-        (bce(plain[1](real), 1.0) + bce(plain[1](fake.detach()), 0.0)).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        bce(plain[1](fake), 1.0).backward()
-        optimizers[0].step()
-
-        fake = engines[0](noise)
-        engines[1].zero_grad()
-        engines[1].backward(bce(engines[1](real), 1.0) + bce(engines[1](fake.detach()), 0.0))
-        engines[1].step()
-        engines[0].backward(bce(engines[1](fake), 1.0))
-        engines[0].step()
-    for engine in engines:
-        engine.destroy()
-    assert_same(ours[0], plain[0], bitwise=True)
-    assert_same(ours[1], plain[1], bitwise=True)
 
 
 # ---- refused

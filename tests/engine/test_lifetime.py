@@ -33,7 +33,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.inside import assembly_of, go_on_at, updater_of
+from tests.inside import assembly_of, updater_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -128,20 +128,6 @@ def test_a_dropped_engine_frees_the_host_memory_of_its_optimizer() -> None:
     gc.collect()  # torch's optimizers are cycles
 
     assert moment() is None
-
-
-def test_a_dropped_engine_finishes_its_updates_and_the_next_one_goes_on() -> None:
-    plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
-    model = LLAMA.build(0.1)
-    engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=CONFIG)
-    train_groups(engine, GROUPS[:2])
-    del engine
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    go_on_at(engine, 2)
-    train_groups(engine, GROUPS[2:])
-    del engine
-
-    assert_same(model, plain, bitwise=True)
 
 
 @pytest.mark.usefixtures("no_collections")

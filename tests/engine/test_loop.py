@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from harmony_ds import BatchError, HarmonyEngine
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
-from tests.oracle import assert_same, train_plainly
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, sgd
+from tests.oracle import assert_same
 
 LLAMA = family("llama")
 STEPS, ACCUMULATION = 3, 4
@@ -83,28 +81,6 @@ def test_the_warning_points_at_the_line_that_looked() -> None:
     assert warned[0].filename == __file__
 
 
-@pytest.mark.parametrize("when", ["before backward", "after backward"])
-def test_a_look_before_or_after_backward(when: str) -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
-    model = LLAMA.build(0.1)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        warnings.simplefilter("ignore", RuntimeWarning)  # pytest restores the filters
-        for group in GROUPS:
-            row = []
-            for batch in group:
-                loss = engine(**batch).loss
-                if when == "before backward":
-                    row.append(loss.item())
-                engine.backward(loss)
-                if when == "after backward":
-                    row.append(loss.item())
-                engine.step()
-            actual.append(row)
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
 def run_with_total(add: Callable[[Tensor, Tensor], Tensor]) -> tuple[nn.Module, float, HarmonyEngine]:
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
@@ -148,16 +124,6 @@ def test_sums_of_losses(add: Callable[[Tensor, Tensor], Tensor], looks: bool) ->
     assert (engine.swap_report().ratio == 1.0) is not looks
 
 
-def test_in_place_addition_to_a_plain_tensor_keeps_that_tensor() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(1)) as engine:
-        total = torch.zeros(())
-        alias = total
-        with pytest.warns(RuntimeWarning, match=LOOKED):
-            total += engine(**GROUPS[0][0]).loss.detach()
-        assert total is alias
-        assert total.item() > 0.0
-
-
 def test_a_loss_used_after_the_step_keeps_its_value() -> None:
     _, losses = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
     with engine_for(LLAMA.build(0.0), sgd, config_of(ACCUMULATION)) as engine:
@@ -187,97 +153,3 @@ def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
         assert wanted.item() > 0.0
         with pytest.raises(BatchError, match="never propagated"):
             forgotten.item()
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_a_loss_of_the_users_own_from_logits(labels: bool) -> None:
-    reference = LLAMA.build(0.1)
-    batches = [[b if labels else {k: v for k, v in b.items() if k != "labels"} for b in group] for group in GROUPS]
-    targets = [b["labels"] for group in GROUPS for b in group]
-    upcoming = iter(targets)
-    losses = train_plainly(
-        reference,
-        batches,
-        adamw(reference.parameters()),
-        clip=None,
-        seed_of=seed_of,
-        loss_of=lambda outputs: cross_entropy(outputs.logits, next(upcoming)),
-    )
-    model = LLAMA.build(0.1)
-    actual = []
-    with warnings.catch_warnings(record=True) as warned, engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
-        warnings.simplefilter("always")
-        upcoming = iter(targets)
-        for group in batches:
-            for batch in group:
-                loss = cross_entropy(engine(**batch).logits, next(upcoming))
-                engine.backward(loss)
-                engine.step()
-                actual.append(loss.item())
-    assert len(warned) <= 1
-    assert actual == [loss for row in losses for loss in row]
-    assert_same(model, reference, bitwise=True)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_tuple_outputs(dropout: float) -> None:
-    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw)
-    model = LLAMA.build(dropout)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
-        for group in GROUPS:
-            row = []
-            for batch in group:
-                loss, logits = engine(**batch, return_dict=False)[:2]
-                assert logits.shape[-1] == 96
-                engine.backward(loss)
-                engine.step()
-                row.append(loss.item())
-            actual.append(row)
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
-def test_loss_backward_called_directly() -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
-    model = LLAMA.build(0.1)
-    actual: list[Any] = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        for group in GROUPS:
-            row = []
-            for batch in group:
-                loss = engine(**batch).loss
-                loss.backward()
-                engine.step()
-                row.append(loss)
-            actual.append([loss.item() for loss in row])
-        assert engine.swap_report().ratio == 1.0
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("look", [False, True])
-def test_autocast_around_the_call(look: bool) -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, autocast=torch.bfloat16)
-    model = LLAMA.build(0.1)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        for group in GROUPS:
-            row: list[Tensor] = []
-            for batch in group:
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = engine(**batch).loss
-                if look and len(row) == 1:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", RuntimeWarning)
-                        loss.item()
-                engine.backward(loss)
-                engine.step()
-                row.append(loss)
-            actual.append([loss.item() for loss in row])
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)

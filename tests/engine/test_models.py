@@ -23,7 +23,6 @@ from tests.engine.drive import (
     seed_of,
     sgd,
     train_groups,
-    weights_of,
 )
 from tests.families import Family
 from tests.oracle import assert_same, train_plainly
@@ -74,25 +73,6 @@ def test_frozen_parameters(frozen: tuple[str, ...], pack: int) -> None:
     before = dict(LLAMA.build(0.1).named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) is any(part in name for part in frozen), name
-
-
-def test_an_optimizer_over_some_of_the_trainable_parameters() -> None:
-    def only_mlp(model: nn.Module) -> torch.optim.Optimizer:
-        return adamw([p for n, p in model.named_parameters() if "mlp" in n])
-
-    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    train_plainly_zeroing_all(plain, only_mlp(plain))
-    with engine_for(model, lambda _: only_mlp(model), config_of(3)) as engine:
-        train_groups(engine, GROUPS)
-    assert_same(model, plain, bitwise=True)
-
-
-def train_plainly_zeroing_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for group in GROUPS:
-        for batch in group:
-            (model(**batch).loss / len(group)).backward()
-        optimizer.step()
-        model.zero_grad()
 
 
 @pytest.mark.parametrize("pack", [1, 2])
@@ -214,55 +194,3 @@ def test_generate_leaves_training_unchanged_and_is_the_models_own() -> None:
                     engine.train()
                     assert torch.equal(words, expected)
     assert_same(models[0], models[1], bitwise=True)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_a_deep_copy_in_mid_training_is_an_independent_model(clip: float | None) -> None:
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_of(3, clip)) as engine:
-        engine.train_batch(iter(GROUPS[0]))
-        twin = copy.deepcopy(engine.module)
-        taken = weights_of(twin)
-        assert_same(twin, weights_of(model), bitwise=True)
-        engine.train_batch(iter(GROUPS[1]))
-        engine.finish_updates()
-        assert_same(twin, taken, bitwise=True)
-        assert not torch.equal(twin.lm_head.weight, model.lm_head.weight)
-        twin(**GROUPS[0][0]).loss.backward()
-        assert all(p.grad is not None for p in twin.parameters())
-        torch.optim.SGD(twin.parameters(), lr=1.0).step()
-        assert not torch.equal(twin.lm_head.weight, taken["lm_head.weight"])
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_state_dict_right_after_a_step_has_the_updated_weights(clip: float | None) -> None:
-    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    optimizer = adamw(plain.parameters())
-    with engine_for(model, adamw, config_of(3, clip, {"pack_layers": 1})) as engine:
-        for group in GROUPS:
-            train_plainly(plain, [group], optimizer, clip=clip, seed_of=seed_of)
-            engine.train_batch(iter(group))
-            assert_same(engine.module.state_dict(), plain.state_dict(), bitwise=True)
-            assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
-
-
-def test_destroy_gives_a_plain_working_model_back() -> None:
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_of(3, 0.5)) as engine:
-        engine.train_batch(iter(GROUPS[0]))
-    assert all(type(module._parameters) is dict for module in model.modules())
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    twin = LLAMA.build(0.0)
-    twin.load_state_dict(model.state_dict())
-    for each in (model, twin):
-        train_plainly(each, GROUPS, adamw(each.parameters()), clip=None, seed_of=seed_of)
-    assert_same(model, twin, bitwise=True)
-
-
-def test_a_second_engine_takes_over_after_destroy() -> None:
-    plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
-    for group in GROUPS[:2]:
-        train_plainly(plain, [group], sgd(plain.parameters()), clip=None, seed_of=seed_of)
-        with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
-            engine.train_batch(iter(group))
-    assert_same(model, plain, bitwise=True)

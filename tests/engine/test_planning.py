@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import harmony_ds
-from harmony_ds import ConfigError, DoesNotFitError, Plan
+from harmony_ds import ConfigError, DoesNotFitError
 from tests.families import FAMILIES
 from tests.oracle import assert_same
 
@@ -56,18 +56,6 @@ def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
     assert report.peak_error >= 0
     assert report.swapped_bytes == report.choices[0].prediction.swaps.total
     assert "ms predicted" in str(report)
-
-
-def test_there_is_no_report_before_a_step() -> None:
-    model = LLAMA.build(0.0)
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        config={"train_batch_size": 1, "harmony": {"device": "cpu"}},
-    )
-    with pytest.raises(RuntimeError, match="no optimizer step yet"):
-        engine.plan_report()
-    engine.destroy()
 
 
 @pytest.mark.parametrize("share", [1.5, 2.0, 4.0, 20.0])
@@ -159,13 +147,6 @@ def test_a_kept_profile_is_used_again_and_a_foreign_one_replaced(
     third.destroy()
     assert "torch was '0.4'" in caplog.text
     assert json.loads(path.read_text())["key"]["torch"] == torch.__version__
-
-
-def test_a_plan_in_json_is_the_same_plan() -> None:
-    engine, _ = train(pack_layers=2)
-    engine.destroy()
-
-    assert Plan.from_json(engine.plan.to_json()) == engine.plan
 
 
 def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(tmp_path: Path) -> None:

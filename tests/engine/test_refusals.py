@@ -23,8 +23,6 @@ from tests.engine.drive import (
     engine_for,
     family,
     groups_of,
-    means_of,
-    plainly,
     sgd,
     train_groups,
     weights_of,
@@ -146,21 +144,6 @@ def test_optimizers_that_cannot_be_meant() -> None:
     with pytest.raises(OptimizerError, match="LBFGS"):
         harmony_ds.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config_of(1))
     assert torch.isfinite(model(**GROUPS[0][0]).loss)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_nan_gradients_do_what_they_do_in_plain_pytorch(clip: float | None) -> None:
-    one = family("InPlaceNet")
-    groups = groups_of(one, 2, 2)
-    groups[0][1]["targets"][0, 0, 0] = float("nan")
-    plain, losses = plainly(one, 0.0, groups, adamw, clip)
-    model = one.build(0.0)
-    with engine_for(model, adamw, config_of(2, clip, {"pack_layers": 1})) as engine:
-        actual = train_groups(engine, groups)
-        assert torch.tensor(actual).isnan().all()
-        assert engine.usable
-    assert torch.tensor(means_of(losses)).isnan().all()
-    assert_same(model, plain, bitwise=True)
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 import harmony_ds
 from harmony_ds import BatchError, ConfigError, UnscaledLossError, UnsupportedError, UsageError
-from harmony_ds.engine.reporting import Throughput
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
 from tests.inside import assembly_of
 from tests.oracle import assert_same
@@ -342,16 +341,6 @@ def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> Non
 def test_settings_are_dumped_as_asked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), engine_for(Squares(), sgd, config_of(2, dump_state=True)):
         assert "  gradient_accumulation_steps = 2" in caplog.text
-
-
-def test_samples_per_second_leave_the_first_steps_out() -> None:
-    timer = Throughput(enabled=True)
-    for _ in range(2):
-        timer.step(8, 2)
-        assert timer.avg_samples_per_sec() == float("-inf")
-    timer.step(8, 2)
-    assert timer.avg_samples_per_sec() > 0.0
-    assert (timer.global_step_count, timer.micro_step_count) == (3, 6)
 
 
 def test_monitors_get_the_losses_of_train_batch_and_eval_batch(tmp_path: Path) -> None:
