@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harmony_ds.config import load_config
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
 from tests.oracle import assert_same, train_plainly
 
@@ -105,12 +104,6 @@ def test_float16_scales_losses_as_torchs_scaler(overflow: bool) -> None:
     assert found == scales
     assert (scales[-1] < 65536) == overflow
     assert_same(model, plain, bitwise=True)
-
-
-def test_it_goes_with_bf16_weights_and_without_anything_when_off() -> None:
-    micro = {"train_micro_batch_size_per_gpu": 1}
-    assert load_config({**micro, **BFLOAT16, "bf16": {"enabled": True}}).autocast_dtype == torch.bfloat16
-    assert load_config({**micro, "torch_autocast": {"enabled": False, "dtype": "fp16"}}).autocast_dtype is None
 
 
 def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

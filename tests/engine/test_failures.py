@@ -37,7 +37,6 @@ from tests.oracle import assert_same
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 4)
-Inject = Callable[[nn.Module], None]
 
 
 class Mishap(Exception):

@@ -26,10 +26,6 @@ def plain_gradients(model: nn.Module, group: list[dict[str, Tensor]]) -> dict[st
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def hand_over(engine: Any, group: list[dict[str, Tensor]]) -> None:
     """Forward and backward of a whole group; step() for all micro-batches but the last."""
     for i, batch in enumerate(group):

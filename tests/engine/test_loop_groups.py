@@ -1,4 +1,4 @@
-"""What a group is made of: boundaries, iterators, several forwards in one loss, and what the engine says meanwhile."""
+"""What ends a group, and what the engine says meanwhile."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 4)
-
-
-# ---- two forwards in one loss
-
-
-# ---- boundaries and iterators
 
 
 def test_train_batch_refuses_to_drop_queued_micro_batches() -> None:
@@ -64,9 +58,6 @@ def test_a_step_with_no_forward_at_all() -> None:
         engine.step()
         assert engine.global_steps == 1
         assert engine.train_batch(iter(GROUPS[0])).item() > 0.0
-
-
-# ---- what the engine says
 
 
 def test_counters_follow_the_boundary() -> None:

@@ -104,6 +104,3 @@ def test_a_loaded_checkpoint_shows_its_scale_and_no_overflow(tmp_path: Path) -> 
         assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == scale
         assert engine.optimizer.loss_scaler.cur_iter == 1
         assert not engine.optimizer.overflow
-
-
-# ---- two trainings of one model in one process

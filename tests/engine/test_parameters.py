@@ -1,4 +1,4 @@
-"""What people do to parameters of a model in training, against plain PyTorch: equal, or refused by name."""
+"""Errors name the parameter that a program changes in a way that an engine cannot follow, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import ModelError, OptimizerError, UnsupportedError, UsageError
-from tests.engine.drive import config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, sgd, weights_of
 from tests.oracle import assert_same
 
 
@@ -40,11 +40,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 8, generator=generator), torch.randint(0, 4, (2,), generator=generator)
 
 
-HARMONY = [{"pack_layers": 1}, {"pack_layers": 1, "residency": 2}]
 Act = Callable[[Any], None]
-
-
-# ---- refused
 
 
 def assign(model: Net) -> None:
@@ -97,7 +93,7 @@ def test_a_parameter_whose_memory_was_exchanged_is_refused_by_the_next_call() ->
         engine.train_batch([batch(0)])
         with torch.no_grad():
             model.head.weight.set_(torch.zeros(4, 8))
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = weights_of(model)
         with pytest.raises(ModelError, match=r"head\.weight has been given other memory"):
             engine.train_batch([batch(1)])
         assert_same(model, before, bitwise=True)
@@ -117,7 +113,7 @@ def test_a_parameter_group_that_is_added_later_is_refused() -> None:
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
     with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
         engine.train_batch([batch(0)])
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = weights_of(model)
         optimizer.add_param_group({"params": list(model.head.parameters())})
         with pytest.raises(OptimizerError, match=r"hold \[6, 2\] parameters, and held \[6\]"):
             engine.train_batch([batch(1)])

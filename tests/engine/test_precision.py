@@ -155,12 +155,16 @@ def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresi
         assert not engine.optimizer.state
 
 
-def test_fp16_goes_on_exactly_after_an_overflow() -> None:
+@pytest.mark.parametrize("residency", ["off", 2, 100])
+def test_fp16_goes_on_exactly_after_an_overflow(residency: Any) -> None:
     groups = groups_of(LLAMA, 2, 2)
     model = LLAMA.build(0.0)
-    config = config_of(2, 0.5, **fp16(initial_scale_power=24, hysteresis=1))
-    with engine_for(model, adamw, config) as engine:
+    harmony = {"pack_layers": 1, "residency": residency}
+    with engine_for(model, adamw, config_of(2, 0.5, harmony, **fp16(initial_scale_power=24, hysteresis=1))) as engine:
+        before = weights_of(model)
         while not engine.was_step_applied():
+            assert_same(weights_of(model), before, bitwise=True)
+            assert not engine.optimizer.state
             scale = engine.cur_scale
             engine.train_batch(iter(groups[0]))
         skipped = engine.skipped_steps
