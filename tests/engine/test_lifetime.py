@@ -79,26 +79,17 @@ def assert_plain(model: nn.Module) -> None:
         assert not parameter.__dict__
 
 
-def measured(engine: HarmonyEngine) -> None:
-    engine.eval_batch(iter(GROUPS[0]))
-
-
 def looked(engine: HarmonyEngine) -> None:
     with pytest.warns(RuntimeWarning, match="looked at before"):
         loop(engine, GROUPS[:1], lambda i: i == 0)
 
 
-def queued(engine: HarmonyEngine) -> None:
-    engine.backward(engine(**GROUPS[0][0]).loss)
-
-
 USES: dict[str, Callable[[HarmonyEngine], object]] = {
     "nothing": lambda engine: None,
     "train_batch": lambda engine: engine.train_batch(iter(GROUPS[0])),
-    "the loop": lambda engine: loop(engine, GROUPS[:1]),
     "looked-at losses": looked,
-    "evaluation": measured,
-    "a queued micro-batch": queued,
+    "evaluation": lambda engine: engine.eval_batch(iter(GROUPS[0])),
+    "a queued micro-batch": lambda engine: engine.backward(engine(**GROUPS[0][0]).loss),
 }
 
 
@@ -199,7 +190,6 @@ CALLS: dict[str, Callable[[HarmonyEngine, Path], object]] = {
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "new"),
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder / "new"),
     "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "old"),
-    "load_checkpoint of nothing": lambda engine, folder: engine.load_checkpoint(folder / "nothing"),
     "load_module_state_dict": lambda engine, folder: engine.load_module_state_dict(
         {"module": weights_of(engine.module)}
     ),
