@@ -113,21 +113,3 @@ def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest
         with engine_for(Head(), sgd, config_of(1, None, file, **more)) as engine:
             engine.train_batch([torch.ones(4, 8)], lambda outputs: outputs.float().mean())
         assert ("will be replaced" in caplog.text) == replaced
-
-
-def test_it_goes_on_from_a_checkpoint_with_the_scale(tmp_path: Path) -> None:
-    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-
-    def run(model: nn.Module, part: list[Tensor], load: bool, save: bool) -> tuple[list[float], float]:
-        with engine_for(model, adamw, config_of(1, None, **FLOAT16)) as engine:
-            if load:
-                engine.load_checkpoint(tmp_path)
-            losses = [engine.train_batch([batch], lambda o: 1e4 * o.float().pow(2).mean()).item() for batch in part]
-            if save:
-                engine.save_checkpoint(tmp_path)
-            return losses, engine.cur_scale
-
-    whole, model = run(Head(), batches, load=False, save=False), Head()
-    first = run(model, batches[:2], load=False, save=True)
-    then = run(Head(), batches[2:], load=True, save=False)
-    assert (first[0] + then[0], then[1]) == whole

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine, UnsupportedError
 from harmony_ds.utils import safe_get_full_fp32_param
-from tests.engine.drive import adamw, config_of, engine_for, sgd
+from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
 from tests.engine.test_parameters import Net, batch, net
 from tests.oracle import assert_same
 
@@ -184,16 +184,13 @@ def test_a_hook_on_a_parameter_of_several_calls_is_refused() -> None:
 
     model = Twice()
     model.blocks[0].weight.register_hook(lambda g: g.clamp(-1, 1))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights_of(model)
     with (
         engine_for(model, adamw, config_of(1)) as engine,
         pytest.raises(UnsupportedError, match=r"blocks\.0\.weight has a hook .* used by 2 layer calls"),
     ):
         engine.train_batch([batch(0)])
     assert_same(model, before, bitwise=True)
-
-
-# ---- refused
 
 
 def test_a_closure_is_refused() -> None:
@@ -221,53 +218,17 @@ def test_gradients_through_an_engine_by_autograd_grad_or_create_graph_are_refuse
             loss.backward(create_graph=True)
 
 
-class Adversaries:
-    """A generator and its discriminator, each with its optimizer, as in DCGAN."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.make = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-        self.judge = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-        self.of_make, self.of_judge = sgd(self.make.parameters()), sgd(self.judge.parameters())
-
-    def train(self, make: Any, judge: Any, behind: bool) -> None:
-        """`behind`: the discriminator's gradients are dropped behind its step, in the place of before the next one."""
-
-        def judged(x: Tensor, label: float) -> Tensor:
-            out = judge(x)
-            return F.binary_cross_entropy_with_logits(out, torch.full_like(out, label))
-
-        for step in range(3):
-            if not behind:
-                self.of_judge.zero_grad()
-            fake = make(torch.full((2, 4), 1.0 + step))
-            judged(torch.full((2, 6), 0.5 * step), 1.0).backward()
-            judged(fake.detach(), 0.0).backward()
-            self.of_judge.step()
-            if behind:
-                self.of_judge.zero_grad()
-            self.of_make.zero_grad()
-            judged(fake, 1.0).backward()
-            self.of_make.step()
-            if behind:
-                self.of_judge.zero_grad()
-
-    def train_on_engines(self, behind: bool) -> None:
-        with (
-            engine_for(self.make, lambda _: self.of_make, config_of(1)) as make,
-            engine_for(self.judge, lambda _: self.of_judge, config_of(1)) as judge,
+def test_gradients_that_a_program_uses_again_behind_its_step_are_refused() -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
+        engine(*batch(0)).backward()
+        optimizer.step()
+        engine(*batch(1)).backward()
+        with pytest.raises(
+            UnsupportedError, match=r"blocks\.0\.bias and 7 other parameters .* behind optimizer\.step\(\)"
         ):
-            self.train(make, judge, behind)
-
-
-def test_adversaries_train_once_the_first_ones_gradients_are_dropped_behind_its_step() -> None:
-    with pytest.raises(UnsupportedError, match=r"0\.bias and 3 other parameters .* right behind optimizer\.step\(\).*"):
-        Adversaries().train_on_engines(behind=False)
-    plain, mine = Adversaries(), Adversaries()
-    plain.train(plain.make, plain.judge, behind=False)
-    mine.train_on_engines(behind=True)
-    assert_same(mine.make, plain.make, bitwise=True)
-    assert_same(mine.judge, plain.judge, bitwise=True)
+            optimizer.step()
 
 
 class Remembering(torch.optim.SGD):

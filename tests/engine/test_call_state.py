@@ -84,54 +84,49 @@ def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode(
         assert len(planner_of(engine)._measured) == 2
 
 
-class Attentive(nn.Module):
-    """Says which kernels and which default dtype it saw."""
+def switches() -> tuple[Any, ...]:
+    return (
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seen: list[tuple[Any, ...]] = []
+
+class Attentive(nn.Linear):
+    """Notes the switches that it saw."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(
-            (
-                torch.backends.cuda.math_sdp_enabled(),
-                torch.get_default_dtype(),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.get_float32_matmul_precision(),
-            )
-        )
-        return self.linear(x).mean()
+        self.seen.append(switches())
+        return super().forward(x).mean()
 
 
 def test_torchs_switches_are_those_of_the_call() -> None:
-    model = nn.Sequential(Attentive())
-    ordinary = (True, torch.float32, False, "highest")
+    model = nn.Sequential(Attentive(WIDTH, WIDTH))
+    seen = model[0].seen = []
+    ordinary, others = switches(), (False, torch.float64, True, "high")
     with engine_for(model, sgd, config_of(2)) as engine:
-        engine.backward(engine(inputs(0)))  # measured, which calls it a few times
-        engine.step()
-        engine.backward(engine(inputs(0)))
-        engine.step()
-        seen, x = model[0].seen, inputs(0)
-        seen.clear()
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            torch.set_default_dtype(torch.float64)
-            torch.set_float32_matmul_precision("high")
-            torch.use_deterministic_algorithms(True)
-            try:
+        for number in range(4):
+            x = inputs(number)
+            if number == 2:  # the model has been measured, which calls it a few times
+                seen.clear()
+                with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                    torch.set_default_dtype(torch.float64)
+                    torch.set_float32_matmul_precision("high")
+                    torch.use_deterministic_algorithms(True)
+                    try:
+                        loss = engine(x)
+                    finally:
+                        torch.set_default_dtype(torch.float32)
+                        torch.set_float32_matmul_precision("highest")
+                        torch.use_deterministic_algorithms(False)
+            else:
                 loss = engine(x)
-            finally:
-                torch.set_default_dtype(torch.float32)
-                torch.set_float32_matmul_precision("highest")
-                torch.use_deterministic_algorithms(False)
-        engine.backward(loss)
-        engine.step()
-        engine.backward(engine(inputs(1)))
-        engine.step()
-    assert set(seen) == {(False, torch.float64, True, "high"), ordinary}
-    assert seen[0] == (False, torch.float64, True, "high") and seen[-1] in set(seen)
-    assert torch.backends.cuda.math_sdp_enabled() and torch.get_default_dtype() is torch.float32
-    assert not torch.are_deterministic_algorithms_enabled()
+            engine.backward(loss)
+            engine.step()
+    assert set(seen) == {others, ordinary}
+    assert seen[0] == others
+    assert switches() == ordinary
 
 
 class Repeated(nn.Module):

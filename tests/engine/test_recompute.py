@@ -28,10 +28,9 @@ class Hiding:
     """Looks like a tool, and counts."""
 
     def __new__(cls) -> Hiding:
-        return super().__new__(cls)
-
-    def __init__(self) -> None:
-        self.counts = [0]
+        one = super().__new__(cls)
+        one.counts = [0]
+        return one
 
 
 class HiddenCounterBlock(Block):
