@@ -1,4 +1,4 @@
-"""The familiar loop, `loss = engine(...).loss; engine.backward(loss); engine.step()`, in the ways people write it."""
+"""The familiar loop, `loss = engine(...).loss; engine.backward(loss); engine.step()`, and losses looked at early."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harmony_ds import BatchError
+from harmony_ds import BatchError, UnsupportedError
 from tests.engine.drive import (
+    EVERY_FAMILY,
     adamw,
     config_of,
     engine_for,
@@ -23,7 +24,9 @@ from tests.engine.drive import (
     same_losses,
     sgd,
 )
-from tests.oracle import assert_same
+from tests.engine.test_ledger import layer_bytes
+from tests.families import Family
+from tests.oracle import assert_same, loss_in
 
 LLAMA = family("llama")
 STEPS, ACCUMULATION = 3, 4
@@ -127,3 +130,100 @@ def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
         assert wanted.item() > 0.0
         with pytest.raises(BatchError, match="never propagated"):
             forgotten.item()
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=str)
+def test_looking_at_some_losses_changes_no_gradient(one: Family) -> None:
+    groups = groups_of(one, 1, 3)
+    dropout = 0.0 if one.name == "whisper" else 0.1  # it drops layers, too: see below
+    plain, losses = plainly(one, dropout, groups, sgd, 0.5)
+    model = one.build(dropout)
+    with engine_for(model, sgd, config_of(3, 0.5, {"pack_layers": 1})) as engine:
+        for place, batch in enumerate(groups[0]):
+            loss = loss_in(engine(**batch))
+            if place != 1:
+                assert loss.item() == losses[0][place]
+            engine.backward(loss)
+            engine.step()
+    assert_same(model, plain, bitwise=False)
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+def test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on() -> None:
+    one = family("whisper")
+    groups = groups_of(one, 1, 3)
+    plain, _ = plainly(one, 0.1, groups, sgd, 0.5)
+    model = one.build(0.1)
+    with engine_for(model, sgd, config_of(3, 0.5, {"pack_layers": 1})) as engine:
+        *before, last = [loss_in(engine(**batch)) for batch in groups[0]]
+        before[0].item()
+        for loss in before:
+            engine.backward(loss)
+            engine.step()
+        engine.backward(last)
+        with pytest.raises(UnsupportedError, match="another way through the model"):
+            engine.step()
+        engine.train_batch(iter(groups[0]))
+    assert_same(model, plain, bitwise=False)
+
+
+MICRO_BATCHES = 20
+LONG = groups_of(LLAMA, 2, MICRO_BATCHES)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[nn.Module, list[list[float]]]:
+    return plainly(LLAMA, 0.0, LONG, adamw, 0.5)
+
+
+@pytest.mark.parametrize("every", [1, 10, 0], ids=["every", "every tenth", "never"])
+def test_values_the_warning_and_the_ledger(every: int, expected: tuple[nn.Module, list[list[float]]]) -> None:
+    plain, losses = expected
+    model = LLAMA.build(0.0)
+    seen: dict[tuple[int, int], float] = {}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        engine_for(model, adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 1})) as engine,
+    ):
+        warnings.simplefilter("always")
+        for step, group in enumerate(LONG):
+            pending = []
+            for i, batch in enumerate(group):
+                loss = engine(**batch).loss
+                if every and i % every == 0:
+                    seen[step, i] = loss.item()
+                engine.backward(loss)
+                engine.step()
+                pending.append(loss)
+            assert [loss.item() for loss in pending] == losses[step]
+        report = engine.swap_report()
+
+    looks = len(range(0, MICRO_BATCHES, every)) if every else 0
+    assert len(seen) == len(LONG) * looks
+    assert all(value == losses[step][i] for (step, i), value in seen.items())
+    assert len([w for w in caught if LOOKED in str(w.message)]) == (1 if looks else 0)
+    assert_same(model, plain, bitwise=True)
+
+    # A look swaps every layer in once more. If all were looked at, the step's own forward pass has nothing left to do.
+    layers = layer_bytes(model, 4)
+    forward = 0 if looks == MICRO_BATCHES else sum(layers[:-1])
+    assert report.host_to_device["weights"] == looks * sum(layers) + forward + sum(layers)
+    assert report.device_to_host["gradients"] == sum(layers)
+    assert report.micro_batches == MICRO_BATCHES
+    assert (report.ratio == 1.0) is (looks == 0)
+
+
+def test_what_a_look_costs_does_not_depend_on_when_it_is_taken() -> None:
+    swapped = set()
+    for position in (0, 7, MICRO_BATCHES - 1):
+        with engine_for(LLAMA.build(0.0), adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 2})) as engine:
+            for i, batch in enumerate(LONG[0]):
+                loss = engine(**batch).loss
+                if i == position:
+                    with pytest.warns(RuntimeWarning, match=LOOKED):
+                        assert torch.isfinite(loss)
+                engine.backward(loss)
+                engine.step()
+            swapped.add(engine.swap_report().swap_bytes)
+    assert len(swapped) == 1

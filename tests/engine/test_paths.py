@@ -1,4 +1,4 @@
-"""Tensors that enter or leave a layer by another way than its arguments and results: what they carry is what it is in
+"""What enters or leaves a layer by another way than its arguments and results, or changes when a layer runs: what it is in
 plain PyTorch, or an error that names the layer.
 """
 
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harmony_ds import HarmonyEngine, ModelError, UsageError
+from harmony_ds.errors import RecomputeError
 from tests.engine.drive import adamw, config_of, engine_for, seed_of, weights_of
+from tests.inside import planner_of
 from tests.oracle import assert_same, train_plainly
 
 WIDTH = 6
@@ -75,16 +77,18 @@ def training(make: Callable[[], nn.Module], **harmony: Any) -> Iterator[tuple[nn
         yield model, engine
 
 
-def assert_equals_plain(make: Callable[[], nn.Module], bitwise: bool = True, **harmony: Any) -> nn.Module:
+def assert_equals_plain(
+    make: Callable[[], nn.Module], bitwise: bool = True, groups: Any = GROUPS, **harmony: Any
+) -> nn.Module:
     """Losses, weights and buffers after some steps; returns the engine's model.
 
     Args:
         bitwise: False where a tensor has several consumers, whose gradients are added up in another order.
     """
     plain = built(make)
-    losses = train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
+    losses = train_plainly(plain, groups, adamw(plain.parameters()), clip=None, seed_of=seed_of)
     with training(make, **harmony) as (model, engine):
-        actual = [engine.train_batch(iter(group)).item() for group in GROUPS]
+        actual = [engine.train_batch(iter(group)).item() for group in groups]
     assert_same(model, plain, bitwise)
     expected = [torch.tensor(group).mean().item() for group in losses]
     assert actual == (expected if bitwise else pytest.approx(expected, rel=1e-6))
@@ -248,3 +252,120 @@ def test_what_layers_were_given_may_be_changed_in_place_behind_them(harmony: dic
 
 def test_an_input_changed_in_place_behind_its_layer_that_was_not_when_the_model_was_measured_is_refused() -> None:
     assert_refused(lambda: WrittenBehindNet(later=True), "was changed in place after the layer was called")
+
+
+# ---- micro-batches that end early
+
+
+class Tower(Net):
+    """As many blocks as the call asks for, and no head."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number: nn.Sequential(Block(number), nn.Dropout(0.2)))
+
+    def forward(self, x: Tensor, y: Tensor, depth: int = 4) -> Any:
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return {"loss": F.mse_loss(x, y)}
+
+
+@pytest.mark.parametrize(
+    ("depths", "harmony"),
+    [
+        ((4, 2, 3), {"pack_layers": 1}),
+        ((2, 4, 1), {"pack_layers": 2}),
+        ((1, 2, 3), {"pack_layers": 2}),
+        ((2, 4, 1), {"pack_layers": 2, "fuse_last_pack": False}),
+    ],
+)
+def test_each_micro_batch_as_deep_as_it_asks(depths: tuple[int, ...], harmony: Any) -> None:
+    groups = [[{**batch, "depth": depth} for batch, depth in zip(group, depths, strict=True)] for group in GROUPS]
+    assert_equals_plain(Tower, groups=groups, layers=["blocks.?"], **harmony)
+
+
+# ---- layers that change something when they run
+
+
+class SpectralBlock(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+def _hidden_count(counts: list[int]) -> int:
+    counts[0] += 1
+    return counts[0]
+
+
+class Hiding:
+    """Looks like a tool, and counts."""
+
+    def __new__(cls) -> Hiding:
+        one = super().__new__(cls)
+        one.counts = [0]
+        return one
+
+
+class HiddenCounterBlock(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.hiding = Hiding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * _hidden_count(self.hiding.counts))
+
+
+def test_state_that_nobody_can_see_is_refused_by_the_layers_name() -> None:
+    assert_refused(lambda: Net(HiddenCounterBlock), r"layer blocks\.0 was run twice", RecomputeError)
+
+
+class ClampingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_layer_that_writes_into_its_own_parameters_is_refused() -> None:
+    assert_refused(lambda: Net(ClampingBlock), r"blocks\.0 writes into the parameter blocks\.0\.linear\.weight")
+
+
+def test_what_measuring_does_to_attributes_is_undone() -> None:
+    class Remembering(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            self.settings = {"seen": 0}
+            self.shapes: list[torch.Size] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.settings["seen"] += 1
+            self.shapes.append(x.shape)
+            self.latest = x.shape[0]
+            return super().forward(x)
+
+    with training(lambda: Net(Remembering)) as (model, engine):
+        settings, shapes = model.blocks[0].settings, model.blocks[0].shapes
+        engine.train_batch(iter(GROUPS[0]))
+        assert model.blocks[0].settings is settings
+        assert model.blocks[0].shapes is shapes
+        assert settings == {"seen": 3}
+        assert shapes == [torch.Size([2, WIDTH])] * 3
+        assert model.blocks[0].latest == 2
+
+
+class Recurrent(Net):
+    """Layers exchange the weight lists of an LSTM with the weights themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(self.lstm(x[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize("make", [Recurrent, lambda: Net(SpectralBlock)], ids=["LSTM", "spectral norm"])
+def test_what_goes_on_within_a_layer_is_no_reason_to_run_one_after_another(make: Callable[[], nn.Module]) -> None:
+    with training(make) as (_, engine):
+        engine.train_batch(iter(GROUPS[0]))
+        assert planner_of(engine).measuring.sequential is None
+        assert engine.swap_report().ratio == 1.0

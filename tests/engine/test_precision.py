@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -295,3 +295,27 @@ def test_auto_cast_makes_positional_inputs_half_and_leaves_the_others_as_deepspe
             engine(*given, scale=torch.ones(()))
         assert model.seen == [torch.float16, torch.int64, torch.float32]
     assert given[0].dtype == torch.float32
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+
+    own = list(parameters)
+    groups = [
+        {"params": [p for p in own if (p.ndim == 2) is matrices], "use_muon": matrices, "lr": 0.01}
+        for matrices in (True, False)
+    ]
+    made: torch.optim.Optimizer = SingleDeviceMuonWithAuxAdam(groups)
+    return made
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_muon_beside_adam(clip: float | None) -> None:
+    groups = groups_of(LLAMA, 2, 3)
+    with torch.compiler.set_stance("force_eager"):  # it compiles its iteration, for minutes
+        plain = LLAMA.build(0.1)
+        losses = train_plainly(plain, groups, muon(plain.parameters()), clip=clip, seed_of=seed_of)
+        model = LLAMA.build(0.1)
+        with engine_for(model, muon, config_of(3, clip, {"pack_layers": 1})) as engine:
+            assert [engine.train_batch(iter(group)).item() for group in groups] == means_of(losses)
+        assert_same(model, plain, bitwise=True)

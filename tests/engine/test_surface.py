@@ -168,12 +168,10 @@ HALF_AND_RESIDENT = [
 
 @pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
 def test_what_is_set_by_hand_is_what_training_goes_on_with(more: dict[str, Any]) -> None:
-    harmony = more.get("harmony")
-    rest = {key: value for key, value in more.items() if key != "harmony"}
     one, other = LLAMA.build(0.0), LLAMA.build(0.0)
     with (
-        engine_for(one, adamw, config_of(4, None, harmony, **rest)) as left,
-        engine_for(other, adamw, config_of(4, None, harmony, **rest)) as right,
+        engine_for(one, adamw, config_of(4, **more)) as left,
+        engine_for(other, adamw, config_of(4, **more)) as right,
     ):
         train_groups(left, GROUPS[:1])
         train_groups(right, GROUPS)  # elsewhere, then brought to where the first one is
@@ -195,11 +193,9 @@ def test_what_is_set_by_hand_is_what_training_goes_on_with(more: dict[str, Any])
 @pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
 @pytest.mark.parametrize("way", ["gathered", "loaded", "engine", "module_state_dict"])
 def test_weights_changed_by_hand_reach_masters_and_the_device(way: str, more: dict[str, Any]) -> None:
-    harmony = more.get("harmony")
-    rest = {key: value for key, value in more.items() if key != "harmony"}
     model = LLAMA.build(0.0)
     weight = model.model.layers[2].mlp.up_proj.weight
-    with engine_for(model, sgd, config_of(4, None, harmony, **rest)) as engine:
+    with engine_for(model, sgd, config_of(4, **more)) as engine:
         before = train_groups(engine, GROUPS[:1])
         changed = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
         if way == "gathered":
