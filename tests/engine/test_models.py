@@ -1,5 +1,4 @@
-"""Models as people have them: frozen, adapted, grouped, with statistics, experts, skipped layers; and what one does with
-a model while it trains."""
+"""Models as people have them: frozen, adapted, with parameter groups, skipped layers and unused parameters."""
 
 from __future__ import annotations
 
@@ -33,15 +32,14 @@ Change = Callable[[nn.Module], nn.Module]
 
 
 def assert_changed_model_trains_plainly(
-    one: Family, change: Change, groups: Groups, make: Any = adamw, clip: float | None = 0.5, pack: int | None = 1
+    one: Family, change: Change, groups: Groups, make: Any = adamw, pack: int = 1
 ) -> nn.Module:
     """`change` is done to the plain model and to the engine's; both train alike. Returns the engine's model."""
     plain, model = change(plain_model(one, 0.1)), change(one.build(0.1))
-    losses = train_plainly(plain, groups, make(plain.parameters()), clip=clip, seed_of=seed_of)
-    with engine_for(model, make, config_of(len(groups[0]), clip, {"pack_layers": pack})) as engine:
+    losses = train_plainly(plain, groups, make(plain.parameters()), clip=0.5, seed_of=seed_of)
+    with engine_for(model, make, config_of(len(groups[0]), 0.5, {"pack_layers": pack})) as engine:
         actual = train_groups(engine, groups)
-        if pack is not None:
-            assert engine.swap_report().ratio == 1.0
+        assert engine.swap_report().ratio == 1.0
     assert_same(model, plain, one.bitwise)
     assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
     return model

@@ -43,11 +43,11 @@ def test_the_wrapper_passes_for_its_optimizer_and_what_is_put_on_it_is_put_there
     assert type(pickle.loads(pickle.dumps(optimizer))) is type(copy.deepcopy(optimizer)) is torch.optim.AdamW
 
 
-@pytest.mark.parametrize("name", ["clip_grad", "cur_scale", "loss_scale", "overflow", "cpu_offload", "zenflow"])
-def test_what_the_ds_config_decides_is_not_set(name: str) -> None:
+def test_what_the_ds_config_decides_is_not_set() -> None:
     with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
-        with pytest.raises(UnsupportedError, match=f"optimizer.{name} can be read and not be set"):
-            setattr(engine.optimizer, name, 1.0)
+        for name in ("clip_grad", "cur_scale", "loss_scale", "overflow", "cpu_offload", "zenflow"):
+            with pytest.raises(UnsupportedError, match=f"optimizer.{name} can be read and not be set"):
+                setattr(engine.optimizer, name, 1.0)
         with pytest.raises(UnsupportedError, match=r"fp16\.loss_scale"):
             engine.optimizer.override_loss_scale(8.0)
         with pytest.raises(UnsupportedError, match=r"loss_scaler\.cur_scale can be read"):
