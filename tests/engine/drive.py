@@ -14,7 +14,7 @@ import harmony_ds
 from harmony_ds import HarmonyEngine
 from harmony_ds.runtime.lane import Lane
 from tests.families import FAMILIES, MODULES, Batch, Family
-from tests.oracle import assert_same, train_plainly
+from tests.oracle import assert_same, loss_in, train_plainly
 
 SEED = 5
 WHOLE = 100  # more layer calls than any family makes: one pack
@@ -88,8 +88,7 @@ def loop(engine: HarmonyEngine, groups: Groups, look: Callable[[int], bool] = la
     for group in groups:
         row = []
         for i, batch in enumerate(group):
-            outputs = engine(**batch)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+            loss = loss_in(engine(**batch))
             if look(i):
                 loss.item()
             engine.backward(loss)

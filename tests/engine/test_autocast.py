@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harmony_ds.config import load_config
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
 from tests.oracle import assert_same, train_plainly
 
@@ -107,12 +106,6 @@ def test_float16_scales_losses_as_torchs_scaler(overflow: bool) -> None:
     assert_same(model, plain, bitwise=True)
 
 
-def test_it_goes_with_bf16_weights_and_without_anything_when_off() -> None:
-    micro = {"train_micro_batch_size_per_gpu": 1}
-    assert load_config({**micro, **BFLOAT16, "bf16": {"enabled": True}}).autocast_dtype == torch.bfloat16
-    assert load_config({**micro, "torch_autocast": {"enabled": False, "dtype": "fp16"}}).autocast_dtype is None
-
-
 def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = {"profile": str(tmp_path / "profile.json")}
     for more, replaced in (({}, False), (BFLOAT16, True), (BFLOAT16, False)):
@@ -120,21 +113,3 @@ def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest
         with engine_for(Head(), sgd, config_of(1, None, file, **more)) as engine:
             engine.train_batch([torch.ones(4, 8)], lambda outputs: outputs.float().mean())
         assert ("will be replaced" in caplog.text) == replaced
-
-
-def test_it_goes_on_from_a_checkpoint_with_the_scale(tmp_path: Path) -> None:
-    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-
-    def run(model: nn.Module, part: list[Tensor], load: bool, save: bool) -> tuple[list[float], float]:
-        with engine_for(model, adamw, config_of(1, None, **FLOAT16)) as engine:
-            if load:
-                engine.load_checkpoint(tmp_path)
-            losses = [engine.train_batch([batch], lambda o: 1e4 * o.float().pow(2).mean()).item() for batch in part]
-            if save:
-                engine.save_checkpoint(tmp_path)
-            return losses, engine.cur_scale
-
-    whole, model = run(Head(), batches, load=False, save=False), Head()
-    first = run(model, batches[:2], load=False, save=True)
-    then = run(Head(), batches[2:], load=True, save=False)
-    assert (first[0] + then[0], then[1]) == whole

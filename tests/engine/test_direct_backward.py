@@ -46,9 +46,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "pending": lambda call, x: call(x).backward(),
     "pending and scaled": lambda call, x: (3 * call(x) + 1).backward(),
     "looked at": lambda call, x: looked(call(x)).backward(),
-    "of a dictionary": lambda call, x: call(x, "dict")["loss"].backward(),
     "beside logits": lambda call, x: (lambda o: (looked(o["loss"]) + o["logits"].sum()).backward())(call(x, "dict")),
-    "of a tuple": lambda call, x: call(x, "tuple")[0].backward(),
     "several outputs": lambda call, x: (lambda o: (o[0] + o[1].sum() * o[2].mean()).backward())(call(x, "tuple")),
     "the same twice": lambda call, x: call(x, "twice")[1].backward(),
     "a gradient": lambda call, x: call(x, "logits").backward(torch.full((2, 4), 0.25)),
@@ -78,6 +76,7 @@ def test_gradients_are_divided_once(way: str, managed: bool) -> None:
         if not managed:
             engine.step()
         assert engine.global_steps == 1
+        assert way != "pending" or engine.swap_report().ratio == 1.0
     assert_same(model, plain, bitwise=True)
 
 
@@ -101,22 +100,14 @@ def test_a_loss_that_is_propagated_from_behind_its_step_says_so() -> None:
             late.backward()
 
 
+@pytest.mark.filterwarnings(EARLY)
 @pytest.mark.parametrize("late", [lambda loss: loss.backward(), lambda loss: loss.item()])
 def test_a_loss_behind_destroy_says_so(late: Callable[[Any], Any]) -> None:
     with engine_for(Pair(), sgd, config_of(2)) as engine:
-        loss = engine(inputs(0))
-    with pytest.raises(UsageError, match="this engine has been destroyed"):
-        late(loss)
-    with pytest.raises(UsageError, match="this engine has been destroyed"):
-        engine.backward(loss)
-
-
-@pytest.mark.filterwarnings(EARLY)
-def test_a_loss_that_was_looked_at_is_not_propagated_from_behind_destroy() -> None:
-    with engine_for(Pair(), sgd, config_of(2)) as engine:
-        loss = looked(engine(inputs(0)))
-    with pytest.raises(UsageError, match="this engine has been destroyed"):
-        loss.backward()
+        loss, known = engine(inputs(0)), looked(engine(inputs(1)))
+    for act in (lambda: late(loss), lambda: engine.backward(loss), known.backward):
+        with pytest.raises(UsageError, match="this engine has been destroyed"):
+            act()
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

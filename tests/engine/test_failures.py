@@ -37,7 +37,6 @@ from tests.oracle import assert_same
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 4)
-Inject = Callable[[nn.Module], None]
 
 
 class Mishap(Exception):
@@ -140,15 +139,17 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("place", "kind", "way"), pairs(PLACES, list(FAILURES), ("train_batch", "loop")))
+@pytest.mark.parametrize(
+    ("place", "kind", "way", "residency"), pairs(PLACES, list(FAILURES), ("train_batch", "loop"), (0, 4))
+)
 def test_a_failed_step_is_as_if_it_had_not_been_tried(
-    place: tuple[str, int], kind: str, way: str, undisturbed: dict[str, Tensor]
+    place: tuple[str, int], kind: str, way: str, residency: int, undisturbed: dict[str, Tensor]
 ) -> None:
     """Clipping on: no layer is updated before all is known, so the engine is usable whatever failed."""
     where, at = place
     trap = FAILURES[kind](at)
     model = trapped_llama(trap, where)
-    config = config_of(4, 0.5, {"pack_layers": 1})
+    config = config_of(4, 0.5, {"pack_layers": 1, "residency": residency})
     with engine_for(model, adamw, config) as engine:
         train_groups(engine, GROUPS[:1])
         trap.arm()
@@ -184,30 +185,24 @@ def test_the_loop_can_start_the_failed_group_over() -> None:
         assert (engine.global_steps, engine.micro_steps) == (2, 8)
 
 
-def test_a_failure_behind_an_early_update_says_that_the_engine_is_unusable() -> None:
-    trap = Trap(0)
-    model = trapped_llama(trap, "backward")
-    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
+@pytest.mark.parametrize("residency", [0, 4])
+@pytest.mark.parametrize(("where", "at"), [("forward", 3), ("backward", 0)])
+def test_without_clipping_a_failure_behind_an_early_update_ends_the_engine(where: str, at: int, residency: int) -> None:
+    """The last packs have been updated when the trapped layer is propagated through, and none when it fails forward."""
+    plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw)
+    trap = Trap(at)
+    model = trapped_llama(trap, where)
+    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1, "residency": residency})) as engine:
         train_groups(engine, GROUPS[:1])
         trap.arm()
         with pytest.raises(Mishap):
             engine.train_batch(iter(GROUPS[1]))
         assert lanes() == []
-        assert not engine.usable
-        with pytest.raises(EngineFailedError, match="cannot go on"):
-            engine.train_batch(iter(GROUPS[1]))
-
-
-def test_a_failure_before_any_early_update_leaves_the_engine_usable() -> None:
-    plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw)
-    trap = Trap(3)
-    model = trapped_llama(trap, "forward")
-    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
-        train_groups(engine, GROUPS[:1])
-        trap.arm()
-        with pytest.raises(Mishap):
-            engine.train_batch(iter(GROUPS[1]))
-        assert engine.usable
+        assert engine.usable is (where == "forward")
+        if where == "backward":
+            with pytest.raises(EngineFailedError, match="cannot go on"):
+                engine.train_batch(iter(GROUPS[1]))
+            return
         train_groups(engine, GROUPS[1:2])
     assert_same(unwrapped(model), weights_of(plain), bitwise=True)
 
@@ -331,11 +326,3 @@ def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, m
 def updating() -> set[threading.Thread]:
     """Engines' threads."""
     return {thread for thread in threading.enumerate() if thread.name == "harmony-update"}
-
-
-def test_destroy_ends_every_thread() -> None:
-    before = updating()
-    with engine_for(LLAMA.build(0.0), adamw, config_of(4, 0.5)) as engine:
-        engine.train_batch(iter(GROUPS[0]))
-        assert updating() - before
-    assert updating() <= before  # other engines of the process may be alive

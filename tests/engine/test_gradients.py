@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from harmony_ds import UsageError
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
-from tests.cover import pairs
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
 from tests.oracle import assert_same
 
@@ -26,10 +23,6 @@ RESIDENT = {"pack_layers": 1, "residency": 2}
 def plain_gradients(model: nn.Module, group: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     for batch in group:
         (model(**batch).loss / len(group)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -110,30 +103,6 @@ def test_deepspeeds_helper_and_a_parameter_without_gradient() -> None:
         engine.step()
 
 
-@pytest.mark.parametrize(
-    ("clip", "harmony", "looks"), pairs((None, 0.5), ({"pack_layers": 1}, RESIDENT), (range(4), (0, 2, 3)))
-)
-def test_gradients_so_far_in_the_middle_of_a_group(clip: float | None, harmony: Any, looks: Sequence[int]) -> None:
-    bitwise = len(looks) == 4  # what ran together is added up before it comes to the rest
-    model, reference = LLAMA.build(0.0), LLAMA.build(0.0)
-    optimizer = sgd(reference.parameters())
-    with engine_for(model, sgd, config_of(4, clip, harmony)) as engine:
-        for group in GROUPS[:2]:
-            for i, batch in enumerate(group):
-                engine.backward(engine(**batch).loss)
-                (reference(**batch).loss / 4).backward()
-                if i in looks:
-                    assert_same(gradients_of(model), gradients_of(reference), bitwise, 2e-6)
-                engine.step()
-            if clip:
-                nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert all(p.grad is None for p in model.parameters())
-        assert (engine.global_steps, engine.micro_steps) == (2, 8)
-    assert_same(model, reference, bitwise)
-
-
 def test_a_micro_batch_is_propagated_back_from_once() -> None:
     model = LLAMA.build(0.0)
     with engine_for(model, sgd, config_of(1)) as engine:
@@ -156,51 +125,3 @@ def test_a_failure_while_looking_leaves_the_engine_usable(monkeypatch: pytest.Mo
                 safe_get_full_grad(model.model.norm.weight)
         assert engine.usable
         assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0
-
-
-class Token:
-    """Alive as long as the graph of a layer call is."""
-
-
-class Hooked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alive: WeakSet[Token]) -> Tensor:
-        ctx.token = Token()
-        alive.add(ctx.token)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class HooksWithin(nn.Module):
-    """A layer that puts a hook on a tensor of its own."""
-
-    def __init__(self, alive: WeakSet[Token]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.alive = alive
-        self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = Hooked.apply(self.linear(x), self.alive)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient)
-        self.most = max(self.most, len(self.alive))
-        return x
-
-
-def test_a_hook_within_a_layer_does_not_keep_the_graph_of_its_forward_pass() -> None:
-    alive: WeakSet[Token] = WeakSet()
-    layers = [HooksWithin(alive) for _ in range(6)]
-    model = nn.Sequential(*layers, nn.Linear(4, 1))
-    groups = [[(torch.ones(2, 4),)] * 3 for _ in range(3)]
-    settings = {"pack_layers": 1, "layers": [str(number) for number in range(7)]}
-    with engine_for(model, sgd, config_of(3, None, settings)) as engine:
-        for group in groups[:2]:
-            engine.train_batch(group, loss_fn=lambda out: out.sum())
-        for one in layers:
-            one.most = 0
-        engine.train_batch(groups[2], loss_fn=lambda out: out.sum())
-    assert max(one.most for one in layers) <= 2

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import ModelError
 from tests.cover import spread
 from tests.engine.drive import (
     adamw,
@@ -100,11 +99,11 @@ class Chain(nn.Module):
         return {"loss": self.head(hidden).square().mean()}
 
 
-def assert_chain_trains(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of such blocks, with graphs kept where they may be."""
+def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was kept would hold its old version: such layers are recomputed."""
     keep_graphs(monkeypatch, (3,))
     torch.manual_seed(0)
-    plain, model = Chain(block), Chain(block)
+    plain, model = Chain(Scaled), Chain(Scaled)
     model.load_state_dict(plain.state_dict())
     groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
     losses = train_plainly(plain, groups, adamw(plain.parameters()), clip=None, seed_of=seed_of)
@@ -112,67 +111,6 @@ def assert_chain_trains(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch)
         assert train_groups(engine, groups) == means_of(losses)
         assert graphs_in(engine.plan)
     assert_same(model, plain, bitwise=True)
-
-
-def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that was kept would hold its old version: such layers are recomputed."""
-    assert_chain_trains(Scaled, monkeypatch)
-
-
-class Rectified(nn.Module):
-    """Changes its input in place, and keeps it for its backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.linear(hidden.relu_() if hidden.requires_grad else hidden)
-        return out
-
-
-def test_an_input_that_is_changed_in_place_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the model holds leads back into the layer, and the layer's graph does not take that for another change."""
-    assert_chain_trains(Rectified, monkeypatch)
-
-
-class Staged(nn.Module):
-    """Leaves a tensor on itself, once its stage is reached."""
-
-    stage = 0
-    penalty: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.linear(hidden)
-        if self.stage >= 2:
-            self.penalty = (2 * out).square().mean()
-        return out
-
-
-class Penalized(Chain):
-    """Adds what its blocks have left to the loss."""
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        found = super().forward(inputs)
-        penalties = [block.penalty for block in self.blocks if block.stage >= 2]
-        return {"loss": sum(penalties, found["loss"])}
-
-
-def test_a_gradient_that_comes_to_a_kept_graph_by_a_way_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_graphs(monkeypatch, (3,))
-    model = Penalized(Staged)
-    groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
-    with engine_for(model, adamw, config_of(3, 0.5, {"pack_layers": 1})) as engine:
-        train_groups(engine, groups[:1])
-        assert graphs_in(engine.plan)
-        for block in model.blocks:
-            block.stage = 2
-        with pytest.raises(ModelError, match="a gradient reaches layer blocks"):
-            engine.train_batch(iter(groups[1]))
 
 
 def test_generators_stand_in_backward_where_recomputing_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:

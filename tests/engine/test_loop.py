@@ -1,19 +1,32 @@
-"""The familiar loop, `loss = engine(...).loss; engine.backward(loss); engine.step()`, in the ways people write it."""
+"""The familiar loop, `loss = engine(...).loss; engine.backward(loss); engine.step()`, and losses looked at early."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from harmony_ds import BatchError, HarmonyEngine
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
-from tests.oracle import assert_same, train_plainly
+from harmony_ds import BatchError, UnsupportedError
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    optimizer_for,
+    plainly,
+    same_losses,
+    sgd,
+)
+from tests.engine.test_ledger import layer_bytes
+from tests.families import Family
+from tests.oracle import assert_same, loss_in
 
 LLAMA = family("llama")
 STEPS, ACCUMULATION = 3, 4
@@ -22,56 +35,24 @@ ONE_PACK_EACH = {"pack_layers": 1}
 LOOKED = "looked at before its accumulation boundary"
 
 
-@pytest.mark.parametrize(("dropout", "clip"), [(0.0, None), (0.1, 0.5)])
-def test_the_loop_is_grouped_and_exact(dropout: float, clip: float | None) -> None:
-    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, clip)
-    model = LLAMA.build(dropout)
-    with engine_for(model, adamw, config_of(ACCUMULATION, clip, ONE_PACK_EACH)) as engine:
-        assert loop(engine, GROUPS) == losses
-        assert engine.swap_report().ratio == 1.0
-    assert_same(model, plain, bitwise=True)
+CASES = [
+    ("llama", 0.0, None),
+    ("llama", 0.1, 0.5),
+    *((name, 0.0, None) for name in ("gpt2", "t5", "SharedDepthNet", "BareParameterNet", "SkipNet", "BatchNormNet")),
+]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "SharedDepthNet", "BareParameterNet", "SkipNet", "BatchNormNet"])
-def test_the_loop_of_other_models(name: str) -> None:
+@pytest.mark.parametrize(("name", "dropout", "clip"), CASES)
+def test_the_loop_is_grouped_and_exact(name: str, dropout: float, clip: float | None) -> None:
     one = family(name)
-    groups = groups_of(one, 2, 3)
-    plain, losses = plainly(one, 0.0, groups, sgd)
-    model = one.build(0.0)
-    actual = []
-    with engine_for(model, sgd, config_of(3, None, ONE_PACK_EACH)) as engine:
-        for group in groups:
-            row = []
-            for batch in group:
-                outputs = engine(**batch)
-                if name == "SharedDepthNet":
-                    loss = outputs
-                else:
-                    loss = outputs["loss"] if name == "BareParameterNet" else outputs.loss
-                engine.backward(loss)
-                engine.step()
-                row.append(loss)
-            actual.append([float(loss) for loss in row])
+    groups, make = groups_of(one, 3, 3), optimizer_for(one)
+    plain, losses = plainly(one, dropout, groups, make, clip)
+    model = one.build(dropout)
+    with engine_for(model, make, config_of(3, clip, ONE_PACK_EACH)) as engine:
+        actual = loop(engine, groups)
         assert engine.swap_report().ratio == 1.0
     assert_same(model, plain, one.bitwise)
-    assert [pytest.approx(row, rel=1e-6) for row in losses] == actual
-
-
-@pytest.mark.parametrize(
-    ("dropout", "look"),
-    [(0.1, lambda i: True), (0.0, lambda i: i % 2 == 1), (0.1, lambda i: i == 0)],
-    ids=["all", "second", "first"],
-)
-def test_looking_early_is_right_and_warned_of_once(dropout: float, look: Callable[[int], bool]) -> None:
-    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw, 0.5)
-    model = LLAMA.build(dropout)
-    with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, ONE_PACK_EACH)) as engine:
-        with pytest.warns(RuntimeWarning, match=LOOKED) as warned:
-            actual = loop(engine, GROUPS, look)
-        assert len(warned) == 1
-        assert engine.swap_report().ratio > 1.0
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
+    assert all(same_losses(*rows, one.bitwise) for rows in zip(actual, losses, strict=True))
 
 
 def test_the_warning_points_at_the_line_that_looked() -> None:
@@ -83,42 +64,6 @@ def test_the_warning_points_at_the_line_that_looked() -> None:
     assert warned[0].filename == __file__
 
 
-@pytest.mark.parametrize("when", ["before backward", "after backward"])
-def test_a_look_before_or_after_backward(when: str) -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
-    model = LLAMA.build(0.1)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        warnings.simplefilter("ignore", RuntimeWarning)  # pytest restores the filters
-        for group in GROUPS:
-            row = []
-            for batch in group:
-                loss = engine(**batch).loss
-                if when == "before backward":
-                    row.append(loss.item())
-                engine.backward(loss)
-                if when == "after backward":
-                    row.append(loss.item())
-                engine.step()
-            actual.append(row)
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
-def run_with_total(add: Callable[[Tensor, Tensor], Tensor]) -> tuple[nn.Module, float, HarmonyEngine]:
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        total = torch.zeros(())
-        for group in GROUPS:
-            for batch in group:
-                loss = engine(**batch).loss
-                engine.backward(loss)
-                engine.step()
-                total = add(total, loss)
-        value = total.item()
-    return model, value, engine
-
-
 def in_place(total: Tensor, loss: Tensor) -> Tensor:
     total += loss.detach()
     return total
@@ -128,34 +73,32 @@ def in_place(total: Tensor, loss: Tensor) -> Tensor:
     ("add", "looks"),
     [
         (in_place, True),
-        (lambda total, loss: total + loss.detach(), False),
-        (lambda total, loss: loss.detach() + total, False),
         (lambda total, loss: total + loss.detach().float() / 1.0, False),
+        (lambda total, loss: loss.detach() + total, False),
     ],
-    ids=["in place", "out of place", "from the right", "float"],
+    ids=["in place", "out of place", "from the right"],
 )
 def test_sums_of_losses(add: Callable[[Tensor, Tensor], Tensor], looks: bool) -> None:
     plain, losses = plainly(LLAMA, 0.0, GROUPS, adamw)
-    with warnings.catch_warnings(record=True) as warned:
+    model, total = LLAMA.build(0.0), torch.zeros(())
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine,
+    ):
         warnings.simplefilter("always")
-        model, total, engine = run_with_total(add)
+        for batch in (batch for group in GROUPS for batch in group):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            total = add(total, loss)
+        found = total.item()
     assert len(warned) == looks, [str(w.message) for w in warned]
     expected = torch.zeros(())
-    for loss in (loss for row in losses for loss in row):
-        expected = expected + torch.tensor(loss)
-    assert total == expected.item()
+    for value in (value for row in losses for value in row):
+        expected = expected + torch.tensor(value)
+    assert found == expected.item()
     assert_same(model, plain, bitwise=True)
     assert (engine.swap_report().ratio == 1.0) is not looks
-
-
-def test_in_place_addition_to_a_plain_tensor_keeps_that_tensor() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(1)) as engine:
-        total = torch.zeros(())
-        alias = total
-        with pytest.warns(RuntimeWarning, match=LOOKED):
-            total += engine(**GROUPS[0][0]).loss.detach()
-        assert total is alias
-        assert total.item() > 0.0
 
 
 def test_a_loss_used_after_the_step_keeps_its_value() -> None:
@@ -189,95 +132,98 @@ def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
             forgotten.item()
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=str)
+def test_looking_at_some_losses_changes_no_gradient(one: Family) -> None:
+    groups = groups_of(one, 1, 3)
+    dropout = 0.0 if one.name == "whisper" else 0.1  # it drops layers, too: see below
+    plain, losses = plainly(one, dropout, groups, sgd, 0.5)
+    model = one.build(dropout)
+    with engine_for(model, sgd, config_of(3, 0.5, {"pack_layers": 1})) as engine:
+        for place, batch in enumerate(groups[0]):
+            loss = loss_in(engine(**batch))
+            if place != 1:
+                assert loss.item() == losses[0][place]
+            engine.backward(loss)
+            engine.step()
+    assert_same(model, plain, bitwise=False)
 
 
-@pytest.mark.parametrize("labels", [True, False])
-def test_a_loss_of_the_users_own_from_logits(labels: bool) -> None:
-    reference = LLAMA.build(0.1)
-    batches = [[b if labels else {k: v for k, v in b.items() if k != "labels"} for b in group] for group in GROUPS]
-    targets = [b["labels"] for group in GROUPS for b in group]
-    upcoming = iter(targets)
-    losses = train_plainly(
-        reference,
-        batches,
-        adamw(reference.parameters()),
-        clip=None,
-        seed_of=seed_of,
-        loss_of=lambda outputs: cross_entropy(outputs.logits, next(upcoming)),
-    )
-    model = LLAMA.build(0.1)
-    actual = []
-    with warnings.catch_warnings(record=True) as warned, engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+def test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on() -> None:
+    one = family("whisper")
+    groups = groups_of(one, 1, 3)
+    plain, _ = plainly(one, 0.1, groups, sgd, 0.5)
+    model = one.build(0.1)
+    with engine_for(model, sgd, config_of(3, 0.5, {"pack_layers": 1})) as engine:
+        *before, last = [loss_in(engine(**batch)) for batch in groups[0]]
+        before[0].item()
+        for loss in before:
+            engine.backward(loss)
+            engine.step()
+        engine.backward(last)
+        with pytest.raises(UnsupportedError, match="another way through the model"):
+            engine.step()
+        engine.train_batch(iter(groups[0]))
+    assert_same(model, plain, bitwise=False)
+
+
+MICRO_BATCHES = 20
+LONG = groups_of(LLAMA, 2, MICRO_BATCHES)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[nn.Module, list[list[float]]]:
+    return plainly(LLAMA, 0.0, LONG, adamw, 0.5)
+
+
+@pytest.mark.parametrize("every", [1, 10, 0], ids=["every", "every tenth", "never"])
+def test_values_the_warning_and_the_ledger(every: int, expected: tuple[nn.Module, list[list[float]]]) -> None:
+    plain, losses = expected
+    model = LLAMA.build(0.0)
+    seen: dict[tuple[int, int], float] = {}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        engine_for(model, adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 1})) as engine,
+    ):
         warnings.simplefilter("always")
-        upcoming = iter(targets)
-        for group in batches:
-            for batch in group:
-                loss = cross_entropy(engine(**batch).logits, next(upcoming))
-                engine.backward(loss)
-                engine.step()
-                actual.append(loss.item())
-    assert len(warned) <= 1
-    assert actual == [loss for row in losses for loss in row]
-    assert_same(model, reference, bitwise=True)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_tuple_outputs(dropout: float) -> None:
-    plain, losses = plainly(LLAMA, dropout, GROUPS, adamw)
-    model = LLAMA.build(dropout)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
-        for group in GROUPS:
-            row = []
-            for batch in group:
-                loss, logits = engine(**batch, return_dict=False)[:2]
-                assert logits.shape[-1] == 96
-                engine.backward(loss)
-                engine.step()
-                row.append(loss.item())
-            actual.append(row)
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
-def test_loss_backward_called_directly() -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw)
-    model = LLAMA.build(0.1)
-    actual: list[Any] = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        for group in GROUPS:
-            row = []
-            for batch in group:
+        for step, group in enumerate(LONG):
+            pending = []
+            for i, batch in enumerate(group):
                 loss = engine(**batch).loss
-                loss.backward()
-                engine.step()
-                row.append(loss)
-            actual.append([loss.item() for loss in row])
-        assert engine.swap_report().ratio == 1.0
-    assert actual == losses
-    assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("look", [False, True])
-def test_autocast_around_the_call(look: bool) -> None:
-    plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, autocast=torch.bfloat16)
-    model = LLAMA.build(0.1)
-    actual = []
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, ONE_PACK_EACH)) as engine:
-        for group in GROUPS:
-            row: list[Tensor] = []
-            for batch in group:
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = engine(**batch).loss
-                if look and len(row) == 1:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", RuntimeWarning)
-                        loss.item()
+                if every and i % every == 0:
+                    seen[step, i] = loss.item()
                 engine.backward(loss)
                 engine.step()
-                row.append(loss)
-            actual.append([loss.item() for loss in row])
-    assert actual == losses
+                pending.append(loss)
+            assert [loss.item() for loss in pending] == losses[step]
+        report = engine.swap_report()
+
+    looks = len(range(0, MICRO_BATCHES, every)) if every else 0
+    assert len(seen) == len(LONG) * looks
+    assert all(value == losses[step][i] for (step, i), value in seen.items())
+    assert len([w for w in caught if LOOKED in str(w.message)]) == (1 if looks else 0)
     assert_same(model, plain, bitwise=True)
+
+    # A look swaps every layer in once more. If all were looked at, the step's own forward pass has nothing left to do.
+    layers = layer_bytes(model, 4)
+    forward = 0 if looks == MICRO_BATCHES else sum(layers[:-1])
+    assert report.host_to_device["weights"] == looks * sum(layers) + forward + sum(layers)
+    assert report.device_to_host["gradients"] == sum(layers)
+    assert report.micro_batches == MICRO_BATCHES
+    assert (report.ratio == 1.0) is (looks == 0)
+
+
+def test_what_a_look_costs_does_not_depend_on_when_it_is_taken() -> None:
+    swapped = set()
+    for position in (0, 7, MICRO_BATCHES - 1):
+        with engine_for(LLAMA.build(0.0), adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 2})) as engine:
+            for i, batch in enumerate(LONG[0]):
+                loss = engine(**batch).loss
+                if i == position:
+                    with pytest.warns(RuntimeWarning, match=LOOKED):
+                        assert torch.isfinite(loss)
+                engine.backward(loss)
+                engine.step()
+            swapped.add(engine.swap_report().swap_bytes)
+    assert len(swapped) == 1

@@ -10,46 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-import harmony_ds
-from harmony_ds import ConfigError, DoesNotFitError, Plan
-from tests.families import FAMILIES
+from harmony_ds import ConfigError, DoesNotFitError, HarmonyEngine
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
 from tests.oracle import assert_same
 
-LLAMA = next(family for family in FAMILIES if family.name == "llama")
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 3, 2)
 GIB = 2**30
-STEPS = 3
 
 
-def train(clip: float = 1.0, optimizer: bool = True, **harmony: Any) -> tuple[Any, torch.nn.Module]:
-    model = LLAMA.build(0.0).train()
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()) if optimizer else None,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": clip,
-            "harmony": {"device": "cpu", "seed": 0, **harmony},
-        },
-    )
-    try:
-        for step in range(STEPS):
-            engine.train_batch(iter([LLAMA.batch(2 * step), LLAMA.batch(2 * step + 1)]))
-        engine.finish_updates()
-    except BaseException:
-        engine.destroy()
-        raise
+def train(clip: float = 1.0, **harmony: Any) -> tuple[HarmonyEngine, nn.Module]:
+    """A destroyed engine, which has taken three steps, and its model."""
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(2, clip, harmony)) as engine:
+        train_groups(engine, GROUPS)
     return engine, model
 
 
 def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
     engine, _ = train(pack_layers=2)
     report = engine.plan_report()
-    engine.destroy()
 
     assert report.choices[0].plan == engine.plan
-    assert len(report.measured_step_ms) == STEPS - 1
+    assert len(report.measured_step_ms) == len(GROUPS) - 1
     assert report.predicted_step_ms > 0
     assert report.typical_step_ms is not None
     assert report.time_error == report.predicted_step_ms / report.typical_step_ms - 1
@@ -58,26 +43,12 @@ def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
     assert "ms predicted" in str(report)
 
 
-def test_there_is_no_report_before_a_step() -> None:
-    model = LLAMA.build(0.0)
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        config={"train_batch_size": 1, "harmony": {"device": "cpu"}},
-    )
-    with pytest.raises(RuntimeError, match="no optimizer step yet"):
-        engine.plan_report()
-    engine.destroy()
-
-
 @pytest.mark.parametrize("share", [1.5, 2.0, 4.0, 20.0])
 def test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it(share: float) -> None:
     engine, reference = train(pack_layers=1)
-    engine.destroy()
     weights = sum(p.numel() * p.element_size() for p in reference.parameters())
     engine, model = train(device_memory_gib=share * weights / GIB)
     report = engine.plan_report()
-    engine.destroy()
 
     assert_same(model, reference, bitwise=True)
     assert report.device_peak_bytes <= report.choices[0].plan.peak_bytes <= share * weights
@@ -87,7 +58,6 @@ def test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it(s
 def test_spare_memory_ends_the_swapping() -> None:
     engine, _model = train(device_memory_gib=1.0)
     swaps = engine.swap_report()
-    engine.destroy()
 
     assert engine.plan.policy.resident
     assert swaps.swap_bytes == 0
@@ -95,11 +65,9 @@ def test_spare_memory_ends_the_swapping() -> None:
 
 def test_a_saved_plan_is_run_as_it_is(tmp_path: Path) -> None:
     engine, reference = train(pack_layers=3, stash="host")
-    engine.destroy()
     path = tmp_path / "plan.json"
     path.write_text(engine.plan.to_json())
     again, model = train(plan=str(path))
-    again.destroy()
 
     assert again.plan.tasks == engine.plan.tasks
     assert again.plan.packing == engine.plan.packing
@@ -109,7 +77,6 @@ def test_a_saved_plan_is_run_as_it_is(tmp_path: Path) -> None:
 
 def test_a_saved_plan_that_does_not_match_is_refused(tmp_path: Path) -> None:
     engine, _ = train(pack_layers=3)
-    engine.destroy()
     path = tmp_path / "plan.json"
     path.write_text(engine.plan.to_json())
 
@@ -143,10 +110,8 @@ def test_a_kept_profile_is_used_again_and_a_foreign_one_replaced(
 ) -> None:
     path = tmp_path / "profile.json"
     first, _ = train(profile=str(path), pack_layers=2)
-    first.destroy()
     written = path.read_text()
     second, _ = train(profile=str(path), pack_layers=2)
-    second.destroy()
 
     assert path.read_text() == written
     assert second.plan_report().predicted_step_ms == first.plan_report().predicted_step_ms
@@ -155,22 +120,13 @@ def test_a_kept_profile_is_used_again_and_a_foreign_one_replaced(
     data["key"]["torch"] = "0.4"
     path.write_text(json.dumps(data))
     with caplog.at_level(logging.WARNING):
-        third, _ = train(profile=str(path), pack_layers=2)
-    third.destroy()
+        train(profile=str(path), pack_layers=2)
     assert "torch was '0.4'" in caplog.text
     assert json.loads(path.read_text())["key"]["torch"] == torch.__version__
 
 
-def test_a_plan_in_json_is_the_same_plan() -> None:
-    engine, _ = train(pack_layers=2)
-    engine.destroy()
-
-    assert Plan.from_json(engine.plan.to_json()) == engine.plan
-
-
 def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(tmp_path: Path) -> None:
     engine, reference = train(device_memory_gib=1.0, residency="auto")
-    engine.destroy()
     found = engine.plan_report().choices[0].plan
     plan = replace(found, policy=replace(found.policy, resident=()))
     path = tmp_path / "plan.json"
@@ -178,5 +134,4 @@ def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(
     engine, model = train(device_memory_gib=1.0, plan=str(path))
     assert engine.plan is not None
     assert engine.plan.policy == plan.policy
-    engine.destroy()
     assert_same(model, reference, bitwise=True)

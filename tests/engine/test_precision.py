@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -155,12 +155,16 @@ def test_fp16_skips_steps_that_overflow_and_halves_the_scale_after_the_hysteresi
         assert not engine.optimizer.state
 
 
-def test_fp16_goes_on_exactly_after_an_overflow() -> None:
+@pytest.mark.parametrize("residency", ["off", 2, 100])
+def test_fp16_goes_on_exactly_after_an_overflow(residency: Any) -> None:
     groups = groups_of(LLAMA, 2, 2)
     model = LLAMA.build(0.0)
-    config = config_of(2, 0.5, **fp16(initial_scale_power=24, hysteresis=1))
-    with engine_for(model, adamw, config) as engine:
+    harmony = {"pack_layers": 1, "residency": residency}
+    with engine_for(model, adamw, config_of(2, 0.5, harmony, **fp16(initial_scale_power=24, hysteresis=1))) as engine:
+        before = weights_of(model)
         while not engine.was_step_applied():
+            assert_same(weights_of(model), before, bitwise=True)
+            assert not engine.optimizer.state
             scale = engine.cur_scale
             engine.train_batch(iter(groups[0]))
         skipped = engine.skipped_steps
@@ -291,3 +295,27 @@ def test_auto_cast_makes_positional_inputs_half_and_leaves_the_others_as_deepspe
             engine(*given, scale=torch.ones(()))
         assert model.seen == [torch.float16, torch.int64, torch.float32]
     assert given[0].dtype == torch.float32
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+
+    own = list(parameters)
+    groups = [
+        {"params": [p for p in own if (p.ndim == 2) is matrices], "use_muon": matrices, "lr": 0.01}
+        for matrices in (True, False)
+    ]
+    made: torch.optim.Optimizer = SingleDeviceMuonWithAuxAdam(groups)
+    return made
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_muon_beside_adam(clip: float | None) -> None:
+    groups = groups_of(LLAMA, 2, 3)
+    with torch.compiler.set_stance("force_eager"):  # it compiles its iteration, for minutes
+        plain = LLAMA.build(0.1)
+        losses = train_plainly(plain, groups, muon(plain.parameters()), clip=clip, seed_of=seed_of)
+        model = LLAMA.build(0.1)
+        with engine_for(model, muon, config_of(3, clip, {"pack_layers": 1})) as engine:
+            assert [engine.train_batch(iter(group)).item() for group in groups] == means_of(losses)
+        assert_same(model, plain, bitwise=True)

@@ -18,7 +18,6 @@ from harmony_ds.errors import DoesNotFitError
 from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,
-    SEED,
     config_of,
     engine_for,
     family,
@@ -34,6 +33,7 @@ SIZES = ((4, 2), (6, 4), (8, 3))
 ROWS = {(4, 2): (8, 5), (6, 4): (12, 7), (8, 3): (16, 9)}
 """Micro-batches of a group: one that may come out even, and one that does not."""
 TOLERANCE = 1e-6
+LLAMA = family("llama")
 LOOSE = {
     # Batch normalization behind the first convolution makes nearly all of its gradient cancel out.
     "resnet": 1e-5,
@@ -63,12 +63,14 @@ def summing(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0, momentum=1.0)
 
 
-def gradients_in(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    found = {name: optimizer.state[p].get("momentum_buffer") for name, p in parameters.items() if p in optimizer.state}
+def gradients_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    found = {
+        name: optimizer.state[p].get("momentum_buffer") for name, p in model.named_parameters() if p in optimizer.state
+    }
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         # Some gradients are nothing but rounding (attention key biases).
@@ -83,7 +85,7 @@ def plain_gradients(one: Family, groups: list[list[Batch]]) -> tuple[dict[str, T
     model = one.build(0.0)
     optimizer = summing(model.parameters())
     losses = train_plainly(model, groups, optimizer, clip=None, seed_of=seed_of)
-    return gradients_in(optimizer, dict(model.named_parameters())), means_of(losses)
+    return gradients_in(optimizer, model), means_of(losses)
 
 
 @pytest.mark.parametrize(
@@ -97,52 +99,47 @@ def test_gradients_are_those_of_whole_micro_batches(one: Family, sizes: tuple[in
     model = one.build(0.0)
     with engine_for(model, summing, config_of(2, harmony=slices(*sizes, pack_layers=2))) as engine:
         actual = train_groups(engine, groups)
-        assert_close(
-            gradients_in(engine.optimizer, dict(model.named_parameters())), expected, LOOSE.get(one.name, TOLERANCE)
-        )
+        assert_close(gradients_in(engine.optimizer, model), expected, LOOSE.get(one.name, TOLERANCE))
     assert actual == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 @pytest.mark.parametrize("look", [lambda i: False, lambda i: True], ids=["never", "every"])
 def test_the_familiar_loop_is_cut_too(look: Any) -> None:
-    one = family("llama")
-    groups = [group_of(one, (8, 5))]
-    expected, losses = plain_gradients(one, groups)
-    model = one.build(0.0)
+    groups = [group_of(LLAMA, (8, 5))]
+    expected, losses = plain_gradients(LLAMA, groups)
+    model = LLAMA.build(0.0)
     with engine_for(model, summing, config_of(2, harmony=slices(4, 2))) as engine:
         actual = loop(engine, groups, look)
-        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+        assert_close(gradients_in(engine.optimizer, model), expected)
     assert means_of(actual) == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
     """No mean over rows or items is assumed: here rows compete with each other."""
-    one = family("llama")
-    batch = {key: value for key, value in group_of(one, (8,))[0].items() if key != "labels"}
+    batch = {key: value for key, value in group_of(LLAMA, (8,))[0].items() if key != "labels"}
 
     def contrast(outputs: Any) -> Tensor:
         pooled = nn.functional.normalize(outputs.logits.mean(1), dim=-1)
         return nn.functional.cross_entropy(pooled @ pooled.T / 0.1, torch.arange(pooled.shape[0]))
 
-    plain = one.build(0.0)
+    plain = LLAMA.build(0.0)
     reference = summing(plain.parameters())
     train_plainly(plain, [[batch]], reference, clip=None, seed_of=seed_of, loss_of=contrast)
-    model = one.build(0.0)
+    model = LLAMA.build(0.0)
     with engine_for(model, summing, config_of(1, harmony=slices(3, 2))) as engine:
         engine.train_batch(iter([batch]), loss_fn=contrast)
         # Through so hard a softmax, rounding of the logits grows a hundredfold.
         assert_close(
-            gradients_in(engine.optimizer, dict(model.named_parameters())),
-            gradients_in(reference, dict(plain.named_parameters())),
+            gradients_in(engine.optimizer, model),
+            gradients_in(reference, plain),
             1e-5,
         )
 
 
 def test_evaluation_is_cut_and_gives_the_same_loss() -> None:
-    one = family("llama")
-    batches = group_of(one, (8, 5))
-    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
+    batches = group_of(LLAMA, (8, 5))
+    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
         engine.train_batch(iter(batches))
         with torch.no_grad():
             expected = torch.stack([engine.module.eval()(**batch).loss for batch in batches]).mean()
@@ -180,10 +177,10 @@ def test_recomputed_slices_drop_what_their_forward_pass_dropped(first_in_trainin
     with engine_for(model, summing, config_of(1, harmony=slices(8, 3, pack_layers=1))) as engine:
         model.train(first_in_training)
         engine.train_batch(iter([x]))
-        before = gradients_in(engine.optimizer, dict(model.named_parameters()))["blocks.0.weight"].clone()
+        before = gradients_in(engine.optimizer, model)["blocks.0.weight"].clone()
         model.train()  # from now on random numbers are drawn, which the first measurement may not have seen
         loss = engine.train_batch(iter([x]))
-        gradient = gradients_in(engine.optimizer, dict(model.named_parameters()))["blocks.0.weight"] - before
+        gradient = gradients_in(engine.optimizer, model)["blocks.0.weight"] - before
         assert loss.item() == pytest.approx((gradient * model.blocks[0].weight).sum().item(), rel=1e-5)
         assert not torch.allclose(gradient, x.sum(0))
 
@@ -214,17 +211,16 @@ def test_layers_whose_rows_look_at_each_other_are_not_cut_and_named(caplog: pyte
     model = Net()
     with caplog.at_level(logging.WARNING), engine_for(model, summing, config_of(1, harmony=slices(2, 2))) as engine:
         engine.train_batch(iter([x]))
-        actual = gradients_in(engine.optimizer, dict(model.named_parameters()))
-    assert_close(actual, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, TOLERANCE)
+        actual = gradients_in(engine.optimizer, model)
+    assert_close(actual, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
     assert "layer blocks.0 runs with whole micro-batches: its rows depend on each other" in caplog.text
 
 
 def test_sizes_as_large_as_the_micro_batch_change_nothing() -> None:
-    one = family("llama")
-    groups = [[one.batch(i) for i in range(2)] for _ in range(2)]
+    groups = [[LLAMA.batch(i) for i in range(2)] for _ in range(2)]
     weights = []
     for harmony in ({}, slices(2, 2), slices(9, 4)):
-        model = one.build(0.0)
+        model = LLAMA.build(0.0)
         with engine_for(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config_of(2, harmony=harmony)) as engine:
             train_groups(engine, groups)
         weights.append([p.detach().clone() for p in model.parameters()])
@@ -232,75 +228,60 @@ def test_sizes_as_large_as_the_micro_batch_change_nothing() -> None:
         assert all(map(torch.equal, weights[0], other))
 
 
-# ---- the search chooses
-
-
-def with_memory(nbytes: int) -> dict[str, Any]:
-    return {"device_memory_gib": nbytes / 2**30}
-
-
 def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
-    one = family("llama")
-    groups = [group_of(one, (16, 16))]
-    expected, losses = plain_gradients(one, groups)
+    groups = [group_of(LLAMA, (16, 16))]
+    expected, losses = plain_gradients(LLAMA, groups)
     with engine_for(
-        one.build(0.0), summing, config_of(2, harmony=slices(1, 1, residency="off", pack_layers=1))
+        LLAMA.build(0.0), summing, config_of(2, harmony=slices(1, 1, residency="off", pack_layers=1))
     ) as engine:
         train_groups(engine, groups)
         small = engine.memory_report().planned_peak_bytes
-    budget = with_memory(small + 2000)
-    whole = engine_for(one.build(0.0), summing, config_of(2, harmony=budget))
+    budget = {"device_memory_gib": (small + 2000) / 2**30}
+    whole = engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=budget))
     with whole as engine, pytest.raises(DoesNotFitError):
         train_groups(engine, groups)
-    model = one.build(0.0)
+    model = LLAMA.build(0.0)
     with engine_for(model, summing, config_of(2, harmony={"micro_batch": "auto", **budget})) as engine:
         assert train_groups(engine, groups) == pytest.approx(losses, rel=1e-6)
         assert engine.plan is not None
         assert 0 < engine.plan.policy.backward_rows < 16
         assert engine.memory_report().device_peak_bytes <= small + 2000
-        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+        assert_close(gradients_in(engine.optimizer, model), expected)
 
 
 def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices() -> None:
-    one = family("llama")
-    groups = [group_of(one, (13,))]
-    expected, losses = plain_gradients(one, groups)
-    model = one.build(0.0)
-    config = {
-        "train_batch_size": 13,
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": 0.0,
-        "harmony": {"device": "cpu", "seed": SEED},
-    }
+    groups = [group_of(LLAMA, (13,))]
+    expected, losses = plain_gradients(LLAMA, groups)
+    model = LLAMA.build(0.0)
+    config = config_of(1, train_batch_size=13, train_micro_batch_size_per_gpu="auto")
+    del config["gradient_accumulation_steps"]
     with engine_for(model, summing, config) as engine:
         assert engine.train_micro_batch_size_per_gpu() == 13
         assert engine.gradient_accumulation_steps() == 1
         assert train_groups(engine, groups) == pytest.approx(losses, rel=1e-6)
-        assert_close(gradients_in(engine.optimizer, dict(model.named_parameters())), expected, TOLERANCE)
+        assert_close(gradients_in(engine.optimizer, model), expected)
 
 
 def test_a_saved_plan_says_how_calls_are_cut(tmp_path: Any) -> None:
-    one = family("llama")
-    groups = [group_of(one, (8, 5))]
-    with engine_for(one.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
+    groups = [group_of(LLAMA, (8, 5))]
+    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
         train_groups(engine, groups)
         assert engine.plan is not None
         saved = engine.plan
     path = tmp_path / "plan.json"
     path.write_text(saved.to_json())
-    with engine_for(one.build(0.0), summing, config_of(2, harmony={"plan": str(path)})) as engine:
+    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony={"plan": str(path)})) as engine:
         train_groups(engine, groups)
         assert engine.plan == saved
 
 
 def test_times_of_all_sizes_are_kept_in_the_profile(tmp_path: Any) -> None:
-    one = family("llama")
-    groups = [group_of(one, (8, 8))]
+    groups = [group_of(LLAMA, (8, 8))]
     path = tmp_path / "profile.json"
     plans = []
     for _ in range(2):
         harmony = {"micro_batch": "auto", "profile": str(path)}
-        with engine_for(one.build(0.0), summing, config_of(2, harmony=harmony)) as engine:
+        with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=harmony)) as engine:
             train_groups(engine, groups)
             plans.append(engine.plan)
             text = path.read_text()

@@ -24,6 +24,7 @@ from tests.engine.drive import (
     WHOLE,
     Groups,
     adamw,
+    assert_trains_like_plain,
     config_of,
     engine_for,
     family,
@@ -33,6 +34,7 @@ from tests.engine.drive import (
     means_of,
     plainly,
     seed_of,
+    small_sgd,
     train_groups,
     weights_of,
 )
@@ -140,21 +142,14 @@ def test_losses_that_are_looked_at_early(clip: float) -> None:
 @pytest.mark.parametrize("name", ["T5", "SkipNet", "BatchNormNet", "LayerDropNet", "mixtral"])
 def test_models_with_habits(name: str) -> None:
     one = family(name.lower() if name == "T5" else name)
-    groups = groups_of(one, 2, COUNT)
-    plain, losses = plainly(one, 0.0, groups, lambda p: torch.optim.SGD(p, lr=1e-3), 0.5)
-    model = one.build(0.0)
     config = EVERYTHING.applied(config_of(COUNT, 0.5, {"pack_layers": 1}))
-    with engine_for(model, lambda p: torch.optim.SGD(p, lr=1e-3), config) as engine:
-        actual = train_groups(engine, groups)
-    assert_same(model, plain, one.bitwise)
-    assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6, abs=0.0)
+    assert_trains_like_plain(one, 0.0, groups_of(one, 2, COUNT), config, small_sgd)
 
 
-@pytest.mark.parametrize("off", [{}, EVERYTHING.harmony])
-def test_bf16_sums_are_those_of_plain_mixed_precision(off: dict[str, Any]) -> None:
+def test_bf16_sums_are_those_of_plain_mixed_precision() -> None:
     plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
     run = train_plainly_bf16(plain, GROUPS, adamw, clip=0.5, seed_of=seed_of)
-    config = config_of(COUNT, 0.5, {"pack_layers": 2, **off}, bf16={"enabled": True})
+    config = config_of(COUNT, 0.5, {"pack_layers": 2, **EVERYTHING.harmony}, bf16={"enabled": True})
     with engine_for(model, adamw, config) as engine:
         actual = train_groups(engine, GROUPS)
     assert_same(model, plain, bitwise=True)
