@@ -8,44 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Event, Stream
+from torch import Event, Stream  # noqa: F401 - torch.simdev.Event
 
 _Device = torch.device | str | int | None
-
-__all__ = [
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "empty_cache",
-    "get_amp_supported_dtype",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-
 
 # Devices: there is one.
 
