@@ -41,25 +41,30 @@ def said(call: Callable[[], Any]) -> tuple[str, str]:
 # ---- an exception in one process
 
 
+def burst(engine: Any, where: str) -> None:
+    """From now on a layer fails in process 1: the first time that it is called, or that it is called again."""
+    calls = 0
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if engine.global_rank == 1 and calls == (1 if where == "forward" else 3):
+            raise RuntimeError("the layer has burst")
+        return torch.tanh(x)
+
+    engine.module.layers[1][2].forward = forward
+
+
 def fails_in_a_layer(clip: float, places: Sequence[str]) -> list[Any]:
     """In each of the places of a step of its own."""
     engine = engine_of(Training(clip=clip))
     engine.train_batch(batches())
-    layer = engine.module.layers[1][2]
     found = []
     for where in places:
-        calls: list[None] = []
-
-        def forward(x: torch.Tensor, where: str = where, calls: list[None] = calls) -> torch.Tensor:
-            calls.append(None)
-            if engine.global_rank == 1 and len(calls) == (1 if where == "forward" else 3):
-                raise RuntimeError("the layer has burst")
-            return torch.tanh(x)
-
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        layer.forward = forward
+        burst(engine, where)
         seen = said(lambda: engine.train_batch(batches()))
-        layer.forward = torch.tanh
+        engine.module.layers[1][2].forward = torch.tanh
         same = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
         dist.barrier()
         found.append((seen, same, said(lambda: engine.train_batch(batches()))))
