@@ -247,29 +247,20 @@ class Positions(nn.Module):
         return self.pos[:rows].expand(2, rows, 4) if self.expanded else self.pos[:rows]
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer keeps its parameters in a list of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.lstm(hidden)[0]
-        return hidden + found
-
-
 class Positioned(nn.Module):
+    """Recurrent layers keep their parameters in a list of their own."""
+
     def __init__(self, recurrent: bool = False, late: bool = False, expanded: bool = False) -> None:
         super().__init__()
         self.positions = Positions(expanded)
-        self.blocks = nn.ModuleList(Recurrent() if recurrent else nn.Linear(4, 4) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.LSTM(4, 4, batch_first=True) if recurrent else nn.Linear(4, 4) for _ in range(3))
         self.late = late
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = inputs if self.late else inputs + self.positions(inputs.shape[1])
         for block in self.blocks:
-            hidden = torch.tanh(block(hidden))
+            out = block(hidden)
+            hidden = torch.tanh(out) if isinstance(out, Tensor) else hidden + out[0]
         return (hidden * self.positions(inputs.shape[1]) if self.late else hidden).square().mean()
 
 

@@ -105,44 +105,23 @@ def test_an_exception_while_the_model_is_measured_reaches_all() -> None:
     assert first[1] == second[1] == ("", "")
 
 
-# ---- a process that is gone
+# ---- a process that is gone, or stopped
 
 
-def is_killed(how: str) -> Any:
-    engine = engine_of(MLP)
-    for _ in range(2):
-        engine.train_batch(batches())
-    if engine.global_rank == 1:
-        if how == "leaves":
-            return "left"
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    seen = said(lambda: [engine.train_batch(batches()) for _ in range(3)])
-    return seen, time.monotonic() - began
-
-
-@pytest.mark.parametrize("how", ["is killed", "leaves"])
-def test_the_others_notice_a_process_that_is_gone(how: str) -> None:
-    ended = run_to_end(3, is_killed, how)
-    assert ended[1].code == (-signal.SIGKILL if how == "is killed" else 0)
-    for rank in (0, 2):
-        seen, seconds = ended[rank].result
-        assert seen[0] == "PeerFailedError" and "rank 1" in seen[1], seen
-        assert seconds < 10
-
-
-# ---- a process that is stopped
-
-
-def is_stopped(where: str) -> Any:
+def waits_for_the_other(how: str) -> Any:
+    """What those who train on are told of process 1, to which something happens, and after how many seconds."""
     heart.SILENCE_S = 3.0
     engine = engine_of(replace(MLP, harmony={"reduce": "device"}))
     for _ in range(2):
         engine.train_batch(batches())
     if engine.global_rank == 1:
         pid = os.getpid()
+        if how == "leaves":
+            return "left"
+        if how == "is killed":
+            os.kill(pid, signal.SIGKILL)
         subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {pid}"])  # so that the test ends
-        if where == "before a step":
+        if how == "stops before a step":
             os.kill(pid, signal.SIGSTOP)
         else:
             exchange = dist.all_to_all_single
@@ -157,19 +136,25 @@ def is_stopped(where: str) -> Any:
     return seen, time.monotonic() - began
 
 
-def test_a_stopped_process_is_named_by_those_who_wait_for_it() -> None:
-    ended = run_to_end(3, is_stopped, "before a step")
+@pytest.mark.parametrize(
+    ("how", "code", "more", "most_s"),
+    [("is killed", -signal.SIGKILL, "", 10), ("leaves", 0, "", 10), ("stops before a step", 0, "no sign of life", 9)],
+)
+def test_the_others_notice_a_process_that_is_gone_or_stopped(how: str, code: int, more: str, most_s: float) -> None:
+    ended = run_to_end(3, waits_for_the_other, how)
+    assert ended[1].code == code
     for rank in (0, 2):
         seen, seconds = ended[rank].result
-        assert seen[0] == "PeerFailedError" and "rank 1" in seen[1] and "no sign of life" in seen[1], seen
-        assert seconds < 9
-    # It finds what they have told, or that they have ended, and not that they were silent while it was stopped itself.
-    kind, text = ended[1].result[0]
-    assert kind == "PeerFailedError" and ("rank 1" in text or "ended" in text), (kind, text)
+        assert seen[0] == "PeerFailedError" and "rank 1" in seen[1] and more in seen[1], seen
+        assert seconds < most_s
+    if how == "stops before a step":
+        # It finds what they have told, or that they have ended, and not that they were silent while it was stopped itself.
+        kind, text = ended[1].result[0]
+        assert kind == "PeerFailedError" and ("rank 1" in text or "ended" in text), (kind, text)
 
 
 def test_who_is_left_in_an_exchange_by_a_stopped_process_ends() -> None:
-    ended = run_to_end(2, is_stopped, "in an exchange")
+    ended = run_to_end(2, waits_for_the_other, "stops in an exchange")
     assert ended[0].code == heart.STOPPED
     assert ended[0].seconds < LIMIT_S
 

@@ -116,24 +116,6 @@ def test_resizing_a_storage_to_nothing_frees_its_bytes_and_using_it_raises() -> 
     assert torch.equal(x.cpu(), torch.arange(1000.0))
 
 
-def test_nothing_is_lost_in_training_steps() -> None:
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(5, 8).to(DEVICE)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    step()
-    held = Held()
-    for _ in range(3):
-        step()
-    gc.collect()
-    assert held.bytes == 0
-
-
 def test_counts_are_right_under_threads() -> None:
     held = Held()
 
@@ -228,13 +210,10 @@ def test_copies_between_host_and_device_are_counted_by_direction() -> None:
     y[:5].copy_(x[:5])
     y[0].item()
     assert held.traffic == (4020, 4044)
-
-
-def test_dtypes_change_on_the_host_going_in_and_after_the_copy_coming_out() -> None:
     held = Held()
-    x = torch.randn(1000).to(DEVICE, torch.bfloat16)
+    y = x.to(DEVICE, torch.bfloat16)  # changed on the host
     assert held.traffic == (2000, 0)
-    torch.empty(1000).copy_(x)
+    torch.empty(1000).copy_(y)  # changed behind the copy
     assert held.traffic == (2000, 2000)
 
 
@@ -328,11 +307,3 @@ def test_a_change_through_a_view_changes_the_base(change: Callable[[Tensor], Any
     change(y)
     assert_same(y, x)
     assert y._version > version
-
-
-def test_attention_keeps_no_matrix_of_scores_where_the_cpu_keeps_none() -> None:
-    q = torch.randn(1, 1, 256, 8).to(DEVICE).requires_grad_()
-    held = Held()
-    out = F.scaled_dot_product_attention(q, q, q)
-    assert held.peak < 256 * 256 * 4
-    del out
