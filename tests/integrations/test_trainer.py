@@ -230,7 +230,7 @@ class Noisy(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        self.told.append(self.accelerator.sync_gradients)
+        self.told = [*self.told, self.accelerator.sync_gradients]
         return loss
 
 

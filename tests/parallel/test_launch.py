@@ -37,22 +37,26 @@ def run_under_torchrun(script: Path, *arguments: str, restarts: int = 0) -> subp
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT, check=False)
 
 
+ENGINE = """
+import os, signal, sys, time, torch, harmony_ds
+from pathlib import Path
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "harmony": {"device": "cpu"}}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
+"""
 HANGS = """
-import os, sys, time, torch, harmony_ds
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-          "harmony": {"device": "cpu"}}
-engine, *_ = harmony_ds.initialize(model=model, config=config)
 os.write(1, f"pid {os.getpid()} {engine.global_rank};\\n".encode())
 end = time.time() + 120
 while time.time() < end:
-    engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+    engine.train_batch([(torch.ones(2, 8),)] * 2, lambda out: out.sum())
 """
 
 
 def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
+    script.write_text(ENGINE + HANGS)
     pipe = subprocess.PIPE
     with subprocess.Popen(torchrun(3, script), stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
@@ -74,14 +78,7 @@ def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> 
 
 
 RESTARTS = """
-import os, signal, sys, torch, harmony_ds
-from pathlib import Path
 folder, killed = Path(sys.argv[1]), sys.argv[2] == "killed"
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "harmony": {"device": "cpu"}}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
 engine.load_checkpoint(folder)
 where = engine.global_steps
 losses = []
@@ -104,7 +101,7 @@ torch.save((where, losses, model.state_dict(), optimizer.state_dict()), folder /
 
 def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
     script = tmp_path / "restarts.py"
-    script.write_text(RESTARTS)
+    script.write_text(ENGINE + RESTARTS)
     ends = {}
     for how in ("killed", "whole"):
         folder = tmp_path / how
@@ -129,15 +126,13 @@ def threads_of_gloo():
 
 # The first one registered is the last one run.
 atexit.register(lambda: print(f"{threads_of_gloo()} left;", flush=True))
-import torch, harmony_ds
+import harmony_ds, torch
 from torch import distributed
 harmony_ds.init_distributed()
 distributed.all_gather([torch.zeros(4) for _ in range(2)], torch.ones(4))
 of_program = threads_of_gloo()
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
-engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+ENGINE
+engine.train_batch([(torch.ones(2, 8),)] * 2, lambda out: out.sum())
 assert threads_of_gloo() > of_program
 if sys.argv[1] == "destroys":
     engine.destroy()
@@ -152,7 +147,7 @@ if sys.argv[1] == "fails":
 def test_no_thread_of_a_process_group_outlives_the_program(tmp_path: Path, how: str) -> None:
     """One that let go of a tensor then would abort the process (pytorch/pytorch#179291)."""
     script = tmp_path / "ends.py"
-    script.write_text(ENDS)
+    script.write_text(ENDS.replace("ENGINE", ENGINE))
     ended = run_under_torchrun(script, how)
     assert (ended.returncode == 0) == (how != "fails"), ended.stderr[-3000:]
     assert re.findall(r"\d+ left;", ended.stdout) == ["0 left;"] * 2, ended.stdout + ended.stderr[-3000:]
