@@ -136,12 +136,7 @@ def main() -> None:
     init_distributed()
     torch.set_num_threads(1)
     for job in json.loads(sys.argv[1]):
-        if "universal_of" in job:
-            from deepspeed.checkpoint.ds_to_universal import main as convert
-
-            convert(argparse_of(job["universal_of"], job["into"]))
-        else:
-            print("JOB" + json.dumps(run(job)), flush=True)
+        print("JOB" + json.dumps(run(job)), flush=True)
 
 
 def argparse_of(source: str, target: str) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from harmony_ds import CheckpointError
 from harmony_ds.checkpoint import folders, tensor_files
@@ -21,31 +20,35 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 
-def environment_on(tmp_path: Path) -> dict[str, str]:
-    """For a process that kills others: it need not wait for a disk, since a kill takes no page that was written."""
+def run(script: str, folder: Path, *options: str) -> str:
+    """What a script of `benchmarks` prints. One that kills others need not wait for a disk, since a kill takes no page
+    that was written.
+    """
     memory = Path("/dev/shm")
-    scratch = memory if os.access(memory, os.W_OK) else tmp_path
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+    scratch = memory if os.access(memory, os.W_OK) else folder
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    return ended.stdout
 
 
 def test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/kill/run.py"), "--kills", "6", "--seed", "5"]
-    environment = environment_on(tmp_path)
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.startswith("6 kills, ")
-    assert "0 of them during a save" not in run.stdout
+    said = run("kill/run.py", tmp_path, "--kills", "6", "--seed", "5")
+    assert said.startswith("6 kills, ")
+    assert "0 of them during a save" not in said
 
 
 def test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/kill/sweep.py")]
-    environment = environment_on(tmp_path)
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert run.returncode == 0, run.stderr[-2000:]
-    counts = [int(line.split()[0]) for line in run.stdout.splitlines()]
+    counts = [int(line.split()[0]) for line in run("kill/sweep.py", tmp_path).splitlines()]
     assert len(counts) == 2 and min(counts) > 20
+
+
+def test_saving_takes_less_memory_than_two_layers(tmp_path: Path) -> None:
+    """With two of four layers' state on the device."""
+    options = ["--layers", "4", "--width", "384", "--residency", "2", "--child", str(tmp_path)]
+    said = run("save_peak/run.py", tmp_path, *options)
+    assert len(re.findall(r"host memory grew by [0-9.]+ MiB", said)) == 3
 
 
 @pytest.fixture(params=["a new tag", "the same tag"])
@@ -162,22 +165,3 @@ def test_everything_is_on_disk_before_what_names_it(tmp_path: Path, monkeypatch:
     assert any(name.startswith(".saving-") for name in before)
     assert events[first + 1] == ("fsync", str(tmp_path))
     assert events[-2:] == [("rename", str(tmp_path / "latest")), ("fsync", str(tmp_path))]
-
-
-def test_saving_takes_less_memory_than_two_layers(tmp_path: Path) -> None:
-    """With two of four layers' state on the device."""
-    options = ["--layers", "4", "--width", "384", "--residency", "2", "--child", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "benchmarks/save_peak/run.py"), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert len(re.findall(r"host memory grew by [0-9.]+ MiB", run.stdout)) == 3
-
-
-def test_saving_takes_no_copy_of_the_tensors(tmp_path: Path) -> None:
-    from harmony_ds.checkpoint.snapshot import Source
-
-    tensor = torch.zeros(1000)
-    assert Source.of(tensor).read().data_ptr() == tensor.data_ptr()
-    assert tensor_files._bytes_of(tensor).obj.ctypes.data == tensor.data_ptr()

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
 from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
-from tests.engine.drive import adamw
+from tests.engine.drive import adamw, engine_for
 
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 SETUP = Setup(config={"bf16": {"enabled": True}})
@@ -52,107 +51,94 @@ def refused(engine: HarmonyEngine, folder: Path, **options: Any) -> str:
 # ---- torn, changed, foreign
 
 
-def truncated(folder: Path) -> None:
-    file = data_folder(folder) / "optimizer.safetensors"
-    with file.open("r+b") as handle:
-        handle.truncate(file.stat().st_size - 10)
-
-
-def flipped(folder: Path) -> None:
-    file = data_folder(folder) / "masters.safetensors"
-    with file.open("r+b") as handle:
-        handle.seek(-33, 2)
-        byte = handle.read(1)[0]
-        handle.seek(-33, 2)
-        handle.write(bytes([byte ^ 4]))
-
-
-def two_missing(folder: Path) -> None:
-    (data_folder(folder) / "model.safetensors").unlink()
-    (data_folder(folder) / "state.json").unlink()
-
-
 class Bomb:
     def __reduce__(self) -> Any:
         return (pytest.fail, ("a pickle was executed",))
 
 
-def pickled(folder: Path) -> None:
-    (data_folder(folder) / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+BOMB = pickle.dumps(Bomb())
+Damage = Callable[[Path], object]
 
 
-def torch_saved(folder: Path) -> None:
-    torch.save({"bomb": Bomb()}, data_folder(folder) / "state.safetensors")
+def file_in(folder: Path, name: str) -> Path:
+    return next(folder.rglob(name))
 
 
-def pickled_manifest(folder: Path) -> None:
-    (tag_folder(folder) / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+def with_content(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """Write what `change` makes of the content of a file."""
+    return lambda folder: file_in(folder, name).write_bytes(change(file_in(folder, name).read_bytes()))
 
 
-def pickled_latest(folder: Path) -> None:
-    (folder / "latest").write_bytes(pickle.dumps(Bomb()))
+def manifest(**changes: Any) -> Damage:
+    return with_content("manifest.json", lambda old: json.dumps({**json.loads(old), **changes}).encode())
 
 
-def no_manifest(folder: Path) -> None:
-    (tag_folder(folder) / "manifest.json").unlink()
+def without(*names: str) -> Damage:
+    return lambda folder: [file_in(folder, name).unlink() for name in names]
 
 
-def edited_manifest(folder: Path) -> None:
-    file = tag_folder(folder) / "manifest.json"
-    file.write_text(file.read_text().replace('"crc32": ', '"crc32": 1', 1))
+def foreign(*names: str) -> Damage:
+    """A folder that holds only these files in the place of the checkpoint."""
+
+    def change(folder: Path) -> None:
+        shutil.rmtree(tag_folder(folder))
+        (folder / "global_step2").mkdir()
+        for name in names:
+            (folder / "global_step2" / name).write_bytes(b"numbers")
+
+    return change
 
 
-def later_version(folder: Path) -> None:
-    file = tag_folder(folder) / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 9}))
-
-
-def other_program(folder: Path) -> None:
-    file = tag_folder(folder) / "manifest.json"
-    file.write_text(json.dumps({"format": "other", "version": 1, "crc32": 0}))
-
-
-def emptied(folder: Path) -> None:
-    shutil.rmtree(tag_folder(folder))
-    (folder / "global_step2").mkdir()
-
-
-def foreign(folder: Path) -> None:
-    emptied(folder)
-    (folder / "global_step2" / "weights.npz").write_bytes(b"numbers")
-
-
-def vanished(folder: Path) -> None:
-    shutil.rmtree(tag_folder(folder))
-
-
-DAMAGES = {
-    truncated: r"is torn or was changed: optimizer.safetensors has \d+ bytes, not \d+",
-    flipped: r"is torn or was changed: masters.safetensors has the checksum [0-9a-f]{8}, not [0-9a-f]{8}: bytes were",
-    two_missing: r"model.safetensors is missing; state.json is missing",
-    pickled: r"model.safetensors is a pickle, which is never read here",
-    torch_saved: r"state.safetensors is a pickle, which is never read here",
-    pickled_manifest: r"manifest.json is not the manifest of a checkpoint of harmony_ds",
-    pickled_latest: r"latest names no tag",
-    no_manifest: r"global_step2 has no manifest.json: its save was never finished",
-    edited_manifest: r"manifest.json was changed: its checksum is",
-    later_version: r"manifest.json is of version 9; this harmony_ds reads version 1",
-    other_program: r"manifest.json says 'other', not 'harmony_ds checkpoint'",
-    emptied: r"global_step2 is no checkpoint: it holds nothing",
-    foreign: r"global_step2 is no checkpoint: it holds weights.npz",
-    vanished: r"there is no checkpoint .*global_step2; .* holds no folder at all",
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated": (
+        with_content("optimizer.safetensors", lambda old: old[:-10]),
+        r"is torn or was changed: optimizer.safetensors has \d+ bytes, not \d+",
+    ),
+    "a flipped bit": (
+        with_content("masters.safetensors", lambda old: old[:-33] + bytes([old[-33] ^ 4]) + old[-32:]),
+        r"is torn or was changed: masters.safetensors has the checksum [0-9a-f]{8}, not [0-9a-f]{8}: bytes were",
+    ),
+    "two missing": (without("model.safetensors", "state.json"), r"model.safetensors is missing; state.json is missing"),
+    "a pickle": (
+        with_content("model.safetensors", lambda _: BOMB),
+        r"model.safetensors is a pickle, which is never read here",
+    ),
+    "torch.save": (
+        lambda folder: torch.save({"bomb": Bomb()}, file_in(folder, "state.safetensors")),
+        r"state.safetensors is a pickle, which is never read here",
+    ),
+    "a pickled manifest": (
+        with_content("manifest.json", lambda _: BOMB),
+        r"manifest.json is not the manifest of a checkpoint of harmony_ds",
+    ),
+    "a pickled latest": (with_content("latest", lambda _: BOMB), r"latest names no tag"),
+    "no manifest": (without("manifest.json"), r"global_step2 has no manifest.json: its save was never finished"),
+    "an edited manifest": (
+        with_content("manifest.json", lambda old: old.replace(b'"crc32": ', b'"crc32": 1', 1)),
+        r"manifest.json was changed: its checksum is",
+    ),
+    "a later version": (manifest(version=9), r"manifest.json is of version 9; this harmony_ds reads version 1"),
+    "another program": (manifest(format="other"), r"manifest.json says 'other', not 'harmony_ds checkpoint'"),
+    "nothing": (foreign(), r"global_step2 is no checkpoint: it holds nothing"),
+    "other files": (foreign("weights.npz"), r"global_step2 is no checkpoint: it holds weights.npz"),
+    "no folder": (
+        lambda folder: shutil.rmtree(tag_folder(folder)),
+        r"there is no checkpoint .*global_step2; .* holds no folder at all",
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_name(
-    damage: Callable[[Path], None], good: Path, engine: HarmonyEngine, tmp_path: Path
+    damage: str, good: Path, engine: HarmonyEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(good, folder)
-    damage(folder)
+    change, message = DAMAGES[damage]
+    change(folder)
 
-    assert re.search(DAMAGES[damage], refused(engine, folder)), refused(engine, folder)
+    text = refused(engine, folder)
+    assert re.search(message, text), text
 
 
 def test_every_flipped_byte_of_every_file_is_found(good: Path, tmp_path: Path) -> None:
@@ -226,11 +212,9 @@ def test_other_shapes_are_refused_with_both(good: Path) -> None:
     model = SETUP.one.build(0.0)
     model.model.norm.weight = torch.nn.Parameter(torch.ones(7))
     config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}, **SETUP.config}
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
     message = r"model.norm.weight is \[32\] in the checkpoint and \[7\] in this model"
-    with pytest.raises(CheckpointError, match=message):
+    with engine_for(model, adamw, config) as engine, pytest.raises(CheckpointError, match=message):
         engine.load_checkpoint(good)
-    engine.destroy()
 
 
 def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -318,9 +302,8 @@ def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, tag="t", client_state=given)
         _, found = engine.load_checkpoint(tmp_path)
     assert found is not None
-    tensors, expected = found.pop("tensors"), given.pop("tensors")
+    assert_equal(found.pop("tensors"), given.pop("tensors"))
     assert found == given
-    assert_equal(tensors, expected)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
 
 import harmony_ds
 from tests.checkpoint.runs import Setup, assert_equal, engine_of, masters_of, state_of, train
 from tests.inside import assembly_of
+from tests.oracle import loss_in
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}}
@@ -211,48 +213,33 @@ def test_the_familiar_loop_goes_on_at_its_boundary(tmp_path: Path) -> None:
         assert_equal(state_of(engine), expected)
 
 
-@pytest.mark.parametrize("looked_at", [False, True])
-def test_what_forward_passes_of_the_next_step_leave_in_buffers_is_not_saved(looked_at: bool, tmp_path: Path) -> None:
-    batches = torch.randn(9, 3, 4)
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("way", ["queued", "looked at", "a loss of the program's"])
+def test_what_forward_passes_of_the_next_step_leave_in_buffers_is_not_saved(way: str, tmp_path: Path) -> None:
+    setup = Setup(family="BatchNormNet", accumulation=3)
 
-    def normed() -> tuple[Any, torch.nn.Module]:
-        torch.manual_seed(0)
-        layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
-        model = torch.nn.Sequential(*layers)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "gradient_accumulation_steps": 3,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "harmony": {"device": "cpu", "layers": ["0", "1", "2"]},
-        }
-        return harmony_ds.initialize(model=model, config=config)[0], model
-
-    def loop(engine: Any, rows: torch.Tensor) -> None:
-        for row in rows:
-            loss = engine(row).square().mean()
-            if looked_at:
+    def loop(engine: Any, micro_batches: range) -> None:
+        for index in micro_batches:
+            outputs = engine(**setup.one.batch(index))
+            loss = loss_in(outputs) if way != "a loss of the program's" else outputs.prediction.square().mean()
+            if way == "looked at":
                 assert loss.item() > 0
             engine.backward(loss)
             engine.step()
 
-    def finished(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        engine.destroy()
-        return state
-
-    engine, model = normed()
-    loop(engine, batches)
-    expected = finished(engine, model)
-    engine, model = normed()
-    loop(engine, batches[:5])
-    engine.save_checkpoint(tmp_path)
-    loop(engine, batches[5:])  # saving changes nothing
-    assert_equal(finished(engine, model), expected)
-    engine, model = normed()
-    engine.load_checkpoint(tmp_path)
-    assert engine.micro_steps == 3
-    loop(engine, batches[3:])
-    assert_equal(finished(engine, model), expected)
+    with engine_of(setup) as engine:
+        loop(engine, range(9))
+        expected = state_of(engine)
+    with engine_of(setup) as engine:
+        loop(engine, range(5))
+        engine.save_checkpoint(tmp_path)
+        loop(engine, range(5, 9))  # saving changes nothing
+        assert_equal(state_of(engine), expected)
+    with engine_of(setup, fresh=False) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.micro_steps == 3
+        loop(engine, range(3, 9))
+        assert_equal(state_of(engine), expected)
 
 
 def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_path: Path) -> None:
@@ -270,37 +257,27 @@ def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_pat
     assert resumed == losses
 
 
-class Rows(torch.utils.data.Dataset):
-    """Regression samples that are told apart by their number."""
-
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((2,), float(index))
-
-
 def test_the_engines_own_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     def batches_of(resumed: bool) -> list[list[float]]:
-        torch.manual_seed(3)
+        torch.manual_seed(77 if resumed else 3)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+            "harmony": {"device": "cpu"},
+        }
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
-        engine, _, loader, _ = harmony_ds.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
-            training_data=Rows(),
-            config={**config, "gradient_accumulation_steps": 2},
-        )
+        rows = torch.arange(11.0)[:, None].expand(11, 2)
+        engine, _, loader, _ = harmony_ds.initialize(model=model, training_data=rows, config=config)
         seen: list[list[float]] = []
 
-        def recorded(source: Any) -> Any:
-            for batch in source:
+        def recorded() -> Any:
+            for batch in RepeatingLoader(loader):
                 seen.append(batch[:, 0].tolist())
                 yield (batch,)
 
-        endless = recorded(deepspeed_repeating(loader))
+        endless = recorded()
         if resumed:
-            torch.manual_seed(77)
             engine.load_checkpoint(tmp_path)
         for step in range(2 if resumed else 0, 8):
             engine.train_batch(endless, loss_fn=torch.mean)
@@ -313,9 +290,3 @@ def test_the_engines_own_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     straight_batches = batches_of(resumed=False)
     assert batches_of(resumed=True) == straight_batches[4:]
     assert len({tuple(batch) for batch in straight_batches[:6]}) == 6
-
-
-def deepspeed_repeating(loader: Any) -> Any:
-    from deepspeed.runtime.dataloader import RepeatingLoader
-
-    return RepeatingLoader(loader)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import harmony_ds
 from harmony_ds.config.ablations import ABLATIONS, Ablation
 from harmony_ds.device import CudaDevice, Stream
 from harmony_ds.utils import safe_get_full_fp32_param
+from tests.engine.drive import engine_for, groups_of, sgd, train_groups
+from tests.engine.test_failures import Mishap, Trap, Trapped
 from tests.families import FAMILIES, Family
+from tests.late_device.test_steady import Model
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane
 
@@ -90,26 +93,18 @@ def train_plainly_on_cuda(
     return {name: master.detach() for name, master in masters.items()}
 
 
-def groups_of(family: Family) -> list[list[dict[str, Any]]]:
-    return [[family.batch(s * GROUP + i) for i in range(GROUP)] for s in range(STEPS)]
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("pack_layers", [1, 3])
 def test_weights_are_those_of_plain_accumulation(family: Family, pack_layers: int) -> None:
     model, plain = family.build(0.1).train(), family.build(0.1).train()
     if hasattr(plain, "config") and getattr(plain.config, "use_cache", None):
         plain.config.use_cache = False
-    groups = groups_of(family)
+    groups = groups_of(family, STEPS, GROUP)
     train_plainly_on_cuda(plain, groups)
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=config(pack_layers=pack_layers)
-    )
-    for group in groups:
-        engine.train_batch(iter(group))
-    engine.finish_updates()
-    report = engine.memory_report()
-    engine.destroy()
+    with engine_for(model, sgd, config(pack_layers=pack_layers)) as engine:
+        train_groups(engine, groups)
+        engine.finish_updates()
+        report = engine.memory_report()
     # Kernels with atomic additions (embedding gradients, scatter) round by chance, in plain PyTorch too.
     assert_same(model, plain, False, relative=2e-5)
     assert report.device_peak_bytes <= report.planned_peak_bytes + report.beside_bytes
@@ -127,19 +122,15 @@ def test_updates_in_low_precision_are_those_of_plain_accumulation(family: Family
     scale = 1.0 if precision == "bf16" else 128.0
     before = {name: p.detach().clone() for name, p in family.build(0.1).named_parameters()}
     model, plain = family.build(0.1).train(), family.build(0.1).train()
-    groups = groups_of(family)
+    groups = groups_of(family, STEPS, GROUP)
     masters = train_plainly_on_cuda(plain, groups, dtype, scale)
     settings = config(pack_layers=2) | {precision: {"enabled": True}}
     if precision == "fp16":
         settings[precision]["loss_scale"] = scale
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=settings
-    )
-    for group in groups:
-        engine.train_batch(iter([with_floating_dtype(batch, dtype) for batch in group]))
-    engine.finish_updates()
-    own = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
-    engine.destroy()
+    with engine_for(model, sgd, settings) as engine:
+        train_groups(engine, [[with_floating_dtype(batch, dtype) for batch in group] for group in groups])
+        engine.finish_updates()
+        own = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
     differing = sum(float((own[name] - masters[name]).square().sum()) for name in masters) ** 0.5
     moved = sum(float((masters[name] - before[name]).square().sum()) for name in masters) ** 0.5
     assert moved > 0
@@ -147,23 +138,18 @@ def test_updates_in_low_precision_are_those_of_plain_accumulation(family: Family
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    models = []
-    for stops in (False, True):
-        model, data = llama(), batches()
-        engine, *_ = harmony_ds.initialize(model=model, config=ADAM)
-        for _ in range(2):
-            engine.train_batch(data)
-        if stops:
-            engine.save_checkpoint(str(tmp_path))
-            engine.destroy()
-            model = llama()
-            engine, *_ = harmony_ds.initialize(model=model, config=ADAM)
-            engine.load_checkpoint(str(tmp_path))
-        for _ in range(2):
-            engine.train_batch(data)
-        engine.destroy()
-        models.append(model)
-    assert max(relative for _, relative in largest_difference(models[1], models[0]).values()) <= 1e-5
+    whole, first, resumed = llama(), llama(), llama()
+    data = batches()
+    groups = [[next(data) for _ in range(GROUP)] for _ in range(4)]
+    with engine_for(whole, None, ADAM) as engine:
+        train_groups(engine, groups)
+    with engine_for(first, None, ADAM) as engine:
+        train_groups(engine, groups[:2])
+        engine.save_checkpoint(str(tmp_path))
+    with engine_for(resumed, None, ADAM) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        train_groups(engine, groups[2:])
+    assert_close(resumed, whole)
 
 
 def llama(hidden: int = 256, layers: int = 6) -> nn.Module:
@@ -190,79 +176,50 @@ def batches() -> Iterator[dict[str, Any]]:
         yield {"input_ids": ids, "labels": ids}
 
 
-class Block(nn.Module):
-    """A transformer layer whose code asks nothing of the device: transformers' own masks look at positions there."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden, bias=False) for _ in range(2))
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows, tokens, hidden = inputs.shape
-        parts = self.qkv(self.norms[0](inputs)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        inputs = inputs + self.out(seen.transpose(1, 2).reshape(rows, tokens, hidden))
-        outputs: torch.Tensor = inputs + self.mlp(self.norms[1](inputs))
-        return outputs
-
-
-class Decoder(nn.Module):
-    """A language model of plain torch operations, none of which waits for the device."""
-
-    def __init__(self, hidden: int = 256, layers: int = 6, vocabulary: int = 512) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, 8) for _ in range(layers))
-        self.head = nn.Linear(hidden, vocabulary)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(hidden)[:, :-1]
-        return {"loss": F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))}
-
-
 def decoder() -> nn.Module:
+    """A language model of plain torch operations, none of which waits for the device."""
     torch.manual_seed(0)
-    return Decoder().train()
+    return Model(width=256, layers=6, words=512, dropout=0.0).train()
+
+
+def ids() -> Iterator[dict[str, Any]]:
+    return ({"ids": batch["input_ids"]} for batch in batches())
+
+
+def fast_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def assert_close(model: nn.Module, expected: nn.Module, most: float = 1e-5) -> None:
+    assert max(relative for _, relative in largest_difference(model, expected).values()) <= most
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_no_host_synchronization_in_the_steady_state() -> None:
-    model = decoder()
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config(pack_layers=2, stash="host")
-    )
-    data = batches()
-    for _ in range(2):
-        engine.train_batch(data)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = engine.train_batch(data)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert loss.isfinite()
-    engine.destroy()
+    with engine_for(decoder(), torch.optim.AdamW, config(pack_layers=2, stash="host")) as engine:
+        data = ids()
+        for _ in range(2):
+            engine.train_batch(data)
+        with no_synchronization():
+            loss = engine.train_batch(data)
+        assert loss.isfinite()
 
 
 def test_recording_a_step_synchronizes_nothing_and_sees_every_task() -> None:
-    model = decoder()
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(pack_layers=1, stash="host")
-    )
-    data = batches()
-    for _ in range(2):
-        engine.train_batch(data)
-    with engine.record_steps() as steps:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+    with engine_for(decoder(), fast_sgd, config(pack_layers=1, stash="host")) as engine:
+        data = ids()
+        for _ in range(2):
             engine.train_batch(data)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    engine.destroy()
+        with engine.record_steps() as steps, no_synchronization():
+            engine.train_batch(data)
     step = steps[0]
     assert len([span for span in step.spans if span.stream == "host" and span.tasks]) == len(step.tasks)
     for stream in ("swap_in", "compute", "swap_out", "update"):
@@ -288,24 +245,25 @@ class Delayed(CudaDevice):
         return context
 
 
+def trained(settings: dict[str, Any], seed: int | None = None) -> nn.Module:
+    """A model whose steps do not wait for the device themselves: that would hide most of what may go wrong."""
+    model, data = decoder(), ids()
+    device = {} if seed is None else {"device": Delayed(seed)}
+    with engine_for(model, fast_sgd, settings, **device) as engine:
+        for _ in range(3):
+            engine.train_batch(data)
+        report = engine.memory_report()
+    assert report.device_peak_bytes <= report.planned_peak_bytes + report.beside_bytes
+    return model
+
+
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_results_do_not_change_when_streams_are_delayed(stash: str, clip: float) -> None:
     settings = {**config(pack_layers=1, stash=stash), "gradient_clipping": clip}
-    weights = []
-    for device in (None, Delayed(1), Delayed(2)):
-        model = decoder()  # what waits for the device itself would hide most of what may go wrong
-        engine, *_ = harmony_ds.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings, device=device
-        )
-        data = batches()
-        for _ in range(3):
-            engine.train_batch(data)
-        engine.destroy()
-        weights.append(model)
-    for other in weights[1:]:
-        worst = max(relative for _, relative in largest_difference(other, weights[0]).values())
-        assert worst <= 1e-5
+    expected = trained(settings)
+    for seed in (1, 2):
+        assert_close(trained(settings, seed), expected)
 
 
 SWITCHED = [a for a in ABLATIONS if a.exact_on("cuda") and not a.device]
@@ -315,135 +273,63 @@ SWITCHED = [a for a in ABLATIONS if a.exact_on("cuda") and not a.device]
 @pytest.mark.parametrize("ablation", SWITCHED, ids=lambda ablation: ablation.name)
 def test_switches_change_no_result_under_delayed_streams(ablation: Ablation, clip: float) -> None:
     settings = {**config(pack_layers=2, residency="off"), "gradient_clipping": clip}
-    weights = []
-    for given, device in ((settings, None), (ablation.applied(settings), Delayed(3))):
-        model = decoder()
-        engine, *_ = harmony_ds.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=given, device=device
-        )
-        data = batches()
-        for _ in range(3):
-            engine.train_batch(data)
-        report = engine.memory_report()
-        engine.destroy()
-        assert report.device_peak_bytes <= report.planned_peak_bytes + report.beside_bytes
-        weights.append(model)
-    worst = max(relative for _, relative in largest_difference(weights[1], weights[0]).values())
-    assert worst <= 1e-5
+    assert_close(trained(ablation.applied(settings), 3), trained(settings))
 
 
 def test_a_budget_below_the_weights_is_enough() -> None:
     model = llama(hidden=1024, layers=64)
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    budget = weights // 2
-    engine, *_ = harmony_ds.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config=config(device_memory_gib=budget / 2**30),
-    )
-    data = batches()
-    losses = [engine.train_batch(data).item() for _ in range(2)]
-    report = engine.memory_report()
-    engine.destroy()
+    budget = sum(p.numel() * 4 for p in model.parameters()) // 2
+    with engine_for(model, fast_sgd, config(device_memory_gib=budget / 2**30)) as engine:
+        data = batches()
+        losses = [engine.train_batch(data).item() for _ in range(2)]
+        report = engine.memory_report()
     assert all(loss > 0 for loss in losses)
     assert report.device_peak_bytes <= report.planned_peak_bytes + report.beside_bytes <= budget
     assert torch.cuda.max_memory_reserved() <= budget
 
 
 def test_after_out_of_memory_a_larger_budget_trains_as_if_nothing_had_happened() -> None:
-    expected = llama()
-    engine, *_ = harmony_ds.initialize(
-        model=expected, optimizer=torch.optim.SGD(expected.parameters(), lr=0.1), config=config(pack_layers=1)
-    )
-    data = batches()
+    expected, model, data = llama(), llama(), batches()
     group = [next(data) for _ in range(GROUP)]
-    engine.train_batch(iter(group))
-    peak = engine.memory_report().device_peak_bytes
-    engine.destroy()
+    with engine_for(expected, fast_sgd, config(pack_layers=1)) as engine:
+        engine.train_batch(iter(group))
+        peak = engine.memory_report().device_peak_bytes
 
-    model = llama()
     before = torch.cuda.memory_allocated()
     torch.cuda.empty_cache()  # a budget is for what the allocator asks CUDA for: what it keeps, it may use
-    small = config(pack_layers=1, device_memory_gib=peak / 8 / 2**30)
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=small)
-    with pytest.raises(harmony_ds.DoesNotFitError, match=r"the reserve of libraries .*: more than all of it"):
+    with (
+        engine_for(model, fast_sgd, config(pack_layers=1, device_memory_gib=peak / 8 / 2**30)) as engine,
+        pytest.raises(harmony_ds.DoesNotFitError, match=r"the reserve of libraries .*: more than all of it"),
+    ):
         engine.train_batch(iter(group))
-    engine.destroy()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config(pack_layers=1)
-    )
-    engine.train_batch(iter(group))
-    engine.destroy()
-    assert max(relative for _, relative in largest_difference(model, expected).values()) <= 1e-5
-
-
-class Fuse:
-    """Blows once, when it is armed."""
-
-    def __init__(self) -> None:
-        self.armed = False
-
-    def pass_through(self) -> None:
-        if self.armed:
-            self.armed = False
-            raise RuntimeError("once")
-
-
-class Fused(torch.autograd.Function):
-    """The identity; its gradient passes a fuse."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, fuse: Fuse) -> torch.Tensor:
-        ctx.fuse = fuse
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.fuse.pass_through()
-        return gradients[0], None
-
-
-class Failing(nn.Module):
-    """Raises once, in a backward pass; whether it will can be seen in no forward pass."""
-
-    def __init__(self, inner: nn.Module, fuse: Fuse) -> None:
-        super().__init__()
-        self.inner, self.fuse = inner, fuse
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(Fused.apply(hidden, self.fuse), *args, **kwargs)
+    with engine_for(model, fast_sgd, config(pack_layers=1)) as engine:
+        engine.train_batch(iter(group))
+    assert_close(model, expected)
 
 
 def test_after_a_failure_nothing_stays_page_locked_and_no_copy_is_lost() -> None:
     models = []
     for fails in (False, True):
-        model = llama()
+        model, trap = llama(), Trap(0)
         layer = model.model.layers[2]
-        fuse = Fuse()
-        layer.mlp = Failing(layer.mlp, fuse)
+        layer.mlp = Trapped(layer.mlp, trap, "backward")  # whether it will fail can be seen in no forward pass
         device = Delayed(4)
-        engine, *_ = harmony_ds.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            config=config(pack_layers=1, stash="host"),
-            device=device,
-        )
-        data = batches()
-        engine.train_batch(data)
-        group = [next(data) for _ in range(GROUP)]
-        if fails:
-            fuse.armed = True
-            with pytest.raises(RuntimeError, match="once"):
+        with engine_for(model, fast_sgd, config(pack_layers=1, stash="host"), device=device) as engine:
+            data = batches()
+            engine.train_batch(data)
+            group = [next(data) for _ in range(GROUP)]
+            if fails:
+                trap.arm()
+                with pytest.raises(Mishap):
+                    engine.train_batch(iter(group))
+            for _ in range(2):
                 engine.train_batch(iter(group))
-        for _ in range(2):
-            engine.train_batch(iter(group))
-        engine.destroy()
         assert not device._registered
         models.append(model)
-    assert max(relative for _, relative in largest_difference(models[1], models[0]).values()) <= 1e-5
+    assert_close(models[1], models[0])
 
 
 def test_a_failed_registration_does_not_surface_in_the_next_launch() -> None:
@@ -489,20 +375,16 @@ def test_recurrent_layers_train_and_hold_no_evicted_memory(residency: Any) -> No
     groups = [[{"inputs": torch.randn(2, 16, 64, generator=generator)} for _ in range(GROUP)] for _ in range(STEPS)]
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = Recurrent()
+        weights.append(Recurrent())
         settings = config(pack_layers=1, residency=residency)
         settings["harmony"]["device"] = device
-        engine, *_ = harmony_ds.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
-        )
-        for group in groups:
-            engine.train_batch(iter(group))
-        engine.finish_updates()
-        if device == "cuda" and residency == "off":
-            assert torch.cuda.memory_allocated() <= engine.memory_report().beside_bytes
-        engine.destroy()
-        weights.append(model)
-    assert max(relative for _, relative in largest_difference(weights[1], weights[0]).values()) <= 1e-3
+        with engine_for(weights[-1], fast_sgd, settings) as engine:
+            for group in groups:
+                engine.train_batch(iter(group))
+            engine.finish_updates()
+            if device == "cuda" and residency == "off":
+                assert torch.cuda.memory_allocated() <= engine.memory_report().beside_bytes
+    assert_close(weights[1], weights[0], 1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
@@ -513,14 +395,11 @@ def test_the_models_code_sees_the_engines_device_as_the_current_one() -> None:
         module.register_forward_hook(lambda *_: seen.add(torch.cuda.current_device()))
     settings = config(pack_layers=1, stash="host")
     settings["harmony"]["device"] = "cuda:1"
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
-    )
-    data = batches()
-    for _ in range(2):
-        engine.train_batch(data)
-    engine.eval_batch(data)
-    engine.destroy()
+    with engine_for(model, fast_sgd, settings) as engine:
+        data = batches()
+        for _ in range(2):
+            engine.train_batch(data)
+        engine.eval_batch(data)
     assert seen == {1}
     assert torch.cuda.current_device() == 0
     assert torch.cuda.memory_allocated(0) == 0

@@ -17,6 +17,8 @@ from transformers import Trainer
 import harmony_ds
 from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
 from tests.integrations.test_trainer import arguments, assert_same, llama, text
+from tests.oracle import assert_same as assert_same_bits
+from tests.oracle import train_plainly
 
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -39,15 +41,9 @@ def test_an_accelerate_loop(installed: None) -> None:
     data = text(16)
     expected = llama()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
-    losses = []
-    for index, batch in enumerate(DataLoader(data, batch_size=2)):
-        loss = expected(**batch).loss
-        losses.append(loss.detach())
-        (loss / 4).backward()
-        if index % 4 == 3:
-            torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+    batches = [*DataLoader(data, batch_size=2)]
+    groups = [batches[:4], batches[4:]]
+    losses = train_plainly(expected, groups, optimizer, clip=0.5, seed_of=lambda *_: 0)
 
     model = llama()
     accelerator = Accelerator(
@@ -70,9 +66,8 @@ def test_an_accelerate_loop(installed: None) -> None:
                     accelerator.clip_grad_norm_(engine.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-    assert [float(loss) for loss in seen] == [float(loss) for loss in losses]
-    for (name, weight), (_, other) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert [float(loss) for loss in seen] == [loss for group in losses for loss in group]
+    assert_same_bits(model, expected, bitwise=True)
     accelerator.free_memory()
 
 
@@ -152,8 +147,7 @@ def test_lightnings_calls(installed: None) -> None:
         engine.backward(engine(batch, index)["loss"])
         engine.step()
     assert set(model.steps) == {0, 1, 2, 3}
-    for (name, weight), (_, other) in zip(expected.named_parameters(), model.model.named_parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same_bits(model.model, expected, bitwise=True)
     assert not made.overflow
     engine.destroy()
 

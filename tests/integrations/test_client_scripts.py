@@ -26,7 +26,7 @@ from transformers import LlamaForSequenceClassification, get_linear_schedule_wit
 import harmony_ds
 from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
 from tests.integrations.test_trainer import llama
-from tests.oracle import assert_same
+from tests.oracle import assert_same, train_plainly
 
 pytest.importorskip("trl")
 
@@ -192,21 +192,15 @@ def in_fp32(*given: Any, mixed_precision: str = "no", **more: Any) -> Accelerato
     return Accelerator(*given, **more)
 
 
-def trained_plainly(script: Any, model: str, settings: dict[str, Any]) -> list[torch.Tensor]:
+def trained_plainly(script: Any, model: str, settings: dict[str, Any]) -> list[float]:
     """What each of the script's models is trained to: its losses."""
     plain = LlamaForSequenceClassification.from_pretrained(model)
     batches, _ = script.get_dataloaders(types.SimpleNamespace(distributed_type=None), settings["batch_size"], model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=settings["lr"])
     schedule = get_linear_schedule_with_warmup(optimizer, 0, settings["num_epochs"] * len(batches))
-    losses = []
-    for _ in range(settings["num_epochs"]):
-        for batch in batches:
-            losses.append(plain(**batch).loss)
-            losses[-1].backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    return [loss.detach() for loss in losses]
+    groups = [[batch] for _ in range(settings["num_epochs"]) for batch in batches]
+    losses = train_plainly(plain, groups, optimizer, clip=None, scheduler=schedule, seed_of=lambda *_: 0)
+    return [loss for (loss,) in losses]
 
 
 def test_a_script_of_accelerate_with_two_models_and_two_ds_configs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +220,7 @@ def test_a_script_of_accelerate_with_two_models_and_two_ds_configs(here: Path, m
             config |= {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": settings["batch_size"]}
             (here / f"zero{stage}.json").write_text(json.dumps(config))
             script.ds_config_file[f"zero{stage}"] = str(here / f"zero{stage}.json")
-        expected = torch.stack(trained_plainly(script, str(here / "model"), settings))
+        expected = torch.tensor(trained_plainly(script, str(here / "model"), settings))
 
         script.single_model_training(settings, arguments)
         single = torch.stack(seen.losses).detach()

@@ -97,9 +97,9 @@ def assert_same(stock: Any, ours: Any) -> None:
         assert torch.equal(expected, actual), name
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
-def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, max_grad_norm: float) -> None:
-    stock, ours = both(tmp_path, llama(), text(), args={"max_grad_norm": max_grad_norm})
+@pytest.mark.parametrize("args", [{}, {"max_grad_norm": 0.0}, {"label_smoothing_factor": 0.1}])
+def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, args: dict[str, float]) -> None:
+    stock, ours = both(tmp_path, llama(), text(), args=args)
     assert_same(stock, ours)
     assert len(logged(ours)) == 6  # 11 micro-batches: groups of 4, 4 and 3, twice
     assert ours._engine.swap_report().micro_batches == 3
@@ -140,10 +140,6 @@ def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
     assert (stock.predict(data[:5]).predictions == ours.predict(data[:5]).predictions).all()
 
 
-def test_label_smoothing(tmp_path: Path) -> None:
-    assert_same(*both(tmp_path, llama(), text(), args={"label_smoothing_factor": 0.1}))
-
-
 def test_a_compute_loss_of_the_users_own(tmp_path: Path) -> None:
     class Focused(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -178,29 +174,19 @@ def test_lora(tmp_path: Path) -> None:
     assert_same(*both(tmp_path, model, text()))
 
 
-def test_training_arguments_may_carry_the_ds_config(tmp_path: Path) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 2},
-        **CONFIG,
-    }
+def test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock(tmp_path: Path) -> None:
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {**dict.fromkeys(keys, "auto"), "zero_optimization": {"stage": 2}, **CONFIG}
     stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text())
     stock.train()
     harmony_ds.init_distributed()
     ours = HarmonyTrainer(model=llama(), args=arguments(tmp_path, deepspeed=config), train_dataset=text())
     ours.train()
     assert_same(stock, ours)
-
-
-def test_the_saved_model_is_loaded_by_stock_from_pretrained(tmp_path: Path) -> None:
-    trainer = HarmonyTrainer(model=llama(), args=arguments(tmp_path), train_dataset=text(8), ds_config=CONFIG)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "model"))
+    ours.save_model(str(tmp_path / "model"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+        assert torch.equal(parameter, ours.model.get_parameter(name)), name
 
 
 def test_a_reference_model_is_put_on_the_device_as_without_the_mixin(
@@ -214,52 +200,47 @@ def test_a_reference_model_is_put_on_the_device_as_without_the_mixin(
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
 
 
-def test_evaluation_before_training(tmp_path: Path) -> None:
-    stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6))
-    ours = HarmonyTrainer(
-        model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6), ds_config=CONFIG
-    )
-    assert stock.evaluate()["eval_loss"] == ours.evaluate()["eval_loss"]
-    stock.train()
-    ours.train()
-    assert_same(stock, ours)
+class Events(TrainerCallback):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.heard.append("begin")
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("substep")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("end")
 
 
-def test_callbacks_come_in_the_trainers_order(tmp_path: Path) -> None:
-    class Listener(TrainerCallback):
-        def __init__(self) -> None:
-            self.events: list[str] = []
+class Noisy(Trainer):
+    """Changes inputs by how many it has prepared, and asks whether a micro-batch is its group's last."""
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.events.append("begin")
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.prepared, self.told, self.events = 0, [], Events()
+        self.add_callback(self.events)
 
-        def on_substep_end(self, *_: Any, **__: Any) -> None:
-            self.events.append("substep")
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        self.prepared += 1
+        changed = torch.randint(0, 61, (1,), generator=torch.Generator().manual_seed(self.prepared))
+        return {**inputs, "input_ids": torch.where(inputs["input_ids"] == 3, changed, inputs["input_ids"])}
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.events.append("end")
-
-    heard = []
-    for kind, extra in ((Trainer, {}), (HarmonyTrainer, {"ds_config": CONFIG})):
-        listener = Listener()
-        kind(model=llama(), args=arguments(tmp_path), train_dataset=text(), callbacks=[listener], **extra).train()
-        heard.append(listener.events)
-    assert heard[0] == heard[1]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.told = [*self.told, self.accelerator.sync_gradients]
+        return loss
 
 
-def test_inputs_are_prepared_in_order_and_once(tmp_path: Path) -> None:
-    class Noisy(Trainer):
-        prepared = 0
-
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            inputs = super()._prepare_inputs(inputs)
-            self.prepared += 1
-            changed = torch.randint(0, 61, (1,), generator=torch.Generator().manual_seed(self.prepared))
-            return {**inputs, "input_ids": torch.where(inputs["input_ids"] == 3, changed, inputs["input_ids"])}
-
+def test_inputs_are_prepared_once_in_order_and_callbacks_and_boundaries_are_the_trainers(tmp_path: Path) -> None:
     stock, ours = both(tmp_path, llama(), text(), Noisy)
     assert_same(stock, ours)
     assert stock.prepared == ours.prepared == 22
+    assert stock.told == ours.told
+    assert stock.told[:5] == [False, False, False, True, False]
+    assert stock.events.heard == ours.events.heard != []
 
 
 def test_a_trainer_that_counts_while_it_prepares_is_refused(tmp_path: Path) -> None:
@@ -288,18 +269,6 @@ def test_a_trainer_that_generates_in_its_training_step_is_refused(tmp_path: Path
     with pytest.raises(UnsupportedError, match=r"Ours generates in its training_step"):
         ours.train()
     ours.model.generate(text(1)[0]["input_ids"][None], max_new_tokens=2)  # the model is as it was
-
-
-def test_each_micro_batch_knows_whether_it_is_its_groups_last(tmp_path: Path) -> None:
-    class Asking(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            self.told = [*getattr(self, "told", []), self.accelerator.sync_gradients]
-            return loss
-
-    stock, ours = both(tmp_path, llama(), text(), Asking)
-    assert stock.told == ours.told
-    assert stock.told[:5] == [False, False, False, True, False]
 
 
 def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:

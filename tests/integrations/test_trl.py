@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from datasets import Dataset
 
 from harmony_ds.integrations.transformers import HarmonyMixin
 from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama
@@ -16,50 +16,30 @@ from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llam
 trl = pytest.importorskip("trl")
 
 
-def trained(kind: Any, config: Any, folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **more: Any) -> list[Any]:
-    from datasets import Dataset
-
-    trainers = []
-    for cls, extra in ((kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})):
-        args = arguments(folder, config, bf16=False, max_length=16, gradient_checkpointing=False)
-        made = {name: make() for name, make in more.items()}
-        trainer = cls(
-            model=llama(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **made, **extra
-        )
-        trainer.train()
-        trainers.append(trainer)
-    return trainers
+def kinds(kind: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The stock trainer, and ours with its further arguments."""
+    return [(kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})]
 
 
-def metrics(trainer: Any) -> list[dict[str, float]]:
-    timed = ("runtime", "per_second", "flos", "step_time", "loss", "grad_norm")
-    return [
-        {key: value for key, value in entry.items() if not key.endswith(timed)} for entry in trainer.state.log_history
-    ]
+def settings_of(config: Any, folder: Path, **more: Any) -> Any:
+    return arguments(folder, config, **{"bf16": False, "gradient_checkpointing": False, **more})
 
 
-def assert_metrics_agree(stock: Any, ours: Any) -> None:
-    for expected, actual in zip(metrics(stock), metrics(ours), strict=True):
-        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-7)  # means of what is appended in another order
-
-
-def test_sft(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"text": "the cat sat here" if i % 3 else "a dog ran there the dog sat"} for i in range(22)]
-    stock, ours = trained(trl.SFTTrainer, trl.SFTConfig, tmp_path, rows, tokenizer)
+def assert_same_metrics(stock: Any, ours: Any) -> None:
+    """And the same weights."""
     assert_same(stock, ours)
-    assert_metrics_agree(stock, ours)
+    timed = ("runtime", "per_second", "flos", "step_time", "loss", "grad_norm")
+    for expected, actual in zip(stock.state.log_history, ours.state.log_history, strict=True):
+        shown = {key: value for key, value in expected.items() if not key.endswith(timed)}
+        # Means of what is appended in another order.
+        assert {key: actual[key] for key in shown} == pytest.approx(shown, rel=1e-5, abs=1e-7)
 
 
 def test_evaluation_before_the_model_is_measured(tmp_path: Path, tokenizer: Any) -> None:
-    from datasets import Dataset
-
     rows = Dataset.from_list([{"text": "a dog ran there the dog sat"} for _ in range(4)])
     losses = []
-    for kind, extra in (
-        (trl.SFTTrainer, {}),
-        (type("Ours", (HarmonyMixin, trl.SFTTrainer), {}), {"ds_config": CONFIG}),
-    ):
-        args = arguments(tmp_path, trl.SFTConfig, bf16=False, max_length=16, gradient_checkpointing=False)
+    for kind, extra in kinds(trl.SFTTrainer):
+        args = settings_of(trl.SFTConfig, tmp_path, max_length=16)
         trainer = kind(
             model=llama(), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer, **extra
         )
@@ -73,26 +53,37 @@ PAIRS = [
 ]
 
 
-def test_dpo_with_a_reference_model(tmp_path: Path, tokenizer: Any) -> None:
-    def reference() -> nn.Module:
+def test_one_model_is_tuned_and_then_aligned(tmp_path: Path, tokenizer: Any) -> None:
+    """SFT, then DPO of the same model, in one process; the reference is the model as SFT left it."""
+    rows = Dataset.from_list([{"text": "the cat sat here" if i % 3 else "a dog ran there"} for i in range(22)])
+    tuned, aligned = [], []
+    for (sft, extra), (dpo, _) in zip(kinds(trl.SFTTrainer), kinds(trl.DPOTrainer), strict=True):
         model = llama()
-        with torch.no_grad():
-            model.lm_head.weight.mul_(1.5)
-        return model
-
-    stock, ours = trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, tokenizer, ref_model=reference)
-    assert_same(stock, ours)
-    assert_metrics_agree(stock, ours)
+        args = settings_of(trl.SFTConfig, tmp_path, max_length=16)
+        tuned.append(sft(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **extra))
+        tuned[-1].train()
+        args, pairs = settings_of(trl.DPOConfig, tmp_path, max_length=16), Dataset.from_list(PAIRS)
+        frozen = copy.deepcopy(model)
+        aligned.append(
+            dpo(model=model, ref_model=frozen, args=args, train_dataset=pairs, processing_class=tokenizer, **extra)
+        )
+        aligned[-1].train()
+    assert_same_metrics(*tuned)
+    assert_same_metrics(*aligned)
 
 
 def test_dpo_with_lora_whose_reference_is_the_model_without_adapters(tmp_path: Path, tokenizer: Any) -> None:
     peft = pytest.importorskip("peft")
-
-    def lora() -> Any:
+    trainers = []
+    for kind, extra in kinds(trl.DPOTrainer):
         torch.manual_seed(1)
-        return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-
-    assert_same(*trained(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, tokenizer, peft_config=lora))
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        args, pairs = settings_of(trl.DPOConfig, tmp_path, max_length=16), Dataset.from_list(PAIRS)
+        trainers.append(
+            kind(model=llama(), args=args, train_dataset=pairs, processing_class=tokenizer, peft_config=lora, **extra)
+        )
+        trainers[-1].train()
+    assert_same(*trainers)
 
 
 # ---- trainers that generate in _prepare_inputs
@@ -105,66 +96,29 @@ def spread(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len({token % 7 for token in ids}) + sum(ids) / 100 for ids in completion_ids]
 
 
-def grpo(folder: Path, kind: Any, config: Any, tokenizer: Any, **settings: Any) -> list[Any]:
-    from datasets import Dataset
+REUSED = {"steps_per_generation": 4, "num_iterations": 2, "num_generations": 4}
+ENTROPY = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 1.0}
 
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("GRPO", {}), ("GRPO", REUSED), ("GRPO", ENTROPY), ("RLOO", {})],
+    ids=["GRPO", "completions used again", "adaptive entropy", "RLOO"],
+)
+def test_trainers_that_generate(tmp_path: Path, tokenizer: Any, name: str, settings: dict[str, Any]) -> None:
     trainers = []
-    for cls, extra in ((kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})):
-        args = arguments(
-            folder, config,
-            **{
-                "bf16": False, "gradient_checkpointing": False, "num_generations": 2, "max_completion_length": 5,
-                "beta": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4,
-                **settings,
-            },
-        )  # fmt: skip
-        trainer = cls(
+    for kind, extra in kinds(getattr(trl, f"{name}Trainer")):
+        few = {"num_generations": 2, "max_completion_length": 5, "beta": 0.0, "max_steps": 4}
+        few |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+        args = settings_of(getattr(trl, f"{name}Config"), tmp_path, **{**few, **settings})
+        trainer = kind(
             model=llama(), args=args, train_dataset=Dataset.from_list(PROMPTS), reward_funcs=spread,
             processing_class=tokenizer, **extra,
         )  # fmt: skip
         torch.manual_seed(5)  # completions are sampled
         trainer.train()
         trainers.append(trainer)
-    return trainers
-
-
-REUSED = {"steps_per_generation": 4, "num_iterations": 2, "num_generations": 4}
-ENTROPY = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 1.0}
-
-
-@pytest.mark.parametrize("settings", [{}, REUSED, ENTROPY], ids=["", "completions used again", "adaptive entropy"])
-def test_grpo(tmp_path: Path, tokenizer: Any, settings: dict[str, Any]) -> None:
-    stock, ours = grpo(tmp_path, trl.GRPOTrainer, trl.GRPOConfig, tokenizer, **settings)
-    assert_same(stock, ours)
-    assert_metrics_agree(stock, ours)
+    stock, ours = trainers
+    assert_same_metrics(stock, ours)
     assert ours._engine.swap_report().micro_batches == 2
     assert all(entry["reward_std"] > 0 for entry in stock.state.log_history if "reward" in entry)
-
-
-def test_rloo(tmp_path: Path, tokenizer: Any) -> None:
-    stock, ours = grpo(tmp_path, trl.RLOOTrainer, trl.RLOOConfig, tokenizer)
-    assert_same(stock, ours)
-    assert_metrics_agree(stock, ours)
-
-
-def test_one_model_is_tuned_and_then_aligned(tmp_path: Path, tokenizer: Any) -> None:
-    """SFT, then DPO of the same model, in one process; the reference is the model as SFT left it."""
-    from datasets import Dataset
-
-    rows = Dataset.from_list([{"text": "the cat sat here" if i % 3 else "a dog ran there"} for i in range(22)])
-    trainers = []
-    for mixins, extra in (((), {}), ((HarmonyMixin,), {"ds_config": CONFIG})):
-        model = llama()
-        for kind, config, data, reference in (
-            (trl.SFTTrainer, trl.SFTConfig, rows, False),
-            (trl.DPOTrainer, trl.DPOConfig, Dataset.from_list(PAIRS), True),
-        ):
-            args = arguments(tmp_path, config, bf16=False, max_length=16, gradient_checkpointing=False)
-            frozen = {"ref_model": copy.deepcopy(model)} if reference else {}
-            trainer = type("Trained", (*mixins, kind), {})(
-                model=model, args=args, train_dataset=data, processing_class=tokenizer, **frozen, **extra
-            )
-            trainer.train()
-        trainers.append(trainer)
-    assert_same(*trainers)
-    assert_metrics_agree(*trainers)

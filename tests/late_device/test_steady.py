@@ -20,21 +20,24 @@ from tests.late_device.test_engine import late_engine
 class Block(nn.Module):
     """Asks nothing of the device: a look of the model's own would be one more wait."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + F.dropout(self.down(F.gelu(self.up(self.norm(hidden)))), 0.1, self.training)
+        return hidden + F.dropout(self.down(F.gelu(self.up(self.norm(hidden)))), self.dropout, self.training)
 
 
 class Model(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(
+        self, tied: bool = False, width: int = 8, layers: int = 4, words: int = 32, dropout: float = 0.1
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(32, 8)
-        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
-        self.head = nn.Linear(8, 32, bias=False)
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 

@@ -14,6 +14,7 @@ import harmony_ds
 from harmony_ds.errors import UnsupportedError
 from tests.integrations.test_as_deepspeed import DS_CONFIG
 from tests.integrations.test_trainer import llama, text
+from tests.oracle import train_plainly
 from tests.parallel.processes import run
 
 SIZE = 2
@@ -51,15 +52,9 @@ def test_an_accelerate_loop_trains_as_plain_pytorch_with_the_samples_of_all_proc
     expected = llama()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
     batches = [*DataLoader(text(32), batch_size=2)]
-    losses: list[float] = []
-    for step in range(0, len(batches), 4 * SIZE):
-        for batch in batches[step : step + 4 * SIZE]:  # dealt in turn
-            loss = expected(**batch).loss
-            losses.append(loss.item())
-            (loss / (4 * SIZE)).backward()
-        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    groups = [batches[step : step + 4 * SIZE] for step in range(0, len(batches), 4 * SIZE)]  # dealt in turn
+    found = train_plainly(expected, groups, optimizer, clip=0.5, seed_of=lambda *_: 0)
+    losses = [loss for group in found for loss in group]
     dealt = [losses[index : index + SIZE] for index in range(0, len(losses), SIZE)]
 
     for weights, state, means, gathered in run(SIZE, _trained, limit_s=200):

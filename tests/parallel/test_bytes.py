@@ -1,7 +1,7 @@
 """What several processes move, counted in the collectives themselves and on the links, is what the plan says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,26 @@ from tests.parallel.training import Training, data_of, differences, engine_of, n
 _ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02, "reduce": "device"})
 
 
-def _moved(accumulations: tuple[int, ...], clip: float, **settings: Any) -> list[dict[str, Any]]:
-    """In one of several processes: what the second step of a training moves."""
+def _moved(several: Sequence[Training]) -> list[dict[str, Any]]:
+    """In one of several processes: what the second step of each training moves."""
     told = []
-    for accumulation in accumulations:
-        harmony = {**_ONE.harmony, **settings}
-        training = Training(model=_ONE.model, harmony=harmony, accumulation=accumulation, clip=clip)
+    for training in several:
         engine = engine_of(training)
         rank, size = engine.global_rank, engine.world_size
         counted = _count_collectives(rank)
         for step in range(2):
             counted["sent"] = 0
-            numbers = [number_of(training, size, rank, step, i) for i in range(accumulation)]
+            numbers = [number_of(training, size, rank, step, i) for i in range(training.accumulation)]
             engine.train_batch([data_of(training, number) for number in numbers])
         counted["undo"]()
         plan, swaps = engine.plan_report(), engine.swap_report()
+        assert counted["sent"] == plan.sent_bytes == plan.planned.sent
+        assert plan.swapped_bytes == plan.planned.total
+        assert swaps.ratio == 1.0
+        gradients = sum(p.numel() * 4 for p in engine.module.parameters())
+        weights_in = plan.planned.weights_in
         told.append(
-            {
-                "in the collectives": counted["sent"],
-                "planned": plan.planned.sent,
-                "counted": plan.sent_bytes,
-                "planned swaps": plan.planned.total,
-                "counted swaps": plan.swapped_bytes,
-                "ratio": swaps.ratio,
-                "weights in": plan.planned.weights_in,
-                "gradients": sum(p.numel() * 4 for p in engine.module.parameters()),
-            }
+            {"sent": plan.sent_bytes, "out": plan.swapped_bytes - weights_in, "in": weights_in, "gradients": gradients}
         )
         engine.destroy()
     return told
@@ -73,55 +67,30 @@ def _count_collectives(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_cross_once_a_step_whatever_the_accumulation(size: int) -> None:
-    of_ranks = run(size, _moved, (1, 4, 16), 0.0)
-    for told in of_ranks:
-        for one in told:
-            assert one["in the collectives"] == one["counted"] == one["planned"]
-            assert one["counted swaps"] == one["planned swaps"]
-            assert one["ratio"] == 1.0
-        assert len({one["counted"] for one in told}) == 1  # accumulation is no reason to send more
-    for accumulation in range(3):
-        sent = sum(told[accumulation]["counted"] for told in of_ranks)
-        assert sent == (size - 1) * of_ranks[0][0]["gradients"]
+def test_each_way_moves_what_is_planned_and_accumulation_and_clipping_no_more(size: int) -> None:
+    ways = {"device": {"weights": "whole"}, "share": {"weights": "share"}, "host": {"reduce": "host"}}
+    rows = [(way, *more) for way in ways for more in ((1, 0.0), (4, 0.01))]
+    several = [
+        replace(_ONE, harmony={**_ONE.harmony, **ways[way]}, accumulation=accumulation, clip=clip)
+        for way, accumulation, clip in rows
+    ]
+    found = run(size, _moved, several, limit_s=200)
+    for of_rank in found:
+        for few, many in zip(of_rank[::2], of_rank[1::2], strict=True):
+            assert (few["sent"], few["in"]) == (many["sent"], many["in"])
+    of_ways = {way: [of_rank[2 * place] for of_rank in found] for place, way in enumerate(ways)}
 
-
-def test_clipping_sends_no_more() -> None:
-    (clipped,), _ = run(2, _moved, (2,), 0.01)
-    (plain,), _ = run(2, _moved, (2,), 0.0)
-    assert clipped["counted"] == plain["counted"] == clipped["planned"]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_weights_that_are_shared_cross_the_link_once_for_all(size: int) -> None:
-    shared = run(size, partial(_moved, weights="share"), (1, 4), 0.0)
-    whole = run(size, partial(_moved, weights="whole"), (1, 4), 0.0)
-    for rank in range(size):
-        for own, all_of_it in zip(shared[rank], whole[rank], strict=True):
-            assert own["in the collectives"] == own["counted"] == own["planned"]
-            assert own["counted swaps"] == own["planned swaps"]
-            assert own["ratio"] == 1.0
-            gathered = own["counted"] - all_of_it["counted"]
-            assert gathered == all_of_it["weights in"] - own["weights in"]
-            left_over = own["weights in"] - all_of_it["weights in"] / size
-            assert 0 <= left_over < 0.02 * all_of_it["weights in"]
-        assert shared[rank][0]["counted"] == shared[rank][1]["counted"]  # accumulation is no reason to send more
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_are_reduced_on_the_host_leave_whole_and_cross_nothing_else(size: int) -> None:
-    there = run(size, partial(_moved, reduce="host"), (1, 4), 0.01)
-    before = run(size, partial(_moved, reduce="device"), (1, 4), 0.01)
-    for rank in range(size):
-        for own, pieces in zip(there[rank], before[rank], strict=True):
-            assert own["in the collectives"] == own["counted"] == own["planned"] == 0
-            assert own["counted swaps"] == own["planned swaps"]
-            assert own["ratio"] == 1.0
-            assert own["weights in"] == pieces["weights in"]
-    for accumulation in range(2):  # the pieces of all processes are what each swaps out
-        all_pieces = sum(told[accumulation]["counted swaps"] - told[accumulation]["weights in"] for told in before)
-        whole = there[0][accumulation]["counted swaps"] - there[0][accumulation]["weights in"]
-        assert 0 <= all_pieces - whole < 0.01 * whole  # each is aligned
+    assert sum(one["sent"] for one in of_ways["device"]) == (size - 1) * found[0][0]["gradients"]
+    for own, all_of_it in zip(of_ways["share"], of_ways["device"], strict=True):
+        assert own["sent"] - all_of_it["sent"] == all_of_it["in"] - own["in"]
+        left_over = own["in"] - all_of_it["in"] / size
+        assert 0 <= left_over < 0.02 * all_of_it["in"]
+    for own, pieces in zip(of_ways["host"], of_ways["device"], strict=True):
+        assert own["sent"] == 0
+        assert own["in"] == pieces["in"]
+    # The pieces of all processes are what each swaps out where sums are the host's; each piece is aligned.
+    all_pieces, whole = sum(one["out"] for one in of_ways["device"]), of_ways["host"][0]["out"]
+    assert 0 <= all_pieces - whole < 0.01 * whole
 
 
 def _kept(folder: str) -> dict[str, Any]:

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import harmony_ds
-from harmony_ds.checkpoint import Layout, convert, read_any
+from harmony_ds.checkpoint import Layout, convert
 from tests.checkpoint import deepspeed_side as side
 from tests.parallel.processes import run
 
 SIZE = 2
+Stock = tuple[Path, list[list[dict[str, Any]]]]
+"""A folder of checkpoints, and by rank what each job said."""
 RUNS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2, "optimizer": "cpu"},
@@ -49,78 +50,52 @@ def _ours(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _to_universal(source: str, target: str) -> None:
+def _to_universal(folders: list[tuple[str, str]]) -> None:
+    """In one process: DeepSpeed's own converter, from each folder to the other."""
     from deepspeed.checkpoint.ds_to_universal import main
 
-    main(side.argparse_of(source, target))
-
-
-def _weights_of(folders: list[str]) -> list[dict[str, Any]]:
-    """In one process: what DeepSpeed's own script finds in each."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    return [dict(get_fp32_state_dict_from_zero_checkpoint(folder)) for folder in folders]
+    for source, target in folders:
+        main(side.argparse_of(source, target))
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     folder = tmp_path_factory.mktemp("deepspeed")
     jobs = [{**one, "steps": [0, 3], "save": str(folder / name), "then": [3, 6]} for name, one in RUNS.items()]
     return folder, run(SIZE, _stock, jobs, limit_s=200)
 
 
-def _same(found: list[list[dict[str, Any]]], key: str, stock: list[list[dict[str, Any]]], theirs: str) -> None:
+@pytest.fixture(scope="module")
+def ours(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """In turn: trainings from the start, from what DeepSpeed saved, and from what it made universal of that."""
+    folder, (saved, _) = tmp_path_factory.mktemp("ours"), stock
+    tag = "global_step3"
+    universal = [(str(saved / name / tag), str(folder / "universal" / name / tag)) for name in RUNS]
+    run(1, _to_universal, universal, limit_s=200)
+    jobs = [{**one, "steps": [0, 3], "save": str(folder / name), "then": [3, 6]} for name, one in RUNS.items()]
+    for source in (saved, folder / "universal"):
+        jobs += [{**one, "steps": [3, 6], "load": str(source / name)} for name, one in RUNS.items()]
+    return folder, run(SIZE, _ours, jobs, limit_s=300)
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "theirs"),
+    [(0, "losses", "losses"), (0, "then", "then"), (1, "losses", "then"), (2, "losses", "then")],
+    ids=["the first steps", "the next", "from DeepSpeed's checkpoint", "from a universal one"],
+)
+def test_losses_are_those_of_deepspeed(ours: Stock, stock: Stock, what: int, key: str, theirs: str) -> None:
     for rank in range(SIZE):
         for place, name in enumerate(RUNS):
-            assert found[rank][place][key] == pytest.approx(stock[rank][place][theirs], rel=1e-6), (name, rank)
+            found = ours[1][rank][what * len(RUNS) + place][key]
+            assert found == pytest.approx(stock[1][rank][place][theirs], rel=1e-6), (name, rank)
+    assert ours[1][0][0]["losses"] != ours[1][1][0]["losses"]  # each rank has data of its own
 
 
-def test_losses_are_those_of_deepspeed(stock: tuple[Path, list[list[dict[str, Any]]]]) -> None:
-    found = run(SIZE, _ours, [{**one, "steps": [0, 3], "then": [3, 6]} for one in RUNS.values()], limit_s=200)
-    _same(found, "losses", stock[1], "losses")
-    _same(found, "then", stock[1], "then")
-    assert found[0][0]["losses"] != found[1][0]["losses"]  # each rank has data of its own
-
-
-def test_harmony_goes_on_from_what_two_processes_of_deepspeed_saved(
-    stock: tuple[Path, list[list[dict[str, Any]]]],
-) -> None:
-    folder, expected = stock
-    jobs = [{**one, "steps": [3, 6], "load": str(folder / name)} for name, one in RUNS.items()]
-    _same(run(SIZE, _ours, jobs, limit_s=200), "losses", expected, "then")
-
-
-def test_harmony_goes_on_from_what_was_made_universal(
-    stock: tuple[Path, list[list[dict[str, Any]]]], tmp_path: Path
-) -> None:
-    folder, expected = stock
-    for name in RUNS:
-        run(1, _to_universal, str(folder / name / "global_step3"), str(tmp_path / name / "global_step3"))
-    jobs = [{**one, "steps": [3, 6], "load": str(tmp_path / name)} for name, one in RUNS.items()]
-    _same(run(SIZE, _ours, jobs, limit_s=200), "losses", expected, "then")
-
-
-def test_what_three_processes_of_deepspeed_saved_is_read(tmp_path: Path) -> None:
-    chosen = {name: RUNS[name] for name in ("zero2", "zero3")}
-    jobs = [{**one, "steps": [0, 2], "save": str(tmp_path / name)} for name, one in chosen.items()]
-    run(3, _stock, jobs, limit_s=200)
-    ((found),) = run(1, _weights_of, [str(tmp_path / name) for name in chosen])
-    for name, right in zip(chosen, found, strict=True):
-        snapshot = read_any(tmp_path / name / "global_step2")
-        mine = {**snapshot.parameters, **snapshot.masters}
-        assert mine.keys() | snapshot.tied.keys() >= {key for key in right if key != "scale"}
-        for key, value in right.items():
-            if key in mine:
-                assert torch.equal(mine[key].read(), value), (name, key)
-
-
-def test_two_processes_of_deepspeed_go_on_from_what_harmony_saved(
-    stock: tuple[Path, list[list[dict[str, Any]]]], tmp_path: Path
-) -> None:
-    jobs = [{**one, "steps": [0, 3], "save": str(tmp_path / name)} for name, one in RUNS.items()]
-    run(SIZE, _ours, jobs, limit_s=200)
+def test_two_processes_of_deepspeed_go_on_from_what_harmony_saved(ours: Stock, stock: Stock, tmp_path: Path) -> None:
     for name, one in RUNS.items():
         layout = Layout.ZERO3 if one["stage"] == 3 else Layout.ZERO2
-        convert(tmp_path / name, tmp_path / f"{name} converted", layout, processes=SIZE)
-    jobs = [{**one, "steps": [3, 6], "load": str(tmp_path / f"{name} converted")} for name, one in RUNS.items()]
-    _same(run(SIZE, _stock, jobs, limit_s=200), "losses", stock[1], "then")
+        convert(ours[0] / name, tmp_path / name, layout, processes=SIZE)
+    jobs = [{**one, "steps": [3, 6], "load": str(tmp_path / name)} for name, one in RUNS.items()]
+    for rank, found in enumerate(run(SIZE, _stock, jobs, limit_s=200)):
+        for place, name in enumerate(RUNS):
+            assert found[place]["losses"] == pytest.approx(stock[1][rank][place]["then"], rel=1e-6), (name, rank)

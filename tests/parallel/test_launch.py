@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,51 +21,44 @@ import harmony_ds
 from tests.parallel.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "pretrain_gpt2" / "train.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(size: int, script: Path, *arguments: str) -> list[str]:
+def torchrun(size: int, script: Path, *arguments: str, restarts: int = 0) -> list[str]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size)]
-    return [*launcher, "--master_port", str(port), str(script), *arguments]
+    return [*launcher, "--max-restarts", str(restarts), "--master_port", str(port), str(script), *arguments]
 
 
-def test_an_example_for_one_device_runs_on_two(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"The {i} of {i * i} is {i**3}, and so on to the end of line {i}." for i in range(900)))
-    small = ["--layers", "2", "--hidden", "64", "--steps", "2", "--budget-gib", "0.03", "--text", str(text)]
-    command = torchrun(2, SCRIPT, *small, "--out", str(tmp_path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    said = json.loads((tmp_path / "losses.json").read_text())
-    assert len(said["losses"]) == 2 and said["held_out_loss"]["after"] < said["held_out_loss"]["before"]
-    # Both processes train one model: what they print of it is the same.
-    printed = re.findall(r"held-out loss .*", ended.stdout)
-    assert len(printed) == 2 and len(set(printed)) == 1
+def run_under_torchrun(script: Path, *arguments: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    command = torchrun(2, script, *arguments, restarts=restarts)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT, check=False)
 
 
+ENGINE = """
+import os, signal, sys, time, torch, harmony_ds
+from pathlib import Path
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "harmony": {"device": "cpu"}}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
+"""
 HANGS = """
-import os, sys, time, torch, harmony_ds
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-          "harmony": {"device": "cpu"}}
-engine, *_ = harmony_ds.initialize(model=model, config=config)
 os.write(1, f"pid {os.getpid()} {engine.global_rank};\\n".encode())
 end = time.time() + 120
 while time.time() < end:
-    engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+    engine.train_batch([(torch.ones(2, 8),)] * 2, lambda out: out.sum())
 """
 
 
 def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script.write_text(ENGINE + HANGS)
     pipe = subprocess.PIPE
-    with subprocess.Popen(torchrun(3, script), stdout=pipe, stderr=pipe, text=True, env=environment) as launcher:
+    with subprocess.Popen(torchrun(3, script), stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         pids: dict[int, int] = {}
         while len(pids) < 3:
@@ -86,14 +78,7 @@ def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> 
 
 
 RESTARTS = """
-import os, signal, sys, torch, harmony_ds
-from pathlib import Path
 folder, killed = Path(sys.argv[1]), sys.argv[2] == "killed"
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "harmony": {"device": "cpu"}}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
 engine.load_checkpoint(folder)
 where = engine.global_steps
 losses = []
@@ -116,15 +101,12 @@ torch.save((where, losses, model.state_dict(), optimizer.state_dict()), folder /
 
 def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
     script = tmp_path / "restarts.py"
-    script.write_text(RESTARTS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script.write_text(ENGINE + RESTARTS)
     ends = {}
     for how in ("killed", "whole"):
         folder = tmp_path / how
         folder.mkdir()
-        command = torchrun(2, script, str(folder), how)
-        command[3:3] = ["--max-restarts", "1"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+        ended = run_under_torchrun(script, str(folder), how, restarts=1)
         assert ended.returncode == 0, ended.stderr[-3000:]
         ends[how] = [torch.load(folder / f"end{rank}.pt", weights_only=False) for rank in range(2)]
     for killed, whole in zip(ends["killed"], ends["whole"], strict=True):
@@ -144,15 +126,13 @@ def threads_of_gloo():
 
 # The first one registered is the last one run.
 atexit.register(lambda: print(f"{threads_of_gloo()} left;", flush=True))
-import torch, harmony_ds
+import harmony_ds, torch
 from torch import distributed
 harmony_ds.init_distributed()
 distributed.all_gather([torch.zeros(4) for _ in range(2)], torch.ones(4))
 of_program = threads_of_gloo()
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
-engine, *_ = harmony_ds.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-engine.train_batch([(torch.ones(2, 8),)], lambda out: out.sum())
+ENGINE
+engine.train_batch([(torch.ones(2, 8),)] * 2, lambda out: out.sum())
 assert threads_of_gloo() > of_program
 if sys.argv[1] == "destroys":
     engine.destroy()
@@ -167,10 +147,8 @@ if sys.argv[1] == "fails":
 def test_no_thread_of_a_process_group_outlives_the_program(tmp_path: Path, how: str) -> None:
     """One that let go of a tensor then would abort the process (pytorch/pytorch#179291)."""
     script = tmp_path / "ends.py"
-    script.write_text(ENDS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = torchrun(2, script, how)
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    script.write_text(ENDS.replace("ENGINE", ENGINE))
+    ended = run_under_torchrun(script, how)
     assert (ended.returncode == 0) == (how != "fails"), ended.stderr[-3000:]
     assert re.findall(r"\d+ left;", ended.stdout) == ["0 left;"] * 2, ended.stdout + ended.stderr[-3000:]
 

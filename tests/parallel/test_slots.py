@@ -13,7 +13,7 @@ from harmony_ds.device import CpuDevice
 from harmony_ds.errors import PeerFailedError
 from harmony_ds.parallel.board import Board, board_bytes
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file
-from harmony_ds.parallel.slots import HostSum, Slots
+from harmony_ds.parallel.slots import Slots
 
 SIZE = 3
 LENGTH = 8
@@ -48,23 +48,6 @@ def _together(*calls: object) -> list[threading.Thread]:
     for thread in threads:
         thread.start()
     return threads
-
-
-def test_pieces_are_added_up_in_the_order_of_the_ranks_over_those_that_have_any(views: list[Slots]) -> None:
-    large = 2.0**24  # to which 1 is nothing, and 2 is something
-    numbers = [_leave(slots, *values) for slots, values in zip(views, [(1, 3), (1, 5), (large, 7)], strict=True)]
-    assert numbers == [1, 1, 1]
-    ranks, elements = {"a": [0, 1, 2], "b": [0, 2]}, {"a": slice(1, 3), "b": slice(4, 8)}
-    means = [{"a": torch.empty(2), "b": torch.empty(4)} for _ in views]
-
-    def write(rank: int) -> None:
-        HostSum({"a": 2, "b": 4}, views[rank], 1, ranks, elements).write(means[rank])
-
-    for thread in _together(*(lambda rank=rank: write(rank) for rank in range(SIZE))):
-        thread.join(20)
-    for mean in means:
-        assert torch.equal(mean["a"], torch.full((2,), (large + 2) / 3))
-        assert torch.equal(mean["b"], torch.full((4,), 10.0).div_(3))
 
 
 def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[Slots]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import Trainer
 
@@ -19,6 +20,7 @@ from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, te
 from tests.parallel.processes import run
 
 SAVED = {"save_strategy": "steps", "save_steps": 1}
+BEST = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, **SAVED}
 
 
 def _trained(ours: bool, folder: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def _distance(mine: Tensor, theirs: Tensor) -> float:
     [
         (2, {}),  # 11 micro-batches: the last group of an epoch is smaller, and one of its micro-batches is dealt twice
         (3, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "rows": 14}),
-        (2, {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, **SAVED}),
+        (2, BEST),
     ],
 )
 def test_several_processes_train_as_the_stock_trainer_does(size: int, more: dict[str, Any], tmp_path: Path) -> None:
@@ -74,24 +76,27 @@ def test_several_processes_train_as_the_stock_trainer_does(size: int, more: dict
             assert torch.equal(ours["weights"][name], value)
 
 
+def _resumed(folder: str) -> list[dict[str, Any]]:
+    """A training as a whole, and one that goes on from a checkpoint."""
+    constant = {"lr_scheduler_type": "constant"}
+    _trained(True, folder, {**SAVED, **constant, "max_steps": 4})
+    dist.barrier()
+    resume = str(Path(folder) / "ours" / "checkpoint-3")
+    return [_trained(True, f"{folder}/whole", constant), _trained(True, folder, {**constant, "resume": resume})]
+
+
 def test_a_training_goes_on_from_its_checkpoint_to_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    run(2, _trained, True, str(tmp_path), {**SAVED, "max_steps": 4, "lr_scheduler_type": "constant"}, limit_s=100)
-    whole = run(2, _trained, True, str(tmp_path / "whole"), {"lr_scheduler_type": "constant"}, limit_s=100)
-    resume = str(tmp_path / "ours" / "checkpoint-3")
-    again = run(2, _trained, True, str(tmp_path), {"resume": resume, "lr_scheduler_type": "constant"}, limit_s=100)
-    for one, other in zip(whole, again, strict=True):
-        assert torch.equal(one["log"], other["log"])
-        for name, value in one["weights"].items():
-            assert torch.equal(other["weights"][name], value)
+    for whole, again in run(2, _resumed, str(tmp_path), limit_s=200):
+        assert torch.equal(whole["log"], again["log"])
+        for name, value in whole["weights"].items():
+            assert torch.equal(again["weights"][name], value)
 
 
 def _weights_alone(folder: str) -> str:
-    best = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, **SAVED}
     with pytest.raises(UsageError) as error:
-        _trained(True, folder, {**best, "save_only_model": True, "max_steps": 1})
+        _trained(True, folder, {**BEST, "save_only_model": True, "max_steps": 1})
     return str(error.value)
 
 
 def test_the_best_model_needs_a_whole_checkpoint(tmp_path: Path) -> None:
-    told = run(2, _weights_alone, str(tmp_path), limit_s=100)
-    assert all("save_only_model" in one for one in told)
+    assert all("save_only_model" in told for told in run(2, _weights_alone, str(tmp_path), limit_s=100))

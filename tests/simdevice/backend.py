@@ -4,48 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import Event, Stream
 
 _Device = torch.device | str | int | None
-
-__all__ = [
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "empty_cache",
-    "get_amp_supported_dtype",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-
 
 # Devices: there is one.
 
@@ -85,75 +47,6 @@ def device(device: _Device) -> Iterator[None]:
     yield
 
 
-def get_device_name(device: _Device = None) -> str:
-    return "simdev"
-
-
-def get_device_properties(device: _Device = None) -> SimpleNamespace:
-    return SimpleNamespace(name="simdev", total_memory=mem_get_info()[1])
-
-
-def synchronize(device: _Device = None) -> None:
-    torch.accelerator.synchronize(_index(device))
-
-
-# Streams: names only, everything is done when the call that asks for it returns.
-
-
-def current_stream(device: _Device = None) -> Stream:
-    return torch.accelerator.current_stream(_index(device))
-
-
-def default_stream(device: _Device = None) -> Stream:
-    return Stream(
-        stream_id=0,
-        device_index=0,
-        device_type=torch._C._autograd.DeviceType.PrivateUse1.value,
-    )
-
-
-def set_stream(stream: Stream | None) -> None:
-    if stream is not None:
-        torch.accelerator.set_stream(stream)
-
-
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """As torch.cuda.stream: None changes nothing."""
-    if stream is None:
-        yield
-        return
-    with stream:
-        yield
-
-
-# Memory.
-
-
-def memory_allocated(device: _Device = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: _Device = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-memory_reserved = memory_allocated
-max_memory_reserved = max_memory_allocated
-
-
-def reset_peak_memory_stats(device: _Device = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def mem_get_info(device: _Device = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(_index(device))
-
-
-def empty_cache() -> None:
-    pass
-
-
 # Random numbers: the device draws from the CPU's generator, so seeding the CPU has seeded it.
 
 
@@ -163,10 +56,6 @@ def manual_seed(seed: int) -> None:
 
 def manual_seed_all(seed: int) -> None:
     """Called by torch.manual_seed, which seeds the shared generator itself."""
-
-
-def initial_seed() -> int:
-    return int(torch.default_generator.initial_seed())
 
 
 def get_rng_state(device: _Device = None) -> torch.Tensor:
@@ -191,10 +80,6 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16, torch.float32]
-
-
-def is_bf16_supported(*args: Any, **kwargs: Any) -> bool:
-    return True
 
 
 def _index(device: _Device) -> int:

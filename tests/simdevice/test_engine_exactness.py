@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import harmony_ds
+from harmony_ds.config.ablations import ABLATIONS
 from harmony_ds.scheduler.plan import Plan
 from tests.cover import spread
 from tests.families import FAMILIES, MODULES, Family
+from tests.graphs import graphs_in, keep_graphs
 from tests.oracle import assert_same, train_plainly
 from tests.simdevice.device import SimDevice
 
@@ -30,9 +33,11 @@ class Way:
     pack_layers: int
     stash: str
     residency: int | str = "off"
+    graphs: tuple[int, ...] = ()  # of how many micro-batches they are kept: of pack 0, 1, ..., and again from the front
 
     def __str__(self) -> str:
-        return f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}-resident-{self.residency}"
+        kept = "".join(map(str, self.graphs))
+        return f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}-resident-{self.residency}-graphs{kept}"
 
 
 EVERY = 100
@@ -43,6 +48,25 @@ WAYS = (
     Way(0.0, 0.0, 1, "host", 2),
     Way(0.0, 0.5, EVERY, "auto"),
 )
+WAYS_WITH_GRAPHS = (
+    Way(0.1, 0.5, 1, "device", graphs=(GROUP,)),
+    Way(0.1, 0.0, 1, "host", graphs=(GROUP, 0, 2)),
+    Way(0.1, 0.5, 2, "host", graphs=(1, 3)),
+    Way(0.1, 0.0, 2, "device", graphs=(0, 2, GROUP)),
+)
+MOST_OFF = 1.25
+"""The planned peak over the measured one. A micro-batch that runs alone hides less of what is planned with care."""
+OFF: dict[str, dict[str, Any]] = {
+    a.name: dict(a.harmony) for a in ABLATIONS if a.exact_on("cpu") and not a.device and a.harmony.keys() != {"stash"}
+}
+WAYS_OFF = [
+    *(("llama", Way(0.0, clip, 2, "device"), name) for name in OFF for clip in (0.0, 0.5)),
+    ("bert", Way(0.0, 0.5, 1, "host"), "everything"),
+    ("t5", Way(0.0, 0.5, 2, "host"), "everything"),
+    ("mixtral", Way(0.0, 0.5, EVERY, "device"), "everything"),
+    ("gpt2", Way(0.0, 0.0, 1, "host"), "fused-last-pack"),
+    ("SkipNet", Way(0.0, 0.0, 2, "device"), "fused-last-pack"),
+]
 
 
 def optimizer_for(family: Family, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -52,9 +76,9 @@ def optimizer_for(family: Family, model: torch.nn.Module) -> torch.optim.Optimiz
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
-def assert_as_plainly_and_as_planned(family: Family, dropout: float, clip: float, harmony: dict[str, Any]) -> Plan:
+def assert_as_plainly_and_as_planned(family: Family, way: Way, most: float = math.inf, **harmony: Any) -> Plan:
     """The weights are those of plain accumulation, and the peak is within the plan, which is returned."""
-    model, plain = family.build(dropout).train(), family.build(dropout).train()
+    model, plain = family.build(way.dropout).train(), family.build(way.dropout).train()
     if family.name in ("gpt2", "opt"):
         plain.config.use_cache = False  # a cache changes the bits of attention dropout, in plain PyTorch too
     groups: list[list[dict[str, Any]]] = [[family.batch(s * GROUP + i) for i in range(GROUP)] for s in range(STEPS)]
@@ -62,30 +86,50 @@ def assert_as_plainly_and_as_planned(family: Family, dropout: float, clip: float
         plain,
         groups,
         optimizer_for(family, plain),
-        clip=clip or None,
+        clip=way.clip or None,
         seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
     )
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GROUP,
-        "gradient_clipping": clip,
-        "harmony": {"seed": SEED, **harmony},
+        "gradient_clipping": way.clip,
+        "harmony": {
+            "seed": SEED,
+            "pack_layers": way.pack_layers,
+            "stash": way.stash,
+            "residency": way.residency,
+            **harmony,
+        },
     }
     engine, *_ = harmony_ds.initialize(
         model=model, optimizer=optimizer_for(family, model), config=config, device=SimDevice()
     )
+    measured = 0
     for group in groups:
         engine.train_batch(iter(group))
+        measured = max(measured, engine.memory_report().device_peak_bytes)
     engine.finish_updates()
     report, plan = engine.memory_report(), engine.plan
     engine.destroy()
 
     assert_same(model, plain, family.bitwise)
-    assert report.device_peak_bytes <= report.planned_peak_bytes
+    measured = max(measured, report.device_peak_bytes)
+    assert measured <= report.planned_peak_bytes <= most * measured
     return plan
 
 
 @pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS), ids=str)
 def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str, way: Way) -> None:
-    harmony = {"pack_layers": way.pack_layers, "stash": way.stash, "residency": way.residency}
-    assert_as_plainly_and_as_planned(ALL[name], way.dropout, way.clip, harmony)
+    assert_as_plainly_and_as_planned(ALL[name], way)
+
+
+@pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS_WITH_GRAPHS), ids=str)
+def test_so_it_is_with_kept_graphs(name: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_graphs(monkeypatch, way.graphs)
+    plan = assert_as_plainly_and_as_planned(ALL[name], way)
+    assert graphs_in(plan) or len(plan.packing.forward) < 2
+
+
+@pytest.mark.parametrize(("name", "way", "off"), WAYS_OFF, ids=str)
+def test_so_it_is_with_mechanisms_switched_off(name: str, way: Way, off: str) -> None:
+    assert_as_plainly_and_as_planned(ALL[name], way, MOST_OFF, **OFF[off])

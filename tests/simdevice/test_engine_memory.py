@@ -92,17 +92,6 @@ def moved(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().to("simdev") for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("pack_layers", "stash"), [(1, "host"), (2, "device"), (2, "host"), (5, "device")])
-def test_measured_peak_is_never_above_the_plan(pack_layers: int, stash: str) -> None:
-    engine, _ = engine_under(None, group=3, pack_layers=pack_layers, stash=stash)
-    engine.train_batch(batches())
-    engine.train_batch(batches())
-    report = engine.memory_report()
-    engine.destroy()
-    assert report.device_peak_bytes <= report.planned_peak_bytes
-    assert report.planned_peak_bytes <= 1.25 * report.device_peak_bytes
-
-
 def test_tensors_that_are_on_the_device_already_are_taken_off_the_budget() -> None:
     engine, device = engine_under(None, group=2, pack_layers=1)
     engine.train_batch(batches())
@@ -194,19 +183,3 @@ def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_whoever_hold
 def buffer_bytes(module: nn.Module) -> int:
     """On a device that allocates in pieces of 512 bytes."""
     return sum(-(-buffer.nbytes // 512) * 512 for buffer in module.buffers())
-
-
-def test_the_engine_moves_exactly_the_bytes_that_it_reports() -> None:
-    engine, _ = engine_under(None, group=3, pack_layers=2, stash="host")
-    data = batches()
-    engine.train_batch(data)
-    engine.finish_updates()
-    before = simdevice.traffic()
-    engine.train_batch(data)
-    engine.finish_updates()
-    after = simdevice.traffic()
-    report = engine.swap_report()
-    engine.destroy()
-    assert after[0] - before[0] == sum(report.host_to_device.values())
-    # The model asks each micro-batch's mask one question (one byte) by itself.
-    assert after[1] - before[1] - 3 == sum(report.device_to_host.values())

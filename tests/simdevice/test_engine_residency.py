@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -47,26 +46,22 @@ def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: 
     return measured, planned
 
 
-@pytest.mark.parametrize(("residency", "clip"), [(1, 0.0), (3, 0.5), (EVERY, 0.0), (EVERY, 0.5)])
-def test_measured_peak_is_never_above_the_plan(residency: int, clip: float) -> None:
-    measured, planned = peaks(torch.optim.AdamW, residency, clip)
-    assert measured <= planned <= 1.25 * measured
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("make", "residency", "clip"),
     [
-        lambda p: torch.optim.AdamW(p, fused=True),
-        lambda p: torch.optim.AdamW(p, foreach=True),
-        lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
-        torch.optim.RAdam,
-        torch.optim.Adafactor,
-        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+        (torch.optim.AdamW, 1, 0.0),
+        (torch.optim.AdamW, 3, 0.5),
+        (torch.optim.AdamW, EVERY, 0.0),
+        (lambda p: torch.optim.AdamW(p, fused=True), EVERY, 0.5),
+        (lambda p: torch.optim.AdamW(p, foreach=True), EVERY, 0.5),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1), EVERY, 0.5),
+        (torch.optim.RAdam, EVERY, 0.5),
+        (torch.optim.Adafactor, EVERY, 0.5),
+        (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), EVERY, 0.5),
     ],
-    ids=["fused", "foreach", "amsgrad", "radam", "adafactor", "sgd"],
 )
-def test_the_plan_knows_what_each_optimizer_takes(make: Any) -> None:
-    measured, planned = peaks(make, EVERY, 0.5)
+def test_the_plan_knows_what_each_optimizer_takes(make: Any, residency: int, clip: float) -> None:
+    measured, planned = peaks(make, residency, clip)
     assert measured <= planned <= 1.25 * measured
 
 
@@ -90,9 +85,10 @@ def test_gradients_summed_in_bf16_are_cast_within_the_plan(layers: int) -> None:
     assert measured <= planned + error
 
 
-@pytest.mark.parametrize("residency", [3, EVERY])
-def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: int) -> None:
-    engine, _ = engine_with(torch.optim.AdamW, residency, gradient_clipping=0.5)
+@pytest.mark.parametrize("residency", ["off", 3, EVERY])
+def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: Any) -> None:
+    harmony = {"pack_layers": 2, "stash": "host"}
+    engine, _ = engine_with(torch.optim.AdamW, residency, gradient_clipping=0.5, harmony=harmony)
     data = batches()
     engine.train_batch(data)
     before = simdevice.traffic()
@@ -146,9 +142,8 @@ def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, 
 def test_out_of_memory_in_a_step_leaves_resident_weights_as_they_were() -> None:
     engine, _ = engine_with(torch.optim.AdamW, 3, gradient_clipping=0.5)
     data = batches()
-    engine.train_batch(data)
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.train_batch(itertools.chain(data))
+    for _ in range(2):
+        engine.train_batch(data)
     simdevice.set_limit(simdevice.allocated_bytes() + 20_000)
     engine.finish_updates()
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -159,15 +154,3 @@ def test_out_of_memory_in_a_step_leaves_resident_weights_as_they_were() -> None:
     assert all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
     engine.train_batch(data)
     engine.destroy()
-
-
-def test_generation_and_evaluation_use_the_weights_on_the_device() -> None:
-    engine, _ = engine_with(torch.optim.AdamW, 3)
-    data = batches()
-    engine.train_batch(data)
-    one = next(data)
-    with torch.no_grad():
-        streamed = engine(**one).loss.item()
-    evaluated = engine.eval_batch(itertools.repeat(one)).item()
-    engine.destroy()
-    assert streamed == evaluated == engine.module(**one).loss.item()
