@@ -37,11 +37,6 @@ ANCHOR_BYTES = 64
 """Every cut of the autograd graph has an anchor of 4 bytes, which is host memory where the device is none."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def config_of(**more: Any) -> Config:
     device = {"harmony": {"device": "cpu"}}
     return load_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **device, **more})
