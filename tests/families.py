@@ -12,8 +12,10 @@ changes the strides of keys and values, and so the last bits of the gradients, t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +137,7 @@ def image_and_text_batch(index: int) -> Batch:
     return {"input_ids": words, "attention_mask": mask, "pixel_values": pixels, "return_loss": True}
 
 
-# The Hugging Face families, in the order of the notes.
+# The Hugging Face families.
 
 
 def build_transformer(architecture: str, **settings: Any) -> nn.Module:
@@ -143,7 +145,7 @@ def build_transformer(architecture: str, **settings: Any) -> nn.Module:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    configuration = model_class.config_class(**settings)
+    configuration = model_class.config_class(**copy.deepcopy(settings))
     return build_seeded(lambda: model_class(configuration))
 
 
@@ -164,268 +166,52 @@ def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 SPECIAL_TOKENS: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
 TEXT: dict[str, Any] = SPECIAL_TOKENS | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
-DECODER: dict[str, Any] = TEXT | {
+BLOCKS: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "initializer_range": INITIALIZER_RANGE,
 }
+DECODER = TEXT | BLOCKS
 GROUPED_DECODER: dict[str, Any] = DECODER | {"num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "init_std": INITIALIZER_RANGE,
+}
+ATTENTION = ("attention_dropout",)
+OF_BERT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+OF_BART = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
 
 
-def build_gpt2(dropout: float) -> nn.Module:
-    return build_transformer(
-        "GPT2LMHeadModel",
-        **SPECIAL_TOKENS,
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=HIDDEN,
-        n_layer=3,
-        n_head=4,
-        initializer_range=INITIALIZER_RANGE,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
+def transformer(
+    name: str,
+    architecture: str,
+    settings: dict[str, Any],
+    dropouts: tuple[str, ...] = ATTENTION,
+    batch: Callable[[int], Batch] = causal_batch,
+    *,
+    bitwise: bool,
+) -> Family:
+    """A family of transformers. The settings named in `dropouts` take the rate of dropout."""
 
+    def build(dropout: float) -> nn.Module:
+        return build_transformer(architecture, **settings, **dict.fromkeys(dropouts, dropout))
 
-def build_llama(dropout: float) -> nn.Module:
-    return build_transformer("LlamaForCausalLM", **GROUPED_DECODER, attention_dropout=dropout)
-
-
-def build_qwen3(dropout: float) -> nn.Module:
-    return build_transformer("Qwen3ForCausalLM", **GROUPED_DECODER, head_dim=8, attention_dropout=dropout)
-
-
-def build_mistral(dropout: float) -> nn.Module:
-    return build_transformer("MistralForCausalLM", **GROUPED_DECODER, sliding_window=4, attention_dropout=dropout)
-
-
-def build_gemma3(dropout: float) -> nn.Module:
-    return build_transformer(
-        "Gemma3ForCausalLM",
-        **GROUPED_DECODER,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        attention_dropout=dropout,
-    )
-
-
-def build_gemma4(dropout: float) -> nn.Module:
-    """The last three layers borrow keys and values: two of them from layer 0, one from layer 1."""
-    settings = GROUPED_DECODER | {"num_hidden_layers": 5}
-    return build_transformer(
-        "Gemma4ForCausalLM",
-        **settings,
-        head_dim=8,
-        global_head_dim=16,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        num_kv_shared_layers=3,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCABULARY,
-        attention_dropout=dropout,
-    )
-
-
-def build_phi3(dropout: float) -> nn.Module:
-    return build_transformer(
-        "Phi3ForCausalLM", **GROUPED_DECODER, resid_pdrop=dropout, embd_pdrop=dropout, attention_dropout=dropout
-    )
-
-
-def build_opt(dropout: float) -> nn.Module:
-    return build_transformer(
-        "OPTForCausalLM",
-        **TEXT,
-        hidden_size=HIDDEN,
-        ffn_dim=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        word_embed_proj_dim=24,
-        init_std=INITIALIZER_RANGE,
-        dropout=dropout,
-        attention_dropout=dropout,
-        layerdrop=dropout,
-    )
-
-
-def build_gpt_neox(dropout: float) -> nn.Module:
-    return build_transformer(
-        "GPTNeoXForCausalLM", **DECODER, hidden_dropout=dropout, attention_dropout=dropout, classifier_dropout=dropout
-    )
-
-
-def build_bert(dropout: float) -> nn.Module:
-    return build_transformer(
-        "BertForMaskedLM",
-        **DECODER,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        classifier_dropout=dropout,
-    )
-
-
-def build_roberta(dropout: float) -> nn.Module:
-    return build_transformer(
-        "RobertaForMaskedLM",
-        **DECODER,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        classifier_dropout=dropout,
-    )
-
-
-def build_t5(dropout: float) -> nn.Module:
-    return build_transformer(
-        "T5ForConditionalGeneration",
-        vocab_size=VOCABULARY,
-        d_model=HIDDEN,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        decoder_start_token_id=PAD,
-        dropout_rate=dropout,
-        classifier_dropout=dropout,
-    )
-
-
-def build_bart(dropout: float) -> nn.Module:
-    return build_transformer(
-        "BartForConditionalGeneration",
-        **TEXT,
-        d_model=HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        init_std=INITIALIZER_RANGE,
-        decoder_start_token_id=END,
-        forced_eos_token_id=END,
-        dropout=dropout,
-        attention_dropout=dropout,
-        activation_dropout=dropout,
-        classifier_dropout=dropout,
-        encoder_layerdrop=dropout,
-        decoder_layerdrop=dropout,
-    )
-
-
-def build_whisper(dropout: float) -> nn.Module:
-    return build_transformer(
-        "WhisperForConditionalGeneration",
-        **SPECIAL_TOKENS,
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        d_model=HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_source_positions=12,
-        max_target_positions=16,
-        init_std=INITIALIZER_RANGE,
-        decoder_start_token_id=BEGIN,
-        begin_suppress_tokens=None,
-        dropout=dropout,
-        attention_dropout=dropout,
-        activation_dropout=dropout,
-        encoder_layerdrop=dropout,
-        decoder_layerdrop=dropout,
-    )
-
-
-def build_vit(dropout: float) -> nn.Module:
-    return build_transformer(
-        "ViTForImageClassification",
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        num_labels=IMAGE_CLASSES,
-        initializer_range=INITIALIZER_RANGE,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-
-
-def build_resnet(dropout: float) -> nn.Module:
-    """Has no dropout of any kind, so `dropout` changes nothing."""
-    return build_transformer(
-        "ResNetForImageClassification",
-        embedding_size=8,
-        hidden_sizes=[16, 32],
-        depths=[2, 1],
-        layer_type="bottleneck",
-        num_labels=IMAGE_CLASSES,
-    )
-
-
-def build_mixtral(dropout: float) -> nn.Module:
-    """Router jitter, the other random knob, multiplies the expert inputs by a number in 1 +- dropout, in place."""
-    return build_transformer(
-        "MixtralForCausalLM",
-        **GROUPED_DECODER,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-        attention_dropout=dropout,
-        router_jitter_noise=dropout,
-    )
-
-
-def build_qwen3_moe(dropout: float) -> nn.Module:
-    return build_transformer(
-        "Qwen3MoeForCausalLM",
-        **GROUPED_DECODER,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-        attention_dropout=dropout,
-    )
-
-
-def build_mamba(dropout: float) -> nn.Module:
-    """Has no dropout of any kind, so `dropout` changes nothing."""
-    return build_transformer(
-        "MambaForCausalLM",
-        **SPECIAL_TOKENS,
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        state_size=4,
-        num_hidden_layers=3,
-        initializer_range=INITIALIZER_RANGE,
-    )
+    return Family(name, build, batch, bitwise)
 
 
 def build_clip(dropout: float) -> nn.Module:
-    tower = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "projection_dim": WIDTH,
-        "attention_dropout": dropout,
-    }
+    tower = BLOCKS | {"num_hidden_layers": 2, "projection_dim": WIDTH, "attention_dropout": dropout}
+    del tower["initializer_range"]
     words = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": PAD}
     ends = {"bos_token_id": VOCABULARY - 2, "eos_token_id": VOCABULARY - 1}
     return build_transformer(
@@ -436,62 +222,164 @@ def build_clip(dropout: float) -> nn.Module:
     )
 
 
-def build_deepseek_v3(dropout: float) -> nn.Module:
-    """The first layer is dense, the other two are mixtures of experts with one shared expert."""
-    settings = DECODER | {"num_key_value_heads": 4}
-    return build_transformer(
-        "DeepseekV3ForCausalLM",
-        **settings,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        attention_dropout=dropout,
-    )
-
-
-def vit_batch(index: int) -> Batch:
-    return image_batch(index, size=16)
-
-
-def resnet_batch(index: int) -> Batch:
-    return image_batch(index, size=32)
-
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4}
+WINDOW = {"head_dim": 8, "sliding_window": 4}
+GEMMA3 = {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+OPT = {
+    "hidden_size": HIDDEN,
+    "ffn_dim": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 24,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "pad_token_id": PAD,
+    "eos_token_id": END,
+    "decoder_start_token_id": PAD,
+}
+WHISPER = {
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "max_target_positions": 16,
+    "decoder_start_token_id": BEGIN,
+    "begin_suppress_tokens": None,
+}
+RESNET = {
+    "embedding_size": 8,
+    "hidden_sizes": [16, 32],
+    "depths": [2, 1],
+    "layer_type": "bottleneck",
+    "num_labels": IMAGE_CLASSES,
+}
+MAMBA = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 3}
+DEEPSEEK_V3 = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 TIED = False  # the embedding is the output layer too: one parameter, two contributions to each micro-batch's gradient
 SUMMED = False  # an activation feeds three or more places in different layers
 
 FAMILIES: tuple[Family, ...] = (
-    Family("gpt2", build_gpt2, causal_batch, bitwise=TIED),
-    Family("llama", build_llama, causal_batch, bitwise=True),
-    Family("qwen3", build_qwen3, causal_batch, bitwise=True),
-    Family("mistral", build_mistral, causal_batch, bitwise=True),
-    Family("gemma3", build_gemma3, causal_batch, bitwise=TIED),
-    Family("gemma4", build_gemma4, causal_batch, bitwise=TIED and SUMMED),  # layer 0's keys and values: three readers
-    Family("phi3", build_phi3, causal_batch, bitwise=True),
-    Family("opt", build_opt, causal_batch, bitwise=TIED),
-    Family("gpt_neox", build_gpt_neox, causal_batch, bitwise=True),
-    Family("bert", build_bert, masked_language_batch, bitwise=TIED),
-    Family("roberta", build_roberta, masked_language_batch, bitwise=TIED),
+    transformer(
+        "gpt2",
+        "GPT2LMHeadModel",
+        SPECIAL_TOKENS | GPT2 | {"initializer_range": INITIALIZER_RANGE},
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        bitwise=TIED,
+    ),
+    transformer("llama", "LlamaForCausalLM", GROUPED_DECODER, bitwise=True),
+    transformer("qwen3", "Qwen3ForCausalLM", GROUPED_DECODER | {"head_dim": 8}, bitwise=True),
+    transformer("mistral", "MistralForCausalLM", GROUPED_DECODER | {"sliding_window": 4}, bitwise=True),
+    transformer("gemma3", "Gemma3ForCausalLM", GROUPED_DECODER | WINDOW | GEMMA3, bitwise=TIED),
+    # The last three layers borrow keys and values: two of them from layer 0, which so has three readers, one from 1.
+    transformer("gemma4", "Gemma4ForCausalLM", GROUPED_DECODER | WINDOW | GEMMA4, bitwise=TIED and SUMMED),
+    transformer(
+        "phi3", "Phi3ForCausalLM", GROUPED_DECODER, ("resid_pdrop", "embd_pdrop", "attention_dropout"), bitwise=True
+    ),
+    transformer(
+        "opt",
+        "OPTForCausalLM",
+        TEXT | OPT | {"init_std": INITIALIZER_RANGE},
+        ("dropout", "attention_dropout", "layerdrop"),
+        bitwise=TIED,
+    ),
+    transformer(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        DECODER,
+        ("hidden_dropout", "attention_dropout", "classifier_dropout"),
+        bitwise=True,
+    ),
+    transformer("bert", "BertForMaskedLM", DECODER, OF_BERT, masked_language_batch, bitwise=TIED),
+    transformer("roberta", "RobertaForMaskedLM", DECODER, OF_BERT, masked_language_batch, bitwise=TIED),
     # One embedding for encoder, decoder and output; block 0's position bias and the encoder output feed every block.
-    Family("t5", build_t5, sequence_to_sequence_batch, bitwise=TIED and SUMMED),
-    Family("bart", build_bart, sequence_to_sequence_batch, bitwise=TIED and SUMMED),  # encoder output, as in T5
-    Family("whisper", build_whisper, speech_batch, bitwise=TIED and SUMMED),  # encoder output, as in T5
-    Family("vit", build_vit, vit_batch, bitwise=True),
-    Family("resnet", build_resnet, resnet_batch, bitwise=True),
-    Family("mixtral", build_mixtral, causal_batch, bitwise=True),
-    Family("qwen3_moe", build_qwen3_moe, causal_batch, bitwise=True),
-    Family("mamba", build_mamba, causal_batch, bitwise=TIED),
+    transformer(
+        "t5",
+        "T5ForConditionalGeneration",
+        T5,
+        ("dropout_rate", "classifier_dropout"),
+        sequence_to_sequence_batch,
+        bitwise=TIED and SUMMED,
+    ),
+    transformer(
+        "bart",
+        "BartForConditionalGeneration",
+        TEXT | ENCODER_DECODER | {"decoder_start_token_id": END, "forced_eos_token_id": END},
+        OF_BART,
+        sequence_to_sequence_batch,
+        bitwise=TIED and SUMMED,  # encoder output, as in T5
+    ),
+    transformer(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        SPECIAL_TOKENS | ENCODER_DECODER | WHISPER,
+        OF_BART,
+        speech_batch,
+        bitwise=TIED and SUMMED,  # encoder output, as in T5
+    ),
+    transformer(
+        "vit",
+        "ViTForImageClassification",
+        BLOCKS | {"image_size": 16, "patch_size": 4, "num_labels": IMAGE_CLASSES},
+        OF_BERT,
+        partial(image_batch, size=16),
+        bitwise=True,
+    ),
+    # Without dropout of any kind, as Mamba.
+    transformer("resnet", "ResNetForImageClassification", RESNET, (), partial(image_batch, size=32), bitwise=True),
+    # Router jitter, the other random knob, multiplies the expert inputs by a number in 1 +- dropout, in place.
+    transformer(
+        "mixtral",
+        "MixtralForCausalLM",
+        GROUPED_DECODER | EXPERTS | {"num_local_experts": 4},
+        ("attention_dropout", "router_jitter_noise"),
+        bitwise=True,
+    ),
+    transformer(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        GROUPED_DECODER | EXPERTS | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4},
+        bitwise=True,
+    ),
+    transformer(
+        "mamba",
+        "MambaForCausalLM",
+        SPECIAL_TOKENS | MAMBA | {"initializer_range": INITIALIZER_RANGE},
+        (),
+        bitwise=TIED,
+    ),
     Family("clip", build_clip, image_and_text_batch, bitwise=True),
-    Family("deepseek_v3", build_deepseek_v3, causal_batch, bitwise=True),
+    # The first layer is dense, the other two are mixtures of experts with one shared expert.
+    transformer("deepseek_v3", "DeepseekV3ForCausalLM", DECODER | DEEPSEEK_V3, bitwise=True),
 )
 
 

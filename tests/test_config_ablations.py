@@ -17,11 +17,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_names_are_told_apart() -> None:
-    assert len({ablation.name for ablation in ABLATIONS}) == len(ABLATIONS)
-    assert all(ablation.description for ablation in ABLATIONS)
-
-
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda ablation: ablation.name)
 def test_each_one_changes_a_valid_config_and_nothing_but_its_own_keys(ablation: Ablation) -> None:
     before, after = load_config(CONFIG), load_config(ablation.applied(CONFIG))

@@ -36,13 +36,11 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (zero(stge=2), r'unknown key "stge" in zero_optimization. Did you mean "stage"\?'),
     (zero(offload_optimizer={"devise": "cpu"}), 'unknown key "devise" in zero_optimization.offload_optimizer'),
     ({"fp16": {"enable": True}}, r'unknown key "enable" in fp16. Did you mean "enabled"\?'),
-    ({"bf16": {"loss_scale": 1}}, 'unknown key "loss_scale" in bf16'),
     (
         {"data_types": {"grad_acum_dtype": "fp32"}},
         'unknown key "grad_acum_dtype" in data_types. Did you mean "grad_acc',
     ),
     ({"optimizer": {**OPTIMIZER, "parms": {}}}, r'unknown key "parms" in optimizer. Did you mean "params"\?'),
-    ({"tensorboard": {"enabled": True, "path": "x"}}, 'unknown key "path" in tensorboard'),
     (
         {"checkpoint": {"tag_validate": "Warn"}},
         'unknown key "tag_validate" in checkpoint. Did you mean "tag_validation"',
@@ -62,24 +60,18 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     # batch sizes
     ({"train_micro_batch_size_per_gpu": None}, "Either train_batch_size or train_micro_batch_size_per_gpu needs"),
     ({"train_micro_batch_size_per_gpu": 0}, "Micro batch size per gpu: 0 has to be greater than 0"),
-    ({"train_micro_batch_size_per_gpu": -2}, "Micro batch size per gpu: -2 has to be greater than 0"),
     ({"train_micro_batch_size_per_gpu": 2.0}, '"train_micro_batch_size_per_gpu" must be a whole number, not 2.0'),
-    ({"train_micro_batch_size_per_gpu": True}, "must be a whole number, not True"),
     ({"train_batch_size": 0}, "Train batch size: 0 has to be greater than 0"),
     ({"train_batch_size": "8"}, "\"train_batch_size\" must be a whole number, not '8'"),
-    ({"train_batch_size": 7}, r"Check batch related parameters.* 7 != 2 \* 3 \* 1"),
     ({"gradient_accumulation_steps": 0}, "Gradient accumulation steps: 0 has to be greater than 0"),
     ({"gradient_accumulation_steps": [4]}, r'"gradient_accumulation_steps" must be a whole number, not \[4\]'),
     # clipping
     ({"gradient_clipping": -1.0}, '"gradient_clipping" must be a number that is not negative, not -1.0'),
     ({"gradient_clipping": "one"}, "\"gradient_clipping\": Input should be a valid number, .*, not 'one'"),
     ({"gradient_clipping": True}, "must be a number that is not negative, not True"),
-    ({"gradient_clipping": None}, '"gradient_clipping": Input should be a valid number, not None'),
     ({"gradient_clipping": NAN}, "must be a number that is not negative, not nan"),
-    ({"gradient_clipping": INF}, "must be a number that is not negative, not inf"),
     # optimizer and scheduler
     ({"optimizer": "AdamW"}, '"optimizer" must be an object with a "type"'),
-    ({"optimizer": {}}, '"optimizer" must be an object with a "type"'),
     ({"optimizer": {"type": 3}}, '"optimizer" must be an object with a "type"'),
     ({"optimizer": {"type": "AdamW", "params": [0.1]}}, r'"params" must be an object, not \[0.1\]'),
     ({"scheduler": {"params": {}}}, '"scheduler" must be an object with a "type"'),
@@ -94,24 +86,19 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
         r"\"scheduler.params\" still says \"auto\" for \['a', 'b'\]: Hugging Face",
     ),
     ({"gradient_clipping": "auto"}, '"gradient_clipping" still says "auto": Hugging Face\'s Trainer .* write a value'),
-    ({"bf16": {"enabled": "auto"}}, '"bf16.enabled" still says "auto"'),
-    (fp16(loss_scale="auto"), '"fp16.loss_scale" still says "auto"'),
     # precision
     ({"bf16": {"enabled": True}, **fp16()}, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
     ({"fp16": True}, '"fp16" must be an object, not True'),
-    ({"bf16": True}, '"bf16" must be an object, not True'),
     ({"bf16": {"enabled": "maybe"}}, "\"bf16.enabled\": Input should be a valid boolean, .*, not 'maybe'"),
     (fp16(loss_scale=-1), r"fp16.loss_scale must be >= 0 \(0 enables dynamic loss scaling\)"),
     (fp16(loss_scale=True), "fp16.loss_scale must be a number, not bool"),
     (fp16(loss_scale="big"), "fp16.loss_scale must be a number"),
     (fp16(loss_scale=INF), "fp16.loss_scale must be a finite number"),
     (fp16(loss_scale_window=0), "fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled"),
-    (fp16(loss_scale_window=True), "fp16.loss_scale_window must be an integer, not bool"),
     (fp16(min_loss_scale=0), "fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled"),
     (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, .*, not 'high'"),
     (fp16(fp16_master_weights_and_grads=True), "masters are fp32 here"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters are fp32 here"),
-    ({"data_types": "fp32"}, '"data_types" must be an object'),
     ({"data_types": {"grad_accum_dtype": "fp64"}}, "\"data_types.grad_accum_dtype\": Input should be 'fp32'"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, '"fp16" but the model computes in torch.float32'),
     (
@@ -122,17 +109,14 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"data_types": {"buffer_dtype": "bf16"}}, "buffers keep the dtype they have"),
     # zero_optimization
     (zero(stage=5), '"zero_optimization.stage": Input should be 0, 1, 2 or 3, not 5'),
-    (zero(stage="two"), "Input should be 0, 1, 2 or 3, not 'two'"),
     ({"zero_optimization": 2}, '"zero_optimization" must be an object, not 2'),
     (zero(contiguous_gradients="perhaps"), "zero_optimization.contiguous_gradients.*valid boolean"),
     (zero(reduce_bucket_size=0), '"zero_optimization.reduce_bucket_size": Input should be greater than 0, not 0'),
-    (zero(allgather_bucket_size=-1), "Input should be greater than or equal to 0, not -1"),
     (zero(offload_optimizer={"device": "gpu"}), "Input should be 'none', 'cpu' or 'nvme', not 'gpu'"),
     (
         zero(offload_optimizer={"device": "nvme"}),
         '"zero_optimization.offload_optimizer.device" is "nvme": .* use "cpu"',
     ),
-    (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), 'offload_param.device" is "nvme"'),
     (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), "Input should be less than or equal to 1, not 1.5"),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "Partial offloading only supported for ZeRO Stage 3"),
     (zero(offload_optimizer={"device": "cpu", "pin_memory": "x"}), "offload_optimizer.pin_memory.*valid boolean"),
@@ -147,14 +131,12 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"communication_data_type": "fp64"}, r"Supported data types: \['fp16', 'bf16', 'fp32'\]. Got: fp64"),
     ({"checkpoint": {"tag_validation": "sometimes"}}, "Input should be 'WARN', 'IGNORE' or 'FAIL', not 'sometimes'"),
     ({"steps_per_print": "often"}, "\"steps_per_print\" must be a whole number, not 'often'"),
-    ({"wall_clock_breakdown": "yes please"}, "wall_clock_breakdown.*valid boolean"),
     (
         zero(ignore_unused_parameters=False),
         'ignore_unused_parameters" is false: parameters without a gradient are left',
     ),
     ({"log_level": "loud"}, "\"log_level\": Input should be 'debug'"),
     ({"csv_monitor": {"enabled": True, "output_path": 3}}, '"csv_monitor.output_path": Input should be a valid string'),
-    ({"wandb": "on"}, '"wandb" must be an object'),
     # what is not supported
     ({"amp": {"enabled": True}}, '"amp": Apex AMP is not supported: use "bf16", "fp16" or "torch_autocast"'),
     ({"torch_autocast": {"enabled": True}}, '"torch_autocast.dtype" is null: write "bfloat16", or "float16"'),
@@ -171,35 +153,36 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"compression_training": {"weight_quantization": {}}}, "compression training is not supported"),
     ({"elasticity": {"enabled": True}}, "elastic training is not supported"),
     ({"sequence_parallel_size": 2}, "sequence parallelism is not supported"),
+    # what is found in other projects
+    (
+        {"deepspeed_config": {"zero_stage": 3}, "num_processes": 8},
+        "accelerate's file, not a ds_config: .*launch --config_file",
+    ),
+    ({"curriculum_learning": {"enabled": True}}, '"curriculum_learning": order the data yourself, and leave it out'),
+    ({"autotuning": {"enabled": True, "fast": False}}, '"autotuning": use harmony-ds plan'),
+    (
+        {"monitor_config": {"tensorboard": {}}},
+        'unknown key "monitor_config" in the ds_config. Did you mean "tensorboard"',
+    ),
     # our own block
     ({"harmony": 3}, '"harmony" must be an object, not 3'),
     ({"harmony": {"micro_batch": 0}}, r'harmony.micro_batch is 0: it must be "config", "auto", a whole number'),
     ({"harmony": {"micro_batch": {"forward": 4}}}, r"harmony.micro_batch is \{'forward': 4\}: it must be"),
     ({"harmony": {"micro_batch": 4, "plan": "p.json"}}, "harmony.plan says how layer calls are cut"),
     ({"harmony": {"stash": "disk"}}, 'harmony.stash is \'disk\': it must be "auto", "device" or "host"'),
-    ({"harmony": {"stash": None}}, "harmony.stash is None"),
     ({"harmony": {"device": 0}}, "harmony.device must be a name"),
     ({"harmony": {"seed": "x"}}, "harmony.seed must be a whole number, not 'x'"),
     ({"harmony": {"pack_layers": 0}}, "harmony.pack_layers must be a whole number of at least 1, not 0"),
-    ({"harmony": {"pack_layers": 1.5}}, "harmony.pack_layers must be a whole number of at least 1, not 1.5"),
     ({"harmony": {"pack_layers": True}}, "harmony.pack_layers must be a whole number of at least 1, not True"),
     ({"harmony": {"gradient_slabs": 0}}, "harmony.gradient_slabs must be a whole number of at least 1, not 0"),
-    ({"harmony": {"gradient_slabs": "3"}}, "harmony.gradient_slabs must be a whole number of at least 1, not '3'"),
     ({"harmony": {"device_memory_gib": 0}}, "harmony.device_memory_gib must be a number above 0, not 0"),
-    ({"harmony": {"device_memory_gib": -1.5}}, "harmony.device_memory_gib must be a number above 0, not -1.5"),
     ({"harmony": {"device_memory_gib": "4"}}, "harmony.device_memory_gib must be a number above 0, not '4'"),
     ({"harmony": {"device_memory_gib": NAN}}, "harmony.device_memory_gib must be a number above 0, not nan"),
-    ({"harmony": {"device_memory_gib": INF}}, "harmony.device_memory_gib must be a number above 0, not inf"),
     ({"harmony": {"layers": "h.*"}}, r"harmony.layers must be a list of patterns such as .*, not 'h.\*'"),
     ({"harmony": {"layers": ["h.*", 3]}}, r"harmony.layers must be a list of patterns .*, not \['h.\*', 3\]"),
-    ({"harmony": {"layers": None}}, "harmony.layers must be a list of patterns .*, not None"),
     ({"harmony": {"prefetch": 1}}, "harmony.prefetch must be true or false, not 1"),
     ({"harmony": {"grouping": "off"}}, "harmony.grouping must be true or false, not 'off'"),
-    ({"harmony": {"just_in_time_update": 0}}, "harmony.just_in_time_update must be true or false, not 0"),
-    ({"harmony": {"overlap_update": None}}, "harmony.overlap_update must be true or false, not None"),
-    ({"harmony": {"fuse_last_pack": 2}}, "harmony.fuse_last_pack must be true or false, not 2"),
     ({"harmony": {"fuse_last_packs": True}}, "fuse_last_pack"),
-    ({"harmony": {"pin_memory": "yes"}}, "harmony.pin_memory must be true or false, not 'yes'"),
     ({"harmony": {"residency": "some"}}, 'harmony.residency is \'some\': it must be "auto", "kept", "off" or a number'),
     ({"harmony": {"plan": 3}}, "harmony.plan must be the path of a JSON file, not 3"),
 ]
@@ -211,19 +194,11 @@ def test_a_malformed_config_is_an_error_that_names_the_key(more: dict[Any, Any],
         load_config({**MICRO, **more})
 
 
-def test_there_are_many() -> None:
-    assert len(MALFORMED) >= 60
-
-
 @pytest.mark.parametrize(
     "more",
     [
         {"train_batch_size": 7},
-        {"train_micro_batch_size_per_gpu": None},
-        {"train_micro_batch_size_per_gpu": 0},
         {"bf16": {"enabled": True}, **fp16()},
-        {"data_types": {"param_dtype": "bf16"}},
-        zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
         zero(cpu_offload=True, offload_optimizer={"device": "cpu"}),
     ],
     ids=str,
@@ -241,11 +216,6 @@ def test_what_deepspeed_asserts_is_an_assertion_error_and_a_value_error(more: di
 def test_an_optimizer_that_is_not_run_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=f'"optimizer.type": {name} is not run: {NOT_RUN[name.lower()][:20]}'):
         refuse_what_is_not_run(Section(name))
-
-
-def test_other_optimizers_are_not_refused() -> None:
-    refuse_what_is_not_run(None)
-    refuse_what_is_not_run(Section("AdamW"))
 
 
 def test_unknown_keys_pass_where_that_is_asked_for_and_are_named() -> None:

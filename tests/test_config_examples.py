@@ -1,4 +1,4 @@
-"""The ds_configs of the project, and the examples of DeepSpeed's documentation, under both engines' parsers."""
+"""The ds_configs of the project, and examples from other projects, under both engines' parsers."""
 
 from __future__ import annotations
 
@@ -8,76 +8,31 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from pydantic import ValidationError
 
 from harmony_ds import ConfigError
 from harmony_ds.config import Config, Section, load_config
-from tests.wild import ZERO3
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
 AUTO = FOLDER / "huggingface_auto.json"
 SHIPPED = sorted(set(FOLDER.glob("*.json")) - {AUTO})
-DOCUMENTED: dict[str, dict[str, Any]] = {
-    # https://www.deepspeed.ai/getting-started/#deepspeed-configuration
-    "getting started": {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-        "fp16": {"enabled": True},
-        "zero_optimization": True,
-    },
-    # https://www.deepspeed.ai/tutorials/cifar-10/
-    "CIFAR-10": {
-        "train_batch_size": 4,
-        "steps_per_print": 2000,
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
-        },
-        "wall_clock_breakdown": False,
-    },
-    # https://www.deepspeed.ai/tutorials/bert-pretraining/
-    "BERT pre-training": {
-        "train_batch_size": 4096,
-        "train_micro_batch_size_per_gpu": 32,
-        "steps_per_print": 1000,
-        "prescale_gradients": False,
-        "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False}},
-        "gradient_clipping": 1.0,
-        "wall_clock_breakdown": False,
-        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    },
-    # https://www.deepspeed.ai/tutorials/zero-offload/
-    "ZeRO-Offload": {
-        "train_batch_size": 16,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-        },
-    },
-    # https://www.deepspeed.ai/tutorials/zero/
-    "ZeRO-3 with offload": {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "contiguous_gradients": True,
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_prefetch_bucket_size": 1e7,
-            "stage3_param_persistence_threshold": 1e5,
-            "reduce_bucket_size": 1e7,
-            "sub_group_size": 1e9,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
-        "zero_allow_untested_optimizer": True,
-    },
+ZERO3 = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu", "pin_memory": True},
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+_FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
+_OFF = {"enabled": False}
+FOUND: dict[str, dict[str, Any]] = {
     # https://www.deepspeed.ai/docs/config-json/
     "the blocks of the reference": {
         "train_micro_batch_size_per_gpu": 1,
@@ -100,59 +55,6 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
         "checkpoint": {"tag_validation": "Warn", "load_universal": False},
         "data_efficiency": {"enabled": False, "seed": 1234},
         "curriculum_learning": {"enabled": False},
-    },
-    # https://www.deepspeed.ai/tutorials/1Cycle/
-    "1Cycle": {
-        "train_batch_size": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-        "scheduler": {
-            "type": "OneCycle",
-            "params": {
-                "cycle_first_step_size": 1000,
-                "cycle_first_stair_count": 500,
-                "cycle_second_step_size": 1000,
-                "cycle_second_stair_count": 500,
-                "decay_step_size": 1000,
-                "cycle_min_lr": 0.0001,
-                "cycle_max_lr": 0.0010,
-                "decay_lr_rate": 0.001,
-                "cycle_min_mom": 0.85,
-                "cycle_max_mom": 0.99,
-                "decay_mom_rate": 0.0,
-            },
-        },
-    },
-    # https://www.deepspeed.ai/tutorials/lrrt/
-    "learning rate range test": {
-        "train_batch_size": 65536,
-        "train_micro_batch_size_per_gpu": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "scheduler": {
-            "type": "LRRangeTest",
-            "params": {
-                "lr_range_test_min_lr": 0.0001,
-                "lr_range_test_step_size": 200,
-                "lr_range_test_step_rate": 5,
-                "lr_range_test_staircase": False,
-            },
-        },
-    },
-    # https://www.deepspeed.ai/tutorials/megatron/
-    "Megatron": {
-        "train_batch_size": 64,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": 1,
-        "zero_optimization": True,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
-    },
-    # https://www.deepspeed.ai/tutorials/monitor/
-    "monitor": {
-        "train_batch_size": 8,
-        "tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"},
-        "wandb": {"enabled": True, "team": "my_team", "group": "my_group", "project": "my_project"},
-        "comet": {"enabled": True, "project": "my_project", "experiment_name": "my_experiment"},
-        "csv_monitor": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"},
     },
     # https://www.deepspeed.ai/docs/config-json/#optimizer-parameters and the sections after it
     "the reference, from the top": {
@@ -177,31 +79,134 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
             "ignore_unused_parameters": True,
         },
     },
-    # https://huggingface.co/docs/transformers/deepspeed, as Trainer fills the "auto" in
-    "Trainer's ZeRO-3": {
-        "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    # transformers' documentation, ZeRO-3, as Trainer has filled it in
+    "transformers zero3": {
+        "fp16": {**_FP16, "enabled": False},
         "bf16": {"enabled": True},
+        "amp": {"enabled": "auto", "opt_level": "auto"},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+            "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
         },
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0, "total_num_steps": 100},
+            "params": {"last_batch_iteration": -1, "total_num_steps": 100, "warmup_min_lr": 0, "warmup_max_lr": 3e-5},
         },
-        "zero_optimization": ZERO3,
+        "zero_optimization": {**ZERO3, "reduce_bucket_size": 4194304},
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        "steps_per_print": 2000,
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 8,
+        "steps_per_print": float("inf"),
         "wall_clock_breakdown": False,
+    },
+    # DeepSpeedExamples, applications/DeepSpeed-Chat/dschat/utils/ds_utils.py
+    "DeepSpeed-Chat": {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 1e4,
+            "stage3_max_live_parameters": 3e7,
+            "stage3_prefetch_bucket_size": 3e7,
+            "memory_efficient_linear": False,
+        },
+        "fp16": {"enabled": True, "loss_scale_window": 100},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "wall_clock_breakdown": False,
+        "hybrid_engine": {
+            "enabled": False,
+            "max_out_tokens": 512,
+            "inference_tp_size": 1,
+            "release_inference_cache": False,
+            "pin_parameters": True,
+            "tp_gather_partition_size": 8,
+        },
+        "tensorboard": {"enabled": False, "output_path": "out/ds_tensorboard_logs/", "job_name": "step1_tensorboard"},
+    },
+    # Megatron-DeepSpeed, examples_deepspeed/rebase/ds_config_gpt_TEMPLATE.json, and its neighbours
+    "Megatron-DeepSpeed": {
+        "train_batch_size": 256,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "fp16": {**_FP16, "initial_scale_power": 11},
+        "curriculum_learning": {
+            "enabled": False,
+            "curriculum_type": "seqlen",
+            "min_difficulty": 64,
+            "schedule_type": "fixed_linear",
+        },
+        "data_efficiency": {"enabled": False, "seed": 1234, "data_routing": _OFF, "data_sampling": _OFF},
+        "compression_training": _OFF,
+        "autotuning": _OFF,
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
+        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
+        "wall_clock_breakdown": True,
+    },
+    # DeepSpeed's documentation, activation checkpointing and asynchronous I/O
+    "activation checkpointing": {
+        "train_micro_batch_size_per_gpu": 1,
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "cpu_checkpointing": True,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+        "aio": {
+            "block_size": 262144,
+            "queue_depth": 32,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+        "zero_force_ds_cpu_optimizer": False,
+        "elasticity": _OFF,
+        "sparse_gradients": False,
+    },
+    # axolotl, deepspeed_configs/zero3_bf16_cpuoffload_all.json, filled in
+    "axolotl": {
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {**ZERO3, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32},
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "wall_clock_breakdown": False,
+    },
+    # DeepSpeed's documentation, torch_autocast
+    "torch_autocast": {
+        "train_micro_batch_size_per_gpu": 1,
+        "torch_autocast": {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"],
+        },
+        "zero_optimization": {"stage": 3},
     },
 }
 
 
-REMOVED = {"the blocks of the reference"}
-"""Examples with blocks, switched off, that DeepSpeed 0.19.8 does not take any more."""
+OLDER = (
+    "the blocks of the reference",
+    "transformers zero3",
+    "Megatron-DeepSpeed",
+    "activation checkpointing",
+    "axolotl",
+)
+"""Examples with keys, switched off or without meaning, that DeepSpeed 0.19.8 does not take any more."""
 
 
 def assert_same_settings(ours: Config, theirs: Any) -> None:
@@ -215,15 +220,15 @@ def assert_same_settings(ours: Config, theirs: Any) -> None:
     assert (ours.scheduler and ours.scheduler.type) == theirs.scheduler_name
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_documented_examples_of_deepspeed_load(name: str) -> None:
-    config = load_config(DOCUMENTED[name])
+@pytest.mark.parametrize("name", FOUND)
+def test_examples_of_other_projects_load(name: str) -> None:
+    config = load_config(FOUND[name])
 
-    if name in REMOVED:
-        with pytest.raises(DeepSpeedConfigError, match="has been removed"):
-            DeepSpeedConfig(dict(DOCUMENTED[name]))
+    if name in OLDER:
+        with pytest.raises((DeepSpeedConfigError, ValidationError), match=r"has been removed|not permitted"):
+            DeepSpeedConfig(dict(FOUND[name]))
     else:
-        assert_same_settings(config, DeepSpeedConfig(dict(DOCUMENTED[name])))
+        assert_same_settings(config, DeepSpeedConfig(dict(FOUND[name])))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -31,7 +31,3 @@ def test_rows_that_make_no_sense_are_left_out() -> None:
     rows = pairs((1, 2), (1, 2), (1, 2), allowed=lambda row: row[0] <= row[1])
     assert (2, 1) not in {row[:2] for row in rows}
     assert {(1, 1), (1, 2), (2, 2)} == {row[:2] for row in rows}
-
-
-def test_it_is_much_less_than_a_product() -> None:
-    assert len(pairs(range(5), range(3), range(2), range(2))) <= 16

@@ -13,18 +13,15 @@ from torch.nn import functional as F
 from tests.cover import spread
 from tests.families import FAMILIES, MODULES, Family
 from tests.oracle import (
-    Bf16Run,
     assert_same,
     largest_difference,
     loss_in,
     train_plainly,
     train_plainly_bf16,
-    with_floating_dtype,
 )
 
 EVERY_FAMILY = [pytest.param(family, id=family.name) for family in FAMILIES + MODULES]
 WITHOUT_DROPOUT = {"resnet", "mamba"}
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
 REPEATED = ["llama", "resnet", "BatchNormNet"]
 MAIN_INPUTS = ("input_ids", "input_features", "pixel_values", "inputs", "left", "words")
 
@@ -42,21 +39,6 @@ def train(family: Family, dropout: float) -> tuple[nn.Module, list[list[float]]]
     model = family.build(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, train_plainly(model, groups_of(family), optimizer, clip=1.0, seed_of=seed_of)
-
-
-def train_bf16(family: Family) -> tuple[nn.Module, Bf16Run]:
-    model = family.build(0.1)
-    has_batch_norm = any(isinstance(module, BatchNorm) for module in model.modules())
-    groups = [[with_floating_dtype(batch, torch.bfloat16) for batch in group] for group in groups_of(family)]
-    run = train_plainly_bf16(
-        model,
-        groups,
-        lambda masters: torch.optim.AdamW(masters, lr=1e-3),
-        clip=1.0,
-        seed_of=seed_of,
-        bf16_buffers=has_batch_norm,
-    )
-    return model, run
 
 
 def forward_loss(model: nn.Module, batch: dict[str, Any]) -> float:
@@ -113,16 +95,6 @@ def test_training_is_finite_repeats_and_changes_every_parameter_that_has_a_gradi
     assert not {name for name, grad in gradients.items() if grad is None} & moved
 
 
-@pytest.mark.parametrize("family", REPEATED)
-def test_bf16_training_is_finite_and_ends_equal_to_its_masters(family: str) -> None:
-    model, run = train_bf16(next(one for one in FAMILIES + MODULES if one.name == family))
-
-    assert all(math.isfinite(loss) for group in run.losses for loss in group)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert_same(trained, {name: master.bfloat16() for name, master in run.masters.items()}, bitwise=True)
-    assert all(master.dtype == torch.float32 and master.grad is None for master in run.masters.values())
-
-
 class Line(nn.Module):
     """slope * x, squared: small enough to train by hand."""
 
@@ -147,53 +119,21 @@ def test_plain_training_by_hand() -> None:
     assert model.slope.item() == pytest.approx(2.0 - 0.5 - 0.25)
 
 
-def test_autocast_computes_in_its_dtype() -> None:
-    """The bf16 matrix product of the first block rounds, so the losses differ from those in fp32, if only a little."""
-    family = MODULES[0]
-    plain, rounded = family.build(0.0), family.build(0.0)
-    (expected,), (found,) = (
-        train_plainly(
-            model,
-            [[family.batch(0)]],
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            clip=None,
-            seed_of=seed_of,
-            autocast=dtype,
+def test_bf16_masters_keep_what_the_model_rounds_away_and_gradients_are_summed_in_fp32() -> None:
+    """Below 1.0 bf16 counts in steps of 2^-8: a step of 2^-10 is invisible, three of them are not. 256 + 1 is 256."""
+
+    def run(start: float, squares: tuple[float, ...], steps: int, rate: float) -> tuple[float, float]:
+        model = Line(start)
+        # Each gradient is twice the square, over their number.
+        group = [{"x": torch.tensor(value**0.5, dtype=torch.bfloat16)} for value in squares]
+        ran = train_plainly_bf16(
+            model, [group] * steps, lambda masters: torch.optim.SGD(masters, lr=rate), clip=None, seed_of=seed_of
         )
-        for model, dtype in ((plain, None), (rounded, torch.bfloat16))
-    )
-    assert found != expected
-    assert found == pytest.approx(expected, rel=1e-2)
+        return ran.masters["slope"].item(), model.slope.item()
 
-
-def test_bf16_masters_keep_what_the_model_rounds_away() -> None:
-    """Below 1.0 bf16 counts in steps of 2^-8: a step of 2^-10 is invisible, three of them are not."""
-    model = Line(1.0)
-    batch = {"x": torch.tensor(1.0, dtype=torch.bfloat16)}  # gradient 2 at slope 1
-    run = train_plainly_bf16(
-        model, [[batch]] * 3, lambda masters: torch.optim.SGD(masters, lr=2.0**-11), clip=None, seed_of=seed_of
-    )
-    assert run.masters["slope"].item() == 1.0 - 3 * 2.0**-10
-    assert model.slope.dtype == torch.bfloat16
-    assert model.slope.item() == 1.0 - 2.0**-8
-
-
-def test_bf16_gradients_are_summed_in_fp32() -> None:
-    """256 + 1 is 256 in bf16; the master sees 257."""
-    model = Line(1.0)
-    values = [128.0**0.5 * 2**0.5, 1.0]  # squares 256 and 1; times 2 slope / 2 micro-batches = 256 and 1
-    group = [{"x": torch.tensor(value, dtype=torch.bfloat16)} for value in values]
-    run = train_plainly_bf16(
-        model, [group], lambda masters: torch.optim.SGD(masters, lr=1.0), clip=None, seed_of=seed_of
-    )
-    assert run.masters["slope"].item() == 1.0 - 257.0
-
-
-def test_bf16_masters_start_from_unrounded_values() -> None:
-    model = Line(1.0 + 2.0**-12)
-    run = train_plainly_bf16(model, [], lambda masters: torch.optim.SGD(masters, lr=1.0), clip=None, seed_of=seed_of)
-    assert run.masters["slope"].item() == 1.0 + 2.0**-12
-    assert model.slope.item() == 1.0
+    assert run(1.0, (1.0,), 3, 2.0**-11) == (1.0 - 3 * 2.0**-10, 1.0 - 2.0**-8)
+    assert run(1.0, (256.0, 1.0), 1, 1.0)[0] == 1.0 - 257.0
+    assert run(1.0 + 2.0**-12, (), 0, 1.0) == (1.0 + 2.0**-12, 1.0)
 
 
 def test_assert_same_names_the_worst_tensor() -> None:
@@ -210,25 +150,22 @@ def test_assert_same_names_the_worst_tensor() -> None:
     assert_same(actual, expected, bitwise=False, relative=0.5)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("actual", "expected"),
-    [(0.0, -0.0), (float("nan"), 1.0), (1.0, float("nan")), (float("inf"), 1.0), (1.0, 1.0 + 2.0**-23)],
+    ("actual", "expected", "bitwise"),
+    [(0.0, -0.0, True), (1.0, 1.0 + 2.0**-23, True)]
+    + [(*pair, bitwise) for pair in ((NAN, 1.0), (1.0, NAN), (INF, 1.0)) for bitwise in (True, False)],
 )
-def test_bitwise_sees_every_bit(actual: float, expected: float) -> None:
+def test_bitwise_sees_every_bit_and_a_tolerance_forgives_no_nan(actual: float, expected: float, bitwise: bool) -> None:
     with pytest.raises(AssertionError, match="1 of 1 tensors differ"):
-        assert_same({"a": torch.tensor(actual)}, {"a": torch.tensor(expected)}, bitwise=True)
-
-
-@pytest.mark.parametrize(("actual", "expected"), [(float("nan"), 1.0), (1.0, float("nan")), (float("inf"), 1.0)])
-def test_a_tolerance_does_not_forgive_a_nan(actual: float, expected: float) -> None:
-    with pytest.raises(AssertionError, match="1 of 1 tensors differ"):
-        assert_same({"a": torch.tensor(actual)}, {"a": torch.tensor(expected)}, bitwise=False)
+        assert_same({"a": torch.tensor(actual)}, {"a": torch.tensor(expected)}, bitwise)
 
 
 def test_assert_same_wants_the_same_names_shapes_and_dtypes() -> None:
     with pytest.raises(AssertionError, match=r"missing tensors: \['b'\]; unexpected tensors: \['a'\]"):
         assert_same({"a": torch.ones(1)}, {"b": torch.ones(1)}, bitwise=True)
-    with pytest.raises(AssertionError, match=r"a is .*expected"):
-        assert_same({"a": torch.ones(1)}, {"a": torch.ones(2)}, bitwise=True)
-    with pytest.raises(AssertionError, match=r"a is .*expected"):
-        assert_same({"a": torch.ones(1)}, {"a": torch.ones(1, dtype=torch.bfloat16)}, bitwise=True)
+    for other in (torch.ones(2), torch.ones(1, dtype=torch.bfloat16)):
+        with pytest.raises(AssertionError, match=r"a is .*expected"):
+            assert_same({"a": torch.ones(1)}, {"a": other}, bitwise=True)

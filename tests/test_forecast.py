@@ -76,13 +76,6 @@ def tight(micro_batches: int = 4, clipping: bool = True, **machine: Any) -> Situ
     return situation(smallest_peak_bytes(wanted.survey) + WEIGHT, micro_batches, clipping, **machine)
 
 
-def test_tokens_per_second_are_those_of_the_predicted_step() -> None:
-    found = forecast(tight())
-
-    assert found.items_per_step == 400
-    assert found.items_per_s == pytest.approx(400e3 / found.prediction.step_ms)
-
-
 def test_the_smallest_peak_is_the_least_budget_that_fits() -> None:
     least = smallest_peak_bytes(tight().survey)
 
@@ -102,13 +95,8 @@ def test_host_memory_of_a_deferred_update_holds_every_gradient() -> None:
         "stash": found.prediction.swaps.stash_out,
     }
     assert found.host_total_bytes == sum(found.host_bytes.values())
-
-
-def test_without_clipping_a_few_slabs_take_turns() -> None:
-    found = forecast(tight(clipping=False))
-    largest = max(found.plan.packs[index].gradient_bytes for index in found.plan.packing.backward)
-
-    assert found.host_bytes["gradients"] == min(3 * largest, LAYERS * GRADIENT)
+    assert found.items_per_step == 400
+    assert found.items_per_s == pytest.approx(400e3 / found.prediction.step_ms)
 
 
 @pytest.mark.parametrize("clipping", [True, False])
@@ -208,20 +196,15 @@ def test_several_devices_hold_weights_and_state_once_and_take_their_pieces_of_th
     two = replace(one, survey=one.survey.among(2))
     found, alone = forecast(replace(two, survey=replace(two.survey, request=_roomy(two)))), forecast(one)
 
+    assert one.survey.among(1) is one.survey
+    asked = situation(2**30).survey.among(4).request
+    # The search takes the exchange off the budget, where devices exchange at all.
+    assert (asked.budget_bytes, asked.exchange_bytes, asked.policy.devices) == (2**30, 3 * 2**24, 4)
     assert found.items_per_step == 2 * alone.items_per_step
     for kind in ("weights", "masters", "optimizer", "gradients"):
         assert found.host_bytes[kind] == alone.host_bytes[kind]
     assert found.prediction.swaps.gradients_out == LAYERS * GRADIENT // 2
     assert found.prediction.swaps.sent == LAYERS * GRADIENT // 2
-
-
-def test_what_the_exchange_takes_is_not_planned_with() -> None:
-    survey = situation(2**30).survey
-    assert survey.among(1) is survey
-    request = survey.among(4).request
-    assert request.budget_bytes == 2**30  # of which the search takes it off, where devices exchange at all
-    assert request.exchange_bytes == 3 * 2**24
-    assert request.policy.devices == 4
 
 
 def test_devices_on_one_host_share_its_memory_and_cores() -> None:

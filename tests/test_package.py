@@ -16,11 +16,6 @@ ERRORS = {name: one for name, one in inspect.getmembers(errors, inspect.isclass)
 DRAWING = errors.__doc__ or ""
 
 
-def test_public_names_are_sorted() -> None:
-    assert harmony_ds.__all__ == sorted(harmony_ds.__all__)
-    assert len(set(harmony_ds.__all__)) == len(harmony_ds.__all__)
-
-
 def test_every_public_name_can_be_imported() -> None:
     for name in harmony_ds.__all__:
         found = getattr(harmony_ds, name)

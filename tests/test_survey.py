@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ ANCHOR_BYTES = 64
 """Every cut of the autograd graph has an anchor of 4 bytes, which is host memory where the device is none."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def config_of(**more: Any) -> Config:
     device = {"harmony": {"device": "cpu"}}
     return load_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **device, **more})
@@ -72,8 +66,10 @@ def estimated(one: Family, dropout: float, config: Config) -> Survey:
 def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout: float) -> None:
     config = config_of()
     known = measure(family(name).build(dropout), family(name).batch(0), config).costs
-    found = estimated(family(name), dropout, config).costs
+    survey = estimated(family(name), dropout, config)
+    found, shapes = survey.costs, {spec.name: spec.shape for spec in survey.graph.parameters}
 
+    assert shapes == {n: tuple(p.shape) for n, p in family(name).build(dropout).named_parameters()}
     assert found.calls == known.calls
     for ours, theirs in zip(found.costs, known.costs, strict=True):
         assert ours.stash_bytes == theirs.stash_bytes
@@ -83,15 +79,6 @@ def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout:
             assert abs(getattr(ours, peak) - getattr(theirs, peak)) <= ANCHOR_BYTES, peak
     assert abs(found.tail_bytes - known.tail_bytes) <= ANCHOR_BYTES
     assert abs(found.held_bytes - known.held_bytes) <= ANCHOR_BYTES
-
-
-def test_weights_are_those_of_the_model() -> None:
-    found = estimated(family("gpt2"), 0.0, config_of())
-    model = family("gpt2").build(0.0)
-
-    assert {spec.name: spec.shape for spec in found.graph.parameters} == {
-        name: tuple(p.shape) for name, p in model.named_parameters()
-    }
 
 
 def test_equal_layers_are_propagated_through_once_with_the_same_result() -> None:
@@ -138,24 +125,14 @@ def test_flops_are_those_of_the_closed_formula() -> None:
     assert clock.flops - forward == pytest.approx(4 * matrices * tokens + 2.5 * attention, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "calls"),
-    [
-        ("llama-2-7b", 6_738_415_616, 35),
-        ("llama-2-13b", 13_015_864_320, 43),
-        ("llama-2-70b", 68_976_648_192, 83),
-    ],
-)
-def test_a_model_of_any_size_takes_seconds_and_no_memory(name: str, parameters: int, calls: int) -> None:
+def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.process_time()
-    model, inputs = llama(name, 1, 2048)
+    model, inputs = llama("llama-2-70b", 1, 2048)
     found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE)
 
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
-    assert sum(spec.numel for spec in found.graph.parameters) == parameters
-    assert len(found.graph.calls) == calls
-    assert time.process_time() - began < 60
+    assert sum(spec.numel for spec in found.graph.parameters) == 68_976_648_192
+    assert len(found.graph.calls) == 83
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 512 * 1024
 
@@ -184,6 +161,7 @@ def test_parameters_used_between_layers_join_the_resident_set() -> None:
     inputs = {"words": torch.zeros(2, 4, dtype=torch.long, device="meta")}
 
     assert estimate(model, inputs, config_of(), HARDWARE).graph.unlayered == ("embed.weight",)
+    assert not any("forward" in module.__dict__ for module in model.modules())  # no interception is left
 
 
 class OutsideNet(nn.Module):
@@ -213,13 +191,6 @@ class AskingNet(nn.Module):
 def test_a_model_that_looks_at_numbers_is_told_to_be_profiled() -> None:
     with pytest.raises(ModelError, match="profile it with data"):
         estimate(AskingNet().to("meta"), {"inputs": torch.zeros(2, 8, device="meta")}, config_of(), HARDWARE)
-
-
-def test_the_model_is_left_without_interception() -> None:
-    model, inputs = llama("llama-2-7b", 1, 128)
-    estimate(model, inputs, config_of(), HARDWARE)
-
-    assert "forward" not in model.model.layers[0].__dict__
 
 
 @pytest.mark.parametrize(
@@ -273,44 +244,38 @@ def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"),
-    [("AdamW", 2), ("Lion", 1), ("Adagrad", 1), ("SGD", 0), ("SomethingElse", 2), (None, 2)],
+    ("optimizer", "params", "states"),
+    [
+        ("AdamW", {}, 2),
+        ("Lion", {}, 1),
+        ("Adagrad", {}, 1),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("SomethingElse", {}, 2),
+        (None, {}, 2),
+    ],
 )
-def test_what_an_optimizer_keeps(optimizer: str | None, states: int) -> None:
-    block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {}}}
+def test_what_an_optimizer_keeps(optimizer: str | None, params: dict[str, float], states: int) -> None:
+    block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": params}}
 
     assert update_cost(config_of(**block)).states == states
-
-
-def test_sgd_with_momentum_keeps_it() -> None:
-    assert update_cost(config_of(optimizer={"type": "SGD", "params": {"momentum": 0.9}})).states == 1
 
 
 # ---- a profile that was saved
 
 
-def test_a_saved_profile_stands_in_for_measuring() -> None:
-    one = family("gpt2")
-    measured = measure(one.build(0.0), one.batch(0), config_of())
-    saved = Profile.from_json(measured.profile.to_json())
-    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config_of(), saved)
-
-    assert found.graph == measured.graph
-    assert found.costs == measured.costs
-    assert found.profile.machine == measured.profile.machine
-    assert found.element == measured.element
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", None])
-def test_a_saved_profile_plans_residents_as_the_engine_that_was_measured(optimizer: str | None) -> None:
+def test_a_saved_profile_stands_in_for_measuring(optimizer: str | None) -> None:
     one = family("gpt2")
     block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
     config = config_of(harmony={"device": "cpu", "device_memory_gib": 1}, **block)
     measured = measure(one.build(0.0), one.batch(0), config)
-    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config, measured.profile)
+    saved = Profile.from_json(measured.profile.to_json())
+    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config, saved)
 
     assert measured.request.settings.residency == "auto"
-    assert found.graph == measured.graph
+    assert (found.graph, found.costs, found.element) == (measured.graph, measured.costs, measured.element)
+    assert found.profile.machine == measured.profile.machine
     assert found.request == measured.request
 
 

@@ -32,11 +32,6 @@ TINY = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
@@ -79,17 +74,13 @@ def test_the_version_is_the_packages() -> None:
     assert run("--version").stdout.startswith(f"harmony_ds {harmony_ds.__version__} (torch {torch.__version__}")
 
 
-def test_a_mistyped_option_is_answered_with_the_one_that_was_meant(tiny: str) -> None:
-    found = run("estimate", tiny, "--acumulation", "3")
-
-    assert found.exit_code == 2
-    assert "there is no --acumulation here: did you mean --accumulation?" in found.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--nope",), "there is no --nope here"),
+        (("estimate",), "estimate"),
+        (("estimate", "x", "--micro-batch", "0"), "--micro-batch"),
+        (("estimate", "x", "--acumulation", "3"), "there is no --acumulation here: did you mean --accumulation?"),
         (("--verison",), "did you mean --version?"),
         (("machines", "x"), '"x" is one argument too many'),
         (("convert", "a", "b", "--to", "zero9"), 'there is no "zero9": harmony, deepspeed-zero2'),
@@ -117,18 +108,6 @@ def test_options_are_in_their_table_and_the_table_holds_no_other() -> None:
     used = {(name, one.name) for name, command in COMMANDS.items() for one in parameters_of(command)}
 
     assert set(OPTIONS) <= {row for name, one in used for row in (one, f"{name}.{one}")}
-
-
-@pytest.mark.parametrize("arguments", [("estimate",), ("estimate", "x", "--micro-batch", "0"), ("estimate", "--nope")])
-def test_a_wrong_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
-    assert run(*arguments).exit_code == 2
-
-
-def test_the_module_runs_as_the_console_script_does() -> None:
-    command = [sys.executable, "-m", "harmony_ds.cli", "machines", "--json"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert "rtx4090" in json.loads(found.stdout)["gpus"]
 
 
 # ---- estimate
@@ -187,14 +166,6 @@ def test_a_batch_that_devices_do_not_divide_is_said(tiny: str, tmp_path: Path) -
 
 def test_the_sequence_is_the_models_longest(tiny: str) -> None:
     assert run_json("estimate", tiny, "--no-advice")["tokens_per_step"] == 64 * 16
-
-
-def test_more_accumulation_moves_the_same_bytes(tiny: str) -> None:
-    few, many = (
-        run_json("estimate", tiny, "--accumulation", n, "--no-advice")["lower_bound_bytes"] for n in ("2", "8")
-    )
-
-    assert few == many
 
 
 def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(tiny: str) -> None:
@@ -315,6 +286,7 @@ def test_the_ds_config_is_what_the_engine_would_read(tiny: str, on_cpu: str) -> 
 # ---- profile and plan
 
 
+@pytest.mark.real_times
 def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     saved = run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))
@@ -332,15 +304,6 @@ def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path
 
     assert found.exit_code == 1
     assert "No such file" in found.stderr
-
-
-def test_a_profile_of_something_else_is_refused(tiny: str, on_cpu: str, tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))
-    found = run("plan", tiny, "--ds-config", on_cpu, "--profile", str(file), "--sequence", "16")
-
-    assert found.exit_code == 1
-    assert "something else" in found.stderr
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "there is no profile"), ("{}", "no profile of harmony_ds")])
@@ -371,6 +334,7 @@ def test_machines_are_listed_with_their_sources() -> None:
     assert max(map(len, found.stdout.splitlines())) <= 80
     for word in ("rtx4090", "pcie4", "desktop-ddr5"):
         assert word in found.stdout
+    assert "rtx4090" in run_json("machines")["gpus"]
 
 
 # ---- trace

@@ -14,10 +14,8 @@ from tests.compatibility.record import Script
 MICRO = {"train_micro_batch_size_per_gpu": 2}
 READ: dict[str, dict[str, Any]] = {
     "batch size alone": {"train_batch_size": 8},
-    "micro-batch size alone": {"train_micro_batch_size_per_gpu": 3},
     "batch and micro-batch size": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2},
     "batch size and accumulation steps": {"train_batch_size": 8, "gradient_accumulation_steps": 4},
-    "micro-batch size and accumulation steps": {**MICRO, "gradient_accumulation_steps": 4},
     "all three": {"train_batch_size": 8, **MICRO, "gradient_accumulation_steps": 4},
     "gradient_clipping": {**MICRO, "gradient_clipping": 0.25},
     "no gradient_clipping": MICRO,
@@ -27,9 +25,7 @@ READ: dict[str, dict[str, Any]] = {
     "bfloat16": {**MICRO, "bfloat16": {"enabled": True}},
     "flags in words": {**MICRO, "fp16": {"enabled": "true"}},
     "zero_optimization": {**MICRO, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-    "zero_optimization as a flag": {**MICRO, "zero_optimization": True},
     "zero_optimization.cpu_offload": {**MICRO, "zero_optimization": {"stage": 2, "cpu_offload": True}},
-    "zero_optimization with auto": {**MICRO, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
     "optimizer": {**MICRO, "optimizer": ADAMW},
     "scheduler": {**MICRO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
     "a harmony block": {**MICRO, "harmony": {"device": "cpu"}},
@@ -38,12 +34,10 @@ READ: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no batch size": ({}, "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
-    "accumulation steps alone": ({"gradient_accumulation_steps": 4}, "Either train_batch_size or"),
     "batch sizes that contradict": (
         {"train_batch_size": 7, **MICRO, "gradient_accumulation_steps": 4},
         "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7 != 2 * 4 * 1",
     ),
-    "batch size 0": ({"train_batch_size": 0}, "Train batch size: 0 has to be greater than 0"),
     "micro-batch size -1": ({"train_micro_batch_size_per_gpu": -1}, "has to be greater than 0"),
     "micro-batch size 0 with a batch size": ({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 0}, ""),
     "batch size auto": ({"train_batch_size": "auto"}, ""),
@@ -51,28 +45,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**MICRO, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
         "bfloat16 and fp16 modes cannot be simultaneously enabled",
     ),
-    "fp16.loss_scale true": ({**MICRO, "fp16": {"loss_scale": True}}, "fp16.loss_scale must be a number, not bool"),
     "fp16.loss_scale -1": ({**MICRO, "fp16": {"loss_scale": -1}}, "fp16.loss_scale must be >= 0"),
-    "fp16.loss_scale inf": ({**MICRO, "fp16": {"loss_scale": float("inf")}}, "must be a finite number"),
     "fp16.loss_scale_window 0": (
         {**MICRO, "fp16": {"enabled": True, "loss_scale_window": 0}},
         "fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled",
     ),
-    "fp16.min_loss_scale 0": (
-        {**MICRO, "fp16": {"enabled": True, "min_loss_scale": 0}},
-        "fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled",
-    ),
     "an unknown key in fp16": ({**MICRO, "fp16": {"enable": True}}, "enable"),
-    "an unknown key in zero_optimization": ({**MICRO, "zero_optimization": {"stge": 2}}, "stge"),
     "stage 5": ({**MICRO, "zero_optimization": {"stage": 5}}, "Input should be 0, 1, 2"),
-    "reduce_bucket_size 0": (
-        {**MICRO, "zero_optimization": {"reduce_bucket_size": 0}},
-        "Input should be greater than 0",
-    ),
-    "offload to gpu": (
-        {**MICRO, "zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
-        "Input should be 'none', 'cpu' or 'nvme'",
-    ),
     "ratio below 1 with stage 2": (
         {**MICRO, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         "Partial offloading only supported for ZeRO Stage 3.",
@@ -93,10 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**MICRO, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
         "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
     ),
-    "checkpoint.tag_validation": ({**MICRO, "checkpoint": {"tag_validation": "maybe"}}, "'WARN', 'IGNORE'"),
     "compression_training": ({**MICRO, "compression_training": {"weight_quantization": {}}}, "ompression"),
-    "amp": ({**MICRO, "amp": {"enabled": True}}, "Apex AMP"),
-    "elasticity": ({**MICRO, "elasticity": {"enabled": True}}, "lastic training"),
     "flops_profiler": ({**MICRO, "flops_profiler": {"enabled": True}}, "FLOPs"),
     "ignore_unused_parameters false": (
         {**MICRO, "zero_optimization": {"stage": 2, "ignore_unused_parameters": False}},

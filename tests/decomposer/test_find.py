@@ -73,14 +73,8 @@ def test_layers_and_resident_set_cover_every_parameter(one: Family) -> None:
         assert layer.index == place
         assert layer.module is model.get_submodule(layer.name)
         assert len(set(layer.parameters)) == len(layer.parameters)
-
-
-@pytest.mark.parametrize("one", EVERY_FAMILY, ids=lambda one: one.name)
-def test_no_layer_is_inside_another(one: Family) -> None:
-    layers = find_layers(one.build(0.0)).layers
-    for outer in layers:
-        inside = set(outer.module.modules()) - {outer.module}
-        assert not [inner.name for inner in layers if inner.module in inside]
+        inside = set(layer.module.modules()) - {layer.module}
+        assert not [inner.name for inner in found.layers if inner.module in inside]
 
 
 def test_a_tied_parameter_has_the_first_name_in_every_layer_that_holds_it() -> None:
@@ -106,32 +100,22 @@ def test_a_model_that_is_one_layer_is_named_by_the_empty_string() -> None:
     assert [(layer.name, layer.parameters) for layer in found.layers] == [("", ("weight", "bias"))]
 
 
-def test_elements_of_nested_lists_are_layers() -> None:
-    model = nn.ModuleDict(
-        {"rows": nn.ModuleList([nn.ModuleList([Block(0.0), Block(0.0)]), nn.ModuleList([Block(0.0)])])}
-    )
-
-    assert names(find_layers(model)) == "rows.0.0 rows.0.1 rows.1.0"
+SHARED = Block(0.0)
 
 
-def test_elements_of_a_model_that_is_a_sequential_are_layers() -> None:
-    assert names(find_layers(nn.Sequential(Block(0.0), Block(0.0)))) == "0 1"
-
-
-def test_a_pattern_that_matches_a_list_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"transformer.h"):
-        find_layers(family("gpt2").build(0.0), ("transformer.h",))
-
-
-def test_a_block_in_two_places_is_one_layer() -> None:
-    shared = Block(0.0)
-    model = nn.ModuleDict({"blocks": nn.ModuleList([shared, Block(0.0), shared])})
-
-    assert names(find_layers(model)) == "blocks.0 blocks.1"
-
-
-def test_elements_without_parameters_are_no_layers() -> None:
-    assert names(find_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == "0 2"
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.ModuleList([nn.ModuleList([Block(0.0), Block(0.0)]), nn.ModuleList([Block(0.0)])]), "0.0 0.1 1.0"),
+        (nn.Sequential(Block(0.0), Block(0.0)), "0 1"),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "0 2"),
+        (nn.ModuleDict({"blocks": nn.ModuleList([SHARED, Block(0.0), SHARED])}), "blocks.0 blocks.1"),
+        (nn.ModuleDict({"embed": SHARED.widen, "head": nn.Linear(4, 3), "again": SHARED.widen}), "embed head"),
+    ],
+    ids=("nested lists", "a Sequential", "no parameters", "a block in two places", "a module in two places"),
+)
+def test_elements_of_lists_are_layers_once_where_they_have_parameters(model: nn.Module, expected: str) -> None:
+    assert names(find_layers(model)) == expected
 
 
 def test_parameters_of_lists_are_resident() -> None:
@@ -150,28 +134,29 @@ def test_frozen_parameters_belong_to_their_layers_too() -> None:
     assert [layer.parameters for layer in find_layers(model).layers] == [("0.weight", "0.bias"), ("1.weight", "1.bias")]
 
 
-def test_patterns_take_the_place_of_the_blocks() -> None:
+def parts_of(block: int) -> str:
+    return " ".join(f"blocks.{block}.{part}" for part in ("norm", "widen", "narrow"))
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "expected"),
+    [
+        ("gpt2", ("transformer",), "transformer lm_head"),
+        ("InPlaceNet", ("blocks.*",), "blocks.0 blocks.1 blocks.2 head"),  # of nested matches the outer one counts
+        ("InPlaceNet", ("blocks.1",), f"{parts_of(0)} blocks.1 {parts_of(2)} head"),
+        ("InPlaceNet", ("blocks.0", "blocks.1", "blocks.2.widen"), f"blocks.0 blocks.1 {parts_of(2)} head"),
+    ],
+)
+def test_patterns_take_the_place_of_the_blocks(name: str, patterns: tuple[str, ...], expected: str) -> None:
+    assert names(find_layers(family(name).build(0.0), patterns)) == expected
+
+
+def test_a_pattern_reaches_into_blocks_and_is_no_list() -> None:
     model = family("gpt2").build(0.0)
 
-    assert names(find_layers(model, ("transformer",))) == "transformer lm_head"
     assert "transformer.h.1.mlp" in names(find_layers(model, ("transformer.h.*.mlp",))).split()
-
-
-def test_what_no_pattern_names_is_cut_into_its_owners() -> None:
-    found = find_layers(family("InPlaceNet").build(0.0), ("blocks.1",))
-    parts = [f"blocks.{block}.{part}" for block in (0, 2) for part in ("norm", "widen", "narrow")]
-
-    assert names(found) == " ".join([*parts[:3], "blocks.1", *parts[3:], "head"])
-
-
-def test_of_nested_matches_the_outer_one_counts() -> None:
-    assert names(find_layers(family("InPlaceNet").build(0.0), ("blocks.*",))) == "blocks.0 blocks.1 blocks.2 head"
-
-
-def test_several_patterns_add_up() -> None:
-    found = find_layers(family("InPlaceNet").build(0.0), ("blocks.0", "blocks.1", "blocks.2.widen"))
-
-    assert names(found) == "blocks.0 blocks.1 blocks.2.norm blocks.2.widen blocks.2.narrow head"
+    with pytest.raises(ConfigError, match=r"transformer.h"):
+        find_layers(model, ("transformer.h",))
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it() -> None:
@@ -193,14 +178,3 @@ def test_decomposing_changes_nothing() -> None:
 
     assert [(name, id(p)) for name, p in model.named_parameters()] == before
     assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_a_module_in_two_places_is_one_layer() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(3, 4)
-            self.head = nn.Linear(4, 3)
-            self.again = self.embed
-
-    assert [layer.name for layer in find_layers(Twice()).layers] == ["embed", "head"]

@@ -218,11 +218,3 @@ def is_python(line: str) -> bool:
     except (SyntaxError, ValueError):
         return False
     return isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign, ast.ClassDef)) or "engine." in line
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("import torch", True), ("model = Net()", True), ("engine.save()", True), ("1.0 GiB of it", False), ("x", False)],
-)
-def test_python_is_known_by_its_statements(line: str, expected: bool) -> None:
-    assert is_python(line) is expected

@@ -53,6 +53,8 @@ def test_every_machine_of_the_file_has_rates_a_source_and_a_usual_link_and_host(
 def test_adam_in_mixed_precision_moves_thirty_bytes_per_parameter_and_runs_at_the_speed_of_memory() -> None:
     machine = hardware_of("rtx4090/desktop-ddr4").machine(ADAM)
 
+    assert UpdateCost(states=2, gradient_bytes=4, copy_bytes=0).bytes_per_element == 28
+    assert UpdateCost(states=0, gradient_bytes=4, copy_bytes=0).bytes_per_element == 12
     assert ADAM.bytes_per_element == machine.update_bytes_per_element == 30
     assert machine.host_bytes_per_ms == pytest.approx(51.2e6 * 0.75)
     assert machine.update_elements_per_ms == pytest.approx(51.2e6 * 0.75 / 30)
@@ -64,8 +66,3 @@ def test_devices_with_nvlink_send_through_it_and_others_through_their_slot() -> 
     assert four.peer_bytes_per_ms == hardware_of("h100").machine(ADAM).peer_bytes_per_ms
     cards = hardware_of("rtx4090").machine(ADAM).among(4)
     assert cards.peers_share_link and cards.peer_bytes_per_ms == cards.link_bytes_per_ms / 2
-
-
-def test_an_optimizer_in_fp32_writes_no_copy() -> None:
-    assert UpdateCost(states=2, gradient_bytes=4, copy_bytes=0).bytes_per_element == 28
-    assert UpdateCost(states=0, gradient_bytes=4, copy_bytes=0).bytes_per_element == 12

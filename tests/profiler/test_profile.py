@@ -9,7 +9,7 @@ import pytest
 
 from harmony_ds import ProfileError
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.profiler.profile import Profile
 from tests.scheduler.examples import GPU
 
 SMALL = CostTable((0, 1), (CallCost(10, forward_ms=1.0, needs_backward=True), CallCost(20)), tail_bytes=5, tail_ms=0.5)
@@ -57,7 +57,3 @@ def test_a_foreign_profile_says_what_differs() -> None:
     PROFILE.check({"model": "m", "torch": "2"})
     with pytest.raises(ProfileError, match=r"torch was '2' and is '3' now"):
         PROFILE.check({"model": "m", "torch": "3"})
-
-
-def test_a_machine_is_pure_data() -> None:
-    assert Machine(**json.loads(PROFILE.to_json())["machine"]) == GPU

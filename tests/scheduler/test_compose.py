@@ -40,14 +40,6 @@ def test_prefetch_swaps_a_pack_in_while_the_one_before_computes() -> None:
     )
 
 
-def test_prefetch_only_moves_swap_ins() -> None:
-    with_prefetch = step(THREE, TWO_FRESH, Policy(prefetch=True)).split()
-    without = step(THREE, TWO_FRESH, Policy(prefetch=False)).split()
-
-    assert [task for task in with_prefetch if task[0] != "I"] == [task for task in without if task[0] != "I"]
-    assert sorted(with_prefetch) == sorted(without)
-
-
 def test_a_stash_on_the_host_leaves_behind_each_forward_and_comes_back_one_ahead() -> None:
     assert step(THREE, Group((0, 1, 2)), Policy(prefetch=False, stash_on_host=ALL_PACKS, deferred_update=False)) == (
         "I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1 F1.0 S1.0 F1.1 S1.1 F1.2 S1.2 E1 "
@@ -138,10 +130,6 @@ def test_swaps_do_not_depend_on_the_number_of_micro_batches() -> None:
     assert swaps[0] == swaps[1]
 
 
-def test_a_group_is_ordered_by_index() -> None:
-    assert Group(fresh=(3, 0), forwarded=(2, 1)).all == (0, 1, 2, 3)
-
-
 def test_without_grouping_each_micro_batch_passes_all_packs_and_the_last_one_brings_the_updates() -> None:
     policy = Policy(prefetch=False, deferred_update=False, grouping=False)
     assert step(packs_of(True, True), TWO_FRESH, policy) == (
@@ -179,10 +167,6 @@ def test_a_last_pack_that_is_not_fused_stays_from_one_pass_to_the_other() -> Non
     assert step(packs_of(True, True), TWO_FRESH, replace(policy, prefetch=True)) == (
         "I0 I1 F0.0 F0.1 E0 F1.0 F1.1 I0 B1.0 B1.1 O1 U1 E1 B0.0 B0.1 G1 O0 U0 E0 G0"
     )
-
-
-def test_the_overlap_of_updates_changes_no_task() -> None:
-    assert step(THREE, TWO_FRESH, replace(PLAIN, overlap_update=False)) == step(THREE, TWO_FRESH, PLAIN)
 
 
 def test_micro_batches_are_suspended_that_run_through_the_last_pack_both_ways() -> None:

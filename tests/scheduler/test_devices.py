@@ -14,7 +14,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.plan import Plan, Policy, Task
+from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
@@ -22,13 +22,14 @@ from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, reused, text
+from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, reused, text
 
 COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
 NUMEL = 1000
 DEFERRED = Policy(prefetch=False, devices=2)
 ON_HOST = replace(DEFERRED, reduce_on_host=True)
+SHARED = replace(DEFERRED, shared=True)
 
 
 def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Plan, CostTable]:
@@ -46,12 +47,11 @@ def test_every_device_has_whole_grains_of_each_parameter() -> None:
     assert pack.gradient_bytes == 4 * 1008  # on the device all of it
     assert pack.update_elements == 512
     assert [pack.swap_out_bytes(rank) for rank in (0, 1, None)] == [2048, 1984, 2048]
+    assert Plan.from_json(planned(DEFERRED)[0].to_json()) == planned(DEFERRED)[0]
 
-
-def test_one_device_has_no_pieces() -> None:
-    pack = planned(Policy())[0].packs[0]
-    assert (pack.gradient_pieces, pack.sent_bytes, pack.update_elements) == ((), (), NUMEL)
-    assert pack.swap_out_bytes(0) == pack.swap_out_bytes() == pack.gradient_bytes
+    alone = planned(Policy())[0].packs[0]
+    assert (alone.gradient_pieces, alone.sent_bytes, alone.update_elements) == ((), (), NUMEL)
+    assert alone.swap_out_bytes(0) == alone.swap_out_bytes() == alone.gradient_bytes
 
 
 def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
@@ -59,26 +59,6 @@ def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
     tasks = text(compose_step(packing, Group.of(1), replace(DEFERRED, deferred_update=False)))
     assert tasks == "I0 F0.0 E0 I1 L1.0 R1 O1 U1 E1 I0 B0.0 G1 R0 O0 U0 E0 G0"
     assert " R" not in text(compose_step(packing, Group.of(1), replace(DEFERRED, devices=1)))
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ("I0 L0.0 O0 G0 E0 N U0", "one device's"),
-        ("I0 R0 L0.0 O0 G0 E0 N U0", "before all of its gradients"),
-        ("I0 L0.0 R0 R0 O0 G0 E0 N U0", "reduced twice"),
-    ],
-)
-def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
-    packing = reused(packs_of(True))
-    validate(packing, _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), DEFERRED)
-    with pytest.raises(PlanError, match=message):
-        validate(packing, _parsed(tasks), Group.of(1), DEFERRED)
-
-
-def test_one_device_reduces_nothing() -> None:
-    with pytest.raises(PlanError, match="no other device"):
-        validate(reused(packs_of(True)), _parsed("I0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), Policy())
 
 
 def test_bytes_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -138,28 +118,6 @@ def test_they_are_reduced_behind_each_swap_out() -> None:
     packing = reused(packs_of(True, True))
     tasks = text(compose_step(packing, Group.of(1), replace(ON_HOST, deferred_update=False)))
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 R1 U1 E1 I0 B0.0 G1 O0 R0 U0 E0 G0"
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ("I0 L0.0 R0 O0 G0 E0 N U0", "before its gradients are there"),
-        ("I0 L0.0 O0 R0 R0 G0 E0 N U0", "on the host twice"),
-        ("I0 L0.0 O0 G0 E0 N R0 U0", "have not been reduced"),
-    ],
-)
-def test_a_broken_list_is_caught_where_the_host_reduces(tasks: str, message: str) -> None:
-    packing = reused(packs_of(True))
-    validate(packing, _parsed("I0 L0.0 O0 R0 G0 E0 N U0"), Group.of(1), ON_HOST)
-    with pytest.raises(PlanError, match=message):
-        validate(packing, _parsed(tasks), Group.of(1), ON_HOST)
-
-
-def test_no_update_comes_before_its_sum() -> None:
-    packing, policy = reused(packs_of(True)), replace(ON_HOST, deferred_update=False)
-    validate(packing, _parsed("I0 L0.0 O0 R0 U0 G0 E0"), Group.of(1), policy)
-    with pytest.raises(PlanError, match="updated early"):
-        validate(packing, _parsed("I0 L0.0 O0 U0 R0 G0 E0"), Group.of(1), policy)
 
 
 def test_the_host_reads_all_gradients_and_writes_their_sum() -> None:
@@ -241,22 +199,6 @@ def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
     assert ahead.startswith("I0 A0 I1 A1 F0.0 E0 I0 A0 L1.0")
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ("I0 L0.0 R0 O0 G0 E0 N U0", "not on the device"),
-        ("A0 I0 L0.0 R0 O0 G0 E0 N U0", "without a share"),
-        ("I0 A0 A0 L0.0 R0 O0 G0 E0 N U0", "gathered twice"),
-        ("I0 A0 L0.0 R0 O0 G0 E0 N U0 I0", "left on the device"),
-    ],
-)
-def test_a_pack_that_is_not_gathered_is_caught(tasks: str, message: str) -> None:
-    packing, policy = reused(packs_of(True)), replace(DEFERRED, shared=True)
-    validate(packing, _parsed("I0 A0 L0.0 R0 O0 G0 E0 N U0"), Group.of(1), policy)
-    with pytest.raises(PlanError, match=message):
-        validate(packing, _parsed(tasks), Group.of(1), policy)
-
-
 def test_a_share_is_whole_grains_and_what_is_left_comes_to_all() -> None:
     whole, costs = planned(replace(DEFERRED, devices=3))
     shared, _ = planned(replace(DEFERRED, devices=3, shared=True))
@@ -314,10 +256,29 @@ def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_
     assert not kept.policy.resident and not none.policy.resident
 
 
-def test_a_saved_plan_comes_back_with_its_pieces() -> None:
-    plan, _ = planned(DEFERRED)
-    assert Plan.from_json(plan.to_json()) == plan
+ON_DEVICE, REDUCED_ON_HOST = "I0 L0.0 R0 O0 G0 E0 N U0", "I0 L0.0 O0 R0 G0 E0 N U0"
+AT_ONCE, GATHERED = "I0 L0.0 O0 R0 U0 G0 E0", "I0 A0 L0.0 R0 O0 G0 E0 N U0"
 
 
-def _parsed(tasks: str) -> tuple[Task, ...]:
-    return tuple(map(Task.parse, tasks.split()))
+@pytest.mark.parametrize(
+    ("policy", "valid", "tasks", "message"),
+    [
+        (DEFERRED, ON_DEVICE, "I0 L0.0 O0 G0 E0 N U0", "one device's"),
+        (DEFERRED, ON_DEVICE, "I0 R0 L0.0 O0 G0 E0 N U0", "before all of its gradients"),
+        (DEFERRED, ON_DEVICE, "I0 L0.0 R0 R0 O0 G0 E0 N U0", "reduced twice"),
+        (Policy(), "I0 L0.0 O0 G0 E0 N U0", ON_DEVICE, "no other device"),
+        (ON_HOST, REDUCED_ON_HOST, "I0 L0.0 R0 O0 G0 E0 N U0", "before its gradients are there"),
+        (ON_HOST, REDUCED_ON_HOST, "I0 L0.0 O0 R0 R0 G0 E0 N U0", "on the host twice"),
+        (ON_HOST, REDUCED_ON_HOST, "I0 L0.0 O0 G0 E0 N R0 U0", "have not been reduced"),
+        (replace(ON_HOST, deferred_update=False), AT_ONCE, "I0 L0.0 O0 U0 R0 G0 E0", "updated early"),
+        (SHARED, GATHERED, "I0 L0.0 R0 O0 G0 E0 N U0", "not on the device"),
+        (SHARED, GATHERED, "A0 I0 L0.0 R0 O0 G0 E0 N U0", "without a share"),
+        (SHARED, GATHERED, "I0 A0 A0 L0.0 R0 O0 G0 E0 N U0", "gathered twice"),
+        (SHARED, GATHERED, "I0 A0 L0.0 R0 O0 G0 E0 N U0 I0", "left on the device"),
+    ],
+)
+def test_a_broken_list_is_caught(policy: Policy, valid: str, tasks: str, message: str) -> None:
+    packing = reused(packs_of(True))
+    validate(packing, parse(valid), Group.of(1), policy)
+    with pytest.raises(PlanError, match=message):
+        validate(packing, parse(tasks), Group.of(1), policy)

@@ -40,11 +40,6 @@ def check(jobs: list[Job], timeline: Timeline) -> None:
         assert all(begin >= timeline.end_ms[before] - 1e-6 for before in job.after)
 
 
-def test_nothing_takes_no_time() -> None:
-    assert run_jobs([]).makespan_ms == 0
-    assert run_jobs([], {"link": 1}).makespan_ms == 0
-
-
 def test_a_stream_is_in_order_and_streams_go_on_together() -> None:
     timeline = run_jobs([Job(("copy",), 3), Job(("compute",), 5, after=(0,)), Job(("copy",), 4), Job(("copy",), 1)])
 

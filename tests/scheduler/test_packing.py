@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiler.costs import CallCost, CostTable
@@ -34,15 +32,6 @@ def test_only_the_first_pack_is_smaller(pack_layers: int, positions: list[tuple[
 
     assert [one.positions for one in packs] == positions
     assert [one.index for one in packs] == list(range(len(positions)))
-
-
-@given(st.integers(1, 20), st.integers(1, 25))
-def test_packs_cover_every_call_once(count: int, pack_layers: int) -> None:
-    packs = pack(graph_of([1] * count), pack_layers)
-
-    assert [p for one in packs for p in one.positions] == list(range(count))
-    assert all(len(one.positions) == min(pack_layers, count) for one in packs[1:])
-    assert [name for one in packs for name in one.owned] == [f"p{i}" for i in range(count)]
 
 
 def test_bytes_are_those_of_aligned_slabs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
@@ -71,14 +70,3 @@ def test_one_program_answers_for_the_first_items_too(values: list[int], combine:
 def test_a_number_of_parts_that_cannot_be() -> None:
     assert BestCuts(sums_of([1, 2]), Combine.MAX).bounds(3) is None
     assert BestCuts(sums_of([1, 2]), Combine.SUM).bounds(0) is None
-
-
-def test_200_items_into_every_number_of_parts_take_well_below_a_second() -> None:
-    values = [1 + i % 7 for i in range(200)]
-    begin = time.process_time()
-    best = BestCuts(sums_of(values), Combine.MAX)
-    bounds = [best.bounds(parts) for parts in range(1, 201)]
-    elapsed_s = time.process_time() - begin
-
-    assert all(is_cut(cut, 200) for cut in bounds)
-    assert elapsed_s < 1.0  # 0.05 s on an idle core

@@ -18,17 +18,13 @@ from tests.scheduler.examples import FP32, costs_of, graph_of
 from tests.scheduler.test_graphs import random_cases
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_no_peak_is_below_what_it_is_at_least(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_no_peak_is_below_its_bounds(seed: int) -> None:
+    """Neither below what it is at least, nor below what its packs take back."""
+    draw = Random(seed)
     for costs, request, packing, policy in random_cases(seed):
         peaks = Peaks(costs, request)
         assert peaks.at_least(packing, Policies.of(packing, [policy]))[0] <= peaks.of(packing, policy)
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_no_peak_is_below_what_its_packs_take_back(seed: int) -> None:
-    draw = Random(seed)
-    for costs, request, packing, policy in random_cases(seed):
         other = replace(
             policy,
             prefetch=draw.random() < 0.5,
@@ -36,8 +32,7 @@ def test_no_peak_is_below_what_its_packs_take_back(seed: int) -> None:
             fuse_last_pack=draw.random() < 0.7,
             overlap_update=draw.random() < 0.7,
         )
-        table = replace(costs, scalar_bytes=draw.choice((0, 512)), margin_bytes=77)
-        peaks = Peaks(table, request)
+        peaks = Peaks(replace(costs, scalar_bytes=draw.choice((0, 512)), margin_bytes=77), request)
         for one in (policy, other):
             assert peaks.at_least_closely(packing, one) <= peaks.of(packing, one)
 

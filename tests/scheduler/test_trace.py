@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -110,17 +108,6 @@ def test_runs_of_several_micro_batches_are_drawn_one_by_one() -> None:
     compute = [e for e in of_phase(drawn(plan, machine=CPU), "X") if STREAMS[e["tid"] - 1] == "compute"]
 
     assert [e["name"] for e in compute] == [str(task) for task in runs]
-
-
-@pytest.mark.parametrize("machine", [GPU, CPU])
-def test_spans_of_a_track_do_not_overlap(machine: Machine) -> None:
-    rows: dict[int, list[Any]] = defaultdict(list)
-    for event in of_phase(drawn(plan_of(), machine=machine), "X"):
-        rows[event["tid"]].append(event)
-
-    for row in rows.values():
-        for one, following in pairwise(sorted(row, key=lambda e: (e["ts"], e["dur"]))):
-            assert round(one["ts"] + one["dur"], 3) <= following["ts"]
 
 
 def test_times_are_the_predicted_ones_in_microseconds() -> None:

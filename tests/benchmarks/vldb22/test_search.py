@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner.candidates import DEEP, Packings, spread
+from benchmarks.vldb22.planner.candidates import DEEP, Packings
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads
 from benchmarks.vldb22.planner.profile import PassCosts
@@ -81,16 +81,6 @@ def test_candidates_cover_every_feasible_number_of_packs(cut: tuple[int, ...], c
     assert all(len(bounds) - 1 == parts for bounds in found)
     if all(packings.fits(*pack) for pack in pairwise(cut)):
         assert found
-
-
-@given(st.integers(1, 1000), st.sampled_from([4, 8, 16]))
-def test_of_a_deep_model_the_larger_numbers_lie_apart(most: int, share: int) -> None:
-    numbers = spread(most, share)
-
-    assert numbers[0] == 1 and numbers[-1] == most
-    assert numbers == sorted(set(numbers))
-    assert all(b - a <= max(1, a // share) for a, b in pairwise(numbers))
-    assert most > DEEP or len(numbers) == most
 
 
 @pytest.mark.parametrize("mode", Mode)

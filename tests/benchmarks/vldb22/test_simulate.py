@@ -10,7 +10,6 @@ from benchmarks.vldb22.planner.compose import compose
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.loads import Loads, PassLoads
 from benchmarks.vldb22.planner.lowering import lower, taken_with
-from benchmarks.vldb22.planner.machine import HARMONY_VLDB22
 from benchmarks.vldb22.planner.simulate import simulate
 from tests.benchmarks.vldb22.examples import MACHINE, costs_of, schedules, setups
 
@@ -31,28 +30,6 @@ def test_one_pack_on_one_device_by_hand() -> None:
 
     assert time_ms(setup, schedule, False) == pytest.approx(21 + 2 * (0.1 + 18) + 21 + 12)
     assert time_ms(setup, schedule, True) == pytest.approx(0.1 + 21 + 2 * 18 + 21 + 12, abs=0.11)
-
-
-def test_two_devices_share_the_link_and_reduce() -> None:
-    schedule = Schedule(1, (0,), 1, (0, 6))
-    reduce_ms = 2 * 1 / 2 * 2100 / 50
-
-    assert time_ms(Setup(Mode.DATA_PARALLEL, 2, 2), schedule, False) == pytest.approx(
-        42 + 0.2 + 18 + reduce_ms + 42 + 12
-    )
-
-
-def test_one_pack_in_a_pipeline_leaves_the_other_devices_alone() -> None:
-    schedule = Schedule(1, (0,), 1, (0, 6))
-
-    assert time_ms(Setup(Mode.PIPELINE, 4, 2), schedule, False) == time_ms(Setup(Mode.PIPELINE, 1, 2), schedule, False)
-
-
-@given(st.integers(1, 9), schedules(), st.booleans())
-def test_a_pipeline_of_one_is_data_parallel_of_one(batch: int, schedule: Schedule, overlap: bool) -> None:
-    one, other = Setup(Mode.PIPELINE, 1, batch), Setup(Mode.DATA_PARALLEL, 1, batch)
-
-    assert time_ms(one, schedule, overlap) == time_ms(other, schedule, overlap)
 
 
 @given(setups(), schedules(), st.booleans())
@@ -91,9 +68,3 @@ def test_micro_batches_are_taken_when_their_last_sample_is_there() -> None:
     assert taken_with((4, 4), (4, 4)) == [[4], [4]]
     assert taken_with((6, 6), (4, 4, 4)) == [[4], [4, 4]]
     assert taken_with((2, 2, 2), (4, 2)) == [[], [4], [2]]
-
-
-def test_the_machine_is_the_originals() -> None:
-    assert (HARMONY_VLDB22.swap * 1000, HARMONY_VLDB22.free_ms) == (12348030976.0, 40)
-    assert HARMONY_VLDB22.peer * 1000 == pytest.approx(8804682956.8)
-    assert HARMONY_VLDB22.message * 1000 == 17179869184
