@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
 
+pytestmark = pytest.mark.real_times
 COLD_MS = 1000.0
 SWAP_MS = 0.125
 
