@@ -51,14 +51,11 @@ def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> No
     assert torch.equal(gradients.norms["b"], (2 * sent["b"]).norm())
 
 
-def test_where_copies_are_compute_norms_are_left_to_the_thread_of_updates() -> None:
-    assert host()[0].norms_of({"w": torch.ones(3)}) is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)
     sent = {"w": torch.randn(3, 5), "b": torch.tensor(2.5)}
+    assert gradients.norms_of(sent) is None  # copies are compute here: left to the thread of updates
     transfer = gradients.swap_out(sent, beyond=0)
 
     assert transfer.gradients.keys() == sent.keys()
@@ -76,13 +73,6 @@ def test_a_transposed_gradient_keeps_its_values() -> None:
     assert transfer.gradients["w"].is_contiguous()
 
 
-def test_bytes_are_booked_with_their_padding() -> None:
-    gradients, ledger = host()
-    send(gradients, 16, 17)
-
-    assert ledger.close().device_to_host[Kind.GRADIENTS] == 64 + 128
-
-
 def test_a_released_buffer_is_used_again() -> None:
     gradients, _ = host()
     first = send(gradients, 100)
@@ -91,23 +81,6 @@ def test_a_released_buffer_is_used_again() -> None:
 
     assert second.buffer is first.buffer
     assert gradients.host_bytes == 4 * 112
-
-
-def test_of_spare_buffers_the_smallest_that_fits_is_taken() -> None:
-    gradients, _ = host()
-    small, large = send(gradients, 16), send(gradients, 160)
-    release(gradients, large)
-    release(gradients, small)
-
-    assert send(gradients, 10).buffer is small.buffer
-
-
-def test_where_buffers_are_few_a_small_one_makes_room_for_a_large_one() -> None:
-    gradients, _ = host(limit=1)
-    release(gradients, send(gradients, 16))
-    send(gradients, 160)
-
-    assert gradients.host_bytes == 640
 
 
 def test_transfers_in_use_do_not_share_memory() -> None:
@@ -145,11 +118,3 @@ def test_what_waits_for_another_pack_adds_to_the_limit() -> None:
     send(gradients, 8)
 
     assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8
-
-
-def test_destroying_gives_spare_buffers_back() -> None:
-    gradients, _ = host()
-    release(gradients, send(gradients, 8))
-    gradients.destroy()
-
-    assert gradients.host_bytes == 0

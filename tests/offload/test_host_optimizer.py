@@ -22,8 +22,6 @@ ELEMENTWISE: dict[str, Make] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
-    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.8, 0.95)),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2),
     "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, momentum=0.5, centered=True),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1),
@@ -79,7 +77,7 @@ def test_layer_by_layer_is_at_once(name: str) -> None:
         assert not torch.equal(parameters[key], before[key]), key
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_the_state_is_that_of_the_users_optimizer(name: str) -> None:
     plain = odd_sizes()
     optimizer = ELEMENTWISE[name](two_groups(plain))
@@ -140,21 +138,6 @@ def test_stepping_leaves_no_gradients_and_the_users_groups_alone() -> None:
 
     assert all(p.grad is None for p in parameters.values())
     assert [len(group["params"]) for group in host.optimizer.param_groups] == [3, 3]
-
-
-def test_a_scheduler_that_wraps_step_is_not_disturbed() -> None:
-    model = odd_sizes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    assert "step" in optimizer.__dict__
-    host = HostOptimizer(optimizer, parameters_of(model))
-    before = model[0].bias.detach().clone()
-    host.step({"0.bias": torch.ones(5)}, host.hyper())
-    optimizer.step()  # no gradients are left: nothing but a sign for the scheduler
-    scheduler.step()
-    host.step({"0.bias": torch.ones(5)}, host.hyper())
-
-    torch.testing.assert_close(model[0].bias.detach(), before - 1.0 - 0.5)
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_not_trained() -> None:
