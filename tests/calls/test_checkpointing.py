@@ -13,9 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 
 from harmony_ds import UnsupportedError
@@ -89,26 +87,6 @@ def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward
         for group in GROUPS:
             engine.train_batch(iter(group))
     assert_same(model, plain, bitwise=True)
-
-
-class Segmented(Net):
-    """`checkpoint_sequential` over blocks with operations between them, early stop switched off around it."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.reentrant = reentrant
-
-    def run(self, x: Tensor) -> Tensor:
-        functions = [step for block in self.blocks for step in (block, torch.sin, nn.Dropout(0.2))]
-        with set_checkpoint_early_stop(False):
-            made: Tensor = checkpoint_sequential(functions, 2, self.entry(x), use_reentrant=self.reentrant)
-        return made
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_of_sequences(reentrant: bool) -> None:
-    assert_equals_plain(lambda: Segmented(reentrant))
 
 
 # ---- others' checkpoints

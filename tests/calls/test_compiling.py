@@ -182,11 +182,6 @@ def of_engine(engine: Any) -> None:
     looped(compiled, compiled)
 
 
-def in_place(engine: Any) -> None:
-    nn.Module.compile(engine, backend="eager")
-    looped(engine, engine)
-
-
 def of_a_step(engine: Any) -> None:
     @torch.compile(backend="eager")
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -202,7 +197,7 @@ def of_a_step(engine: Any) -> None:
 
 # Dynamo looks at a loss that goes from one graph to the next.
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
-@pytest.mark.parametrize("program", [of_engine, in_place, of_a_step])
+@pytest.mark.parametrize("program", [of_engine, of_a_step])
 def test_compiled_code_around_an_engine_trains_like_plain(program: Callable[[Any], None]) -> None:
     model = built(Net)
     with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:

@@ -75,8 +75,3 @@ def test_the_users_generator_comes_back_as_it_was() -> None:
         draw()
         streams.close()
         assert draw() == drawn_plainly(9, 1)[0]
-
-
-def test_a_stream_that_was_never_started_is_an_error(streams: RandomStreams) -> None:
-    with pytest.raises(KeyError, match="nobody"):
-        streams.switch("nobody")

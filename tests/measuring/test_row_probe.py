@@ -35,20 +35,6 @@ class RowByRow(Base):
         return x * self.weight
 
 
-class TimeFirst(Base):
-    """Rows in the second dimension of what it gives."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).T
-
-
-class WithTable(Base):
-    """And a result that all rows share."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * self.weight, self.weight * 2
-
-
 class Centred(Base):
     """Looks at all rows."""
 
@@ -117,8 +103,6 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> Found:
     ("layer", "dims"),
     [
         (RowByRow(), RowDims((0,), (0,), 0)),
-        (TimeFirst(), RowDims((0,), (1,), 0)),
-        (WithTable(), RowDims((0,), (0, None), 0)),
         (Noisy(), RowDims((0,), (0,), 0)),
     ],
     ids=lambda value: type(value).__name__,

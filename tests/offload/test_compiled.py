@@ -136,22 +136,6 @@ def test_what_was_compiled_once_is_only_imported(
     assert tiny() == 42
 
 
-@pytest.mark.parametrize("kept", [0, 9000])
-def test_half_a_library_is_compiled_again(
-    tiny: Callable[..., int], kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "extensions/harmony_ds"
-    assert tiny() == 42
-    (library,) = folder.glob("*.so")
-    whole = library.read_bytes()
-    library.unlink()
-    library.write_bytes(whole[:kept])
-
-    assert tiny() == 42
-    no_more(monkeypatch)
-    assert tiny() == 42
-
-
 def test_of_two_processes_one_compiles_and_the_other_says_that_it_waits(place: Place) -> None:
     first = place.begin()
     place.wait_until_compiling()

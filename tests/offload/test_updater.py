@@ -146,18 +146,6 @@ def test_an_overflow_is_seen_and_its_gradients_can_be_dropped(value: float) -> N
         assert_equal(b.parameters, odd_sizes())
 
 
-def test_parameters_without_a_gradient_stay() -> None:
-    gradients = random_gradients()
-    del gradients["1.bias"]
-    with bench() as b:
-        b.deliver(1, gradients)
-        b.update(1)
-        b.update(2)
-        b.updater.wait_all()
-        assert b.optimizer.stepped == ["1.weight"]
-        assert torch.equal(b.parameters["1.bias"], odd_sizes()[1].bias)
-
-
 def test_in_bf16_the_parameters_follow_their_masters() -> None:
     gradients = random_gradients()
     with bench(torch.bfloat16) as b:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -226,15 +225,6 @@ def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
     assert left == ["finally"]
     assert lane.finished
     assert lane.result is None
-
-
-def test_it_runs_on_the_thread_that_resumes_it_and_starts_none() -> None:
-    before = threading.active_count()
-    seen: list[int] = []
-    with model_and_lane(lambda model: seen.append(threading.get_ident())) as lane:
-        lane.resume()
-        assert seen == [threading.get_ident()]
-        assert threading.active_count() == before
 
 
 def test_context_variables_are_inherited_and_kept_apart() -> None:

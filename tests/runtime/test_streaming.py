@@ -146,21 +146,16 @@ def test_results_are_the_models_own_and_nothing_stays(bench: Bench) -> None:
     assert bench.device.allocated_bytes() == 0
 
 
-def test_nothing_stays_where_a_layer_fails(bench: Bench) -> None:
-    hook = bench.model.layers[1].register_forward_pre_hook(_fail)
-    with pytest.raises(ZeroDivisionError):
-        bench.stream((0, 1, 2))
-    hook.remove()
-    assert bench.device.allocated_bytes() == 0
-    bench.stream((0, 1, 2))
-    assert bench.log() == AHEAD
-
-
-def test_where_the_resident_set_does_not_come_nothing_is_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["layer", "resident set"])
+def test_nothing_stays_and_nothing_is_open_where_something_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(bench.parts.residency, "swap_in", _fail)
+        owner, name = (bench.model.layers[1], "forward") if fails == "layer" else (bench.parts.residency, "swap_in")
+        patched.setattr(owner, name, _fail)
         with pytest.raises(ZeroDivisionError):
             bench.stream((0, 1, 2))
+    assert bench.device.allocated_bytes() == 0
     bench.stream((0, 1, 2))
     assert bench.log() == AHEAD
 

@@ -221,19 +221,3 @@ def test_the_engine_goes_on_on_its_own_stream_and_the_lane_on_the_lanes() -> Non
         assert lane.finished
     assert seen == ["the model's"]
     assert device.order == ["compute", "the model's"]
-
-
-def test_gradients_flow_where_a_lane_left_inference_mode() -> None:
-    """The engine's tensors are ordinary ones while a lane is suspended in inference mode."""
-
-    def inferring(model: nn.Module) -> None:
-        with torch.inference_mode():
-            model[0](torch.empty(1, 2))
-
-    with model_and_lane(inferring) as lane:
-        lane.resume()
-        weight = torch.ones(2, requires_grad=True)
-        (weight * 3.0).sum().backward()
-        assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]
-        assert not torch.ones(1).is_inference()
-        lane.resume(torch.empty(1, 2))

@@ -117,17 +117,6 @@ def test_spans_of_a_stream_do_not_overlap_and_lie_within_the_step(config: dict[s
         assert all(ms <= step.step_ms for stream, ms in step.busy_ms.items() if stream != "update")
 
 
-def test_the_unlayered_parameters_are_swapped_and_updated_by_tasks() -> None:
-    for config in (CONFIGS["immediate"], CONFIGS["deferred"]):
-        step = recorded(config)[-1]
-        number = step.plan.packing.unlayered
-        names = Counter(span.stream for span in step.spans if span.tasks[0].pack == number)
-
-        assert str(step.tasks[0]) == f"I{number}"
-        assert names["swap_in"] == names["swap_out"] == 1
-        assert names["update"] >= 1
-
-
 def test_recording_counts_device_memory_and_changes_no_bit() -> None:
     results = []
     for record in (False, True):

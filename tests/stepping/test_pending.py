@@ -206,16 +206,6 @@ def test_what_is_written_in_place_stays_as_in_a_plain_tensor(name: str) -> None:
         assert ticket.weight.grad == weight.grad
 
 
-def test_arithmetic_in_place_stays_pending() -> None:
-    loss, ticket = pending()
-    mean = loss.detach()
-    mean /= 4
-    mean.add_(1.0)
-
-    assert isinstance(mean, PendingLoss)
-    assert ticket.looked == 0
-
-
 def test_what_is_written_after_backward_does_not_change_the_gradient() -> None:
     loss, ticket = pending()
     loss.backward()

@@ -9,22 +9,15 @@ from torch import Tensor, nn
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
+from tests.runtime import test_timeline as timeline
 
 
-class Net(nn.Module):
-    """Blocks, a scale that no layer covers, and a parameter that the model does not use."""
+class Net(timeline.Net):
+    """Has a parameter that the model does not use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
         self.unused = nn.Parameter(torch.ones(3))
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = inputs
-        for block in self.blocks:
-            hidden = torch.tanh(block(hidden))
-        return (hidden * self.scale).square().mean()
 
 
 BATCHES = [torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
