@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,8 @@ from torch.utils.checkpoint import (
 from harmony_ds import UnsupportedError
 from harmony_ds.utils import safe_get_full_grad, safe_get_local_grad
 from tests.cover import pairs
-from tests.engine.drive import adamw, config_of, engine_for, seed_of
 from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
-from tests.oracle import assert_same, train_plainly
+from tests.oracle import assert_same
 
 Checkpoint = Callable[..., Any]
 Block = Callable[[Tensor], Tensor]
@@ -73,17 +73,11 @@ def test_operations_behind_a_layer_in_a_checkpoint(behind: str, way: str, pack: 
     assert_equals_plain(lambda: Checkpointed(behind, WAYS[way]), bitwise=behind != "residual", pack_layers=pack)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward_pass(reentrant: bool) -> None:
+def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward_pass() -> None:
     """A recomputation of plain PyTorch's would draw others: the reference has no checkpoint."""
-
-    def keeping_none(function: Block, x: Tensor) -> Any:
-        return checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
-
-    plain = built(lambda: Checkpointed("dropout", lambda f, x: f(x)))
-    train_plainly(plain, GROUPS, adamw(plain.parameters()), clip=None, seed_of=seed_of)
-    model = built(lambda: Checkpointed("dropout", keeping_none))
-    with engine_for(model, adamw, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+    plain = assert_equals_plain(lambda: Checkpointed("dropout", lambda f, x: f(x)))
+    keeping_none = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    with training(lambda: Checkpointed("dropout", keeping_none)) as (model, engine):
         for group in GROUPS:
             engine.train_batch(iter(group))
     assert_same(model, plain, bitwise=True)

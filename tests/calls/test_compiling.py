@@ -65,12 +65,7 @@ def whole(model: Any, backend: Any) -> Any:
     return torch.compile(model, backend=backend)
 
 
-def whole_in_place(model: Any, backend: Any) -> Any:
-    model.compile(backend=backend)
-    return model
-
-
-WAYS = [layers_replaced, layers_in_place, forwards, whole, whole_in_place]
+WAYS = [layers_replaced, layers_in_place, forwards, whole]
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or sys.version_info >= (3, 14), reason="inductor needs a C++ compiler"
 )

@@ -143,13 +143,6 @@ def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
         use(one.model)
 
 
-def test_resident_parameters_are_there_and_can_be_used() -> None:
-    one = Installed()
-    with one.installation.installed({"scale": nn.Parameter(torch.tensor(5.0))}):
-        assert (one.model.scale * 2).item() == 10.0
-    assert one.model.scale.item() == 2.0
-
-
 def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
     one = Installed()
     copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3)), "first.bias": nn.Parameter(torch.ones(3))})
@@ -177,6 +170,9 @@ def test_installing_an_installed_model_changes_nothing() -> None:
         with one.installation.installed({"scale": torch.tensor(7.0)}):
             assert isinstance(one.model.scale, PhantomParameter)
         assert isinstance(one.model.scale, PhantomParameter)
+    with one.installation.installed({"scale": nn.Parameter(torch.tensor(5.0))}):
+        assert (one.model.scale * 2).item() == 10.0
+    assert one.model.scale.item() == 2.0
 
 
 def test_removing_leaves_plain_dictionaries() -> None:

@@ -55,6 +55,8 @@ def test_a_handler_decides_what_a_layer_call_gives() -> None:
     assert torch.equal(outputs, 2 * plain(model[1]))
     assert (request.layer, request.kwargs, request.grad) == (1, {}, True)
     assert (named.layer, named.args, named.kwargs.keys()) == (0, (), {"hidden"})
+    assert type(model[0]) is Block
+    assert list(inspect.signature(model[0].forward).parameters) == ["hidden"]
     assert request.autocast is not None and not request.autocast.enabled
 
 
@@ -93,13 +95,6 @@ def test_hooks_of_a_layer_run_around_the_handler() -> None:
         outputs = model[0](inputs())
 
     assert seen[0] is outputs
-
-
-def test_class_and_signature_stay() -> None:
-    model, _ = intercepted()
-
-    assert type(model[0]) is Block
-    assert list(inspect.signature(model[0].forward).parameters) == ["hidden"]
 
 
 @pytest.mark.parametrize("clone_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

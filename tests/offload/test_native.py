@@ -30,21 +30,22 @@ def test_a_missing_compiler_is_an_error_that_names_the_remedy(monkeypatch: pytes
     assert isinstance(caught.value, OptimizerError)
 
 
-def test_a_missing_ninja_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(*_: object) -> object:
+    raise RuntimeError("building\nadam.cpp:3: error: no such header\nmore")
+
+
+@pytest.mark.parametrize(
+    ("ninja", "message"),
+    [
+        (False, r"ninja was not found \(pip install ninja\)"),
+        (True, r"compiling it failed \(adam.cpp:3: error: no such header\)"),
+    ],
+)
+def test_what_else_a_compilation_lacks_is_told(ninja: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
-    with pytest.raises(CompilerMissingError, match=r"ninja was not found \(pip install ninja\)"):
-        make_native("DeepSpeedCPUAdam", weights(), {})
-
-
-def test_a_failed_compilation_is_told_by_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: object) -> object:
-        raise RuntimeError("building\nadam.cpp:3: error: no such header\nmore")
-
-    monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: ninja)
     monkeypatch.setattr(native, "import_module", lambda _: type("ops", (), {"DeepSpeedCPUAdam": failing}))
-    with pytest.raises(CompilerMissingError, match=r"compiling it failed \(adam.cpp:3: error: no such header\)"):
+    with pytest.raises(CompilerMissingError, match=message):
         make_native("DeepSpeedCPUAdam", weights(), {})
 
 

@@ -11,7 +11,7 @@ import pytest
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
-from tests.scheduler.examples import packs_of, parse, text, with_unlayered
+from tests.scheduler.examples import packs_of, parse, with_unlayered
 
 PACKING = Packing(packs_of(True, True, True), (0, 1), (0, 1, 2))
 TASKS = "I0 I1 F0.0 F0.1 E0 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"
@@ -43,10 +43,6 @@ def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True) 
         order.append(str(task))
         updates.pending -= {pack for name, pack in done_before.items() if name == str(task)}
     return order
-
-
-def test_the_tasks_are_read_as_they_are_written() -> None:
-    assert text(parse(TASKS)) == TASKS
 
 
 @pytest.mark.parametrize(

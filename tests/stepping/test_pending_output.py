@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -127,10 +126,6 @@ def test_what_is_put_on_outputs_stays(cls: Any) -> None:
     output.more = 4
 
     assert (output.logits, output.more, output.loss) == (3, 4, real.loss)
-
-
-def test_what_wraps_a_forward_keeps_the_class() -> None:
-    assert type(accelerate.utils.convert_to_fp32(waiting(Model)[0])) is Model
 
 
 def test_what_the_outputs_do_not_have_is_their_error() -> None:
