@@ -53,18 +53,6 @@ def test_an_output_gradient_sums_out_of_place_and_is_empty_once_taken() -> None:
     assert (output_gradient.call, output_gradient.nbytes) == (4, 16)
 
 
-def test_a_cut_works_while_gradients_are_off() -> None:
-    x = torch.ones(2)
-    with torch.no_grad():
-        (y,) = cut([x.detach()], output_gradients_for(x))
-
-    assert y.requires_grad
-
-
-def test_cutting_nothing_gives_nothing() -> None:
-    assert cut([], []) == ()
-
-
 def test_a_cut_tensor_may_be_changed_in_place() -> None:
     x = torch.ones(2)
     output_gradients = output_gradients_for(x)

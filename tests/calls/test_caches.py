@@ -40,7 +40,9 @@ def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None
         assert empty_caches(left) == []
 
 
-@pytest.mark.parametrize("given", [OwnCache(), ((torch.ones(2), torch.ones(2)),)], ids=["object", "trained prefix"])
+@pytest.mark.parametrize(
+    "given", [OwnCache(), ((torch.ones(2), torch.ones(2)),), None], ids=["object", "trained prefix", "nothing"]
+)
 def test_what_the_program_made_itself_is_an_argument_like_any_other(given: Any) -> None:
     for call in (request(torch.ones(2), given), request(torch.ones(2), past_key_values=given)):
         assert without_unknown(call) is call
@@ -56,8 +58,3 @@ def test_a_cache_with_slots_stays_and_is_empty_again_behind_the_call() -> None:
         cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
         assert cache.get_seq_length() == 2
     assert cache.get_seq_length() == 0
-
-
-def test_a_request_without_caches_is_itself() -> None:
-    call = request(torch.ones(2), mask=None)
-    assert without_unknown(call) is call

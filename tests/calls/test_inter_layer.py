@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -15,41 +16,38 @@ from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.errors import ModelError
 
 
-def output_gradients_for(*tensors: Tensor) -> list[OutputGradient]:
-    return [OutputGradient(call, tensor) for call, tensor in enumerate(tensors)]
+def one_output(x: Tensor) -> tuple[Tensor, OutputGradient, InterLayerGraph]:
+    """The output of a call as the next one gets it, its gradient, and the graph between."""
+    output_gradient = OutputGradient(0, x)
+    (y,) = cut([x.detach()], [output_gradient])
+    return y, output_gradient, InterLayerGraph()
 
 
 def test_an_untouched_output_leads_straight_to_its_gradient() -> None:
-    x = torch.ones(2)
-    output_gradients = output_gradients_for(x)
-    (y,) = cut([x.detach()], output_gradients)
-    inter_layer = InterLayerGraph()
+    y, output_gradient, inter_layer = one_output(torch.ones(2))
 
-    assert inter_layer.target(y) is output_gradients[0]
+    assert inter_layer.target(y) is output_gradient
     assert inter_layer.is_trivial
 
 
 def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
-    x = torch.ones(2)
-    output_gradients = output_gradients_for(x)
-    (y,) = cut([x.detach()], output_gradients)
-    inter_layer = InterLayerGraph()
+    y, output_gradient, inter_layer = one_output(torch.ones(2))
     target = inter_layer.target(y * 3)
     assert isinstance(target, InterLayerGradient)
     assert (inter_layer.is_trivial, target.deadline, target.nbytes) == (False, 0, 8)
 
     target.add(torch.ones(2))
     inter_layer.settle(1)
-    assert output_gradients[0].gradient is None
+    assert output_gradient.gradient is None
     inter_layer.settle(0)
-    assert output_gradients[0].take().tolist() == [3.0, 3.0]
+    assert output_gradient.take().tolist() == [3.0, 3.0]
     inter_layer.settle(0)
-    assert output_gradients[0].take() is None
+    assert output_gradient.take() is None
 
 
 def test_what_is_made_from_several_calls_is_due_before_the_newest() -> None:
     x = torch.ones(2)
-    output_gradients = output_gradients_for(x, x, x)
+    output_gradients = [OutputGradient(call, x) for call in range(3)]
     first, _, third = (cut([x.detach()], [output_gradient])[0] for output_gradient in output_gradients)
     inter_layer = InterLayerGraph()
 
@@ -59,10 +57,7 @@ def test_what_is_made_from_several_calls_is_due_before_the_newest() -> None:
 
 
 def test_a_tensor_that_feeds_several_layers_has_one_target() -> None:
-    x = torch.ones(2)
-    output_gradients = output_gradients_for(x)
-    (y,) = cut([x.detach()], output_gradients)
-    inter_layer = InterLayerGraph()
+    y, output_gradient, inter_layer = one_output(torch.ones(2))
     made = y * 3
     target = inter_layer.target(made)
     assert inter_layer.target(made) is target
@@ -70,14 +65,11 @@ def test_a_tensor_that_feeds_several_layers_has_one_target() -> None:
     target.add(torch.ones(2))
     target.add(torch.ones(2))
     inter_layer.settle(-1)
-    assert output_gradients[0].take().tolist() == [6.0, 6.0]
+    assert output_gradient.take().tolist() == [6.0, 6.0]
 
 
 def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
-    x = torch.full((2,), 0.5)
-    output_gradients = output_gradients_for(x)
-    (y,) = cut([x.detach()], output_gradients)
-    inter_layer = InterLayerGraph()
+    y, output_gradient, inter_layer = one_output(torch.full((2,), 0.5))
     common = y.exp()
     left, right = inter_layer.target(common * 2), inter_layer.target(common * 3)
     left.add(torch.ones(2))
@@ -85,27 +77,22 @@ def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
     right.add(torch.ones(2))
     inter_layer.settle(0)
 
-    torch.testing.assert_close(output_gradients[0].take(), 5 * x.exp())
+    torch.testing.assert_close(output_gradient.take(), torch.full((2,), 5 * math.exp(0.5)))
 
 
 def test_gradients_reach_leaves_of_the_inter_layer_graph() -> None:
     scale = torch.tensor(2.0, requires_grad=True)
-    x = torch.full((3,), 4.0)
-    output_gradients = output_gradients_for(x)
-    (y,) = cut([x.detach()], output_gradients)
-    inter_layer = InterLayerGraph()
+    y, output_gradient, inter_layer = one_output(torch.full((3,), 4.0))
     inter_layer.target(y * scale).add(torch.ones(3))
     inter_layer.settle(-1)
 
     assert scale.grad.item() == 12.0
-    assert output_gradients[0].take().tolist() == [2.0] * 3
+    assert output_gradient.take().tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize(("made_from_input", "touched"), [(True, True), (False, False)])
 def test_whether_a_loss_runs_through_the_inter_layer_graph(made_from_input: bool, touched: bool) -> None:
-    x = torch.ones(2)
-    (y,) = cut([x.detach()], output_gradients_for(x))
-    inter_layer = InterLayerGraph()
+    y, _, inter_layer = one_output(torch.ones(2))
     made = y * 3
     inter_layer.target(made)
 

@@ -49,13 +49,3 @@ def test_what_is_said_to_have_nothing_in_common_has_nothing() -> None:
                 b.stride(),
             )
     assert apart > 1_000
-
-
-def test_slices_of_one_tensor() -> None:
-    base = torch.arange(48).view(2, 4, 6)
-    assert not may_overlap(base[..., :3], base[..., 3:])
-    assert not may_overlap(base[:, 0], base[:, 1:])
-    assert not may_overlap(base[..., ::2], base[..., 1::2])
-    assert may_overlap(base[..., :4], base[..., 3:])
-    assert may_overlap(base, base.view(-1))
-    assert may_overlap(base.float(), base.double())

@@ -29,23 +29,17 @@ def draw() -> float:
     return torch.rand(()).item()
 
 
-def test_seeds_are_what_they_always_were() -> None:
+def test_seeds_are_what_they_always_were_and_depend_on_all_three_numbers() -> None:
     """They are part of what makes a run repeatable: a change here changes every user's dropout."""
     assert micro_batch_seed(0, 0, 0) == 3051931488724851722
     assert micro_batch_seed(5, 1, 2) == 2001467980314101415
-
-
-def test_seeds_fit_torch_and_depend_on_all_three_numbers() -> None:
-    seed = micro_batch_seed(1, 2, 3)
-
-    assert 0 <= seed < 2**63
-    assert len({seed, micro_batch_seed(2, 2, 3), micro_batch_seed(1, 3, 3), micro_batch_seed(1, 2, 4)}) == 4
     assert micro_batch_seed(1, 11, 1) != micro_batch_seed(1, 1, 11) != micro_batch_seed(11, 1, 1)
 
 
 def test_interleaved_streams_draw_what_they_would_alone(streams: RandomStreams) -> None:
     first, second = [], []
     streams.start("a", 1)
+    streams.switch("a")  # the current one already
     first.append(draw())
     streams.start("b", 2)
     second.append(draw())
@@ -57,15 +51,6 @@ def test_interleaved_streams_draw_what_they_would_alone(streams: RandomStreams) 
 
     assert first == drawn_plainly(1, 4)
     assert second == drawn_plainly(2, 7)
-
-
-def test_switching_to_the_current_stream_changes_nothing(streams: RandomStreams) -> None:
-    streams.start("a", 1)
-    drawn = [draw()]
-    streams.switch("a")
-    drawn.append(draw())
-
-    assert drawn == drawn_plainly(1, 2)
 
 
 def test_a_replay_draws_the_same_and_does_not_move_its_stream(streams: RandomStreams) -> None:
@@ -90,16 +75,3 @@ def test_the_users_generator_comes_back_as_it_was() -> None:
         draw()
         streams.close()
         assert draw() == drawn_plainly(9, 1)[0]
-
-
-def test_closing_forgets_all_streams(streams: RandomStreams) -> None:
-    streams.start("a", 1)
-    streams.start("b", 2)
-    streams.close()
-    with pytest.raises(KeyError, match="a"):
-        streams.switch("a")
-
-
-def test_a_stream_that_was_never_started_is_an_error(streams: RandomStreams) -> None:
-    with pytest.raises(KeyError, match="nobody"):
-        streams.switch("nobody")

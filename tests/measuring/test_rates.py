@@ -78,13 +78,8 @@ def test_swaps_out_and_in_have_rates_of_their_own(clock: Reading) -> None:
     assert machine.swap_in_bytes_per_ms == pytest.approx(2000.0)
     assert machine.swap_ms == pytest.approx(0.5)
     assert machine.swap_out_bytes_per_ms == pytest.approx(BYTES / 4.0)
+    assert machine.link_bytes_per_ms == pytest.approx(2 * BYTES / 5.0)  # on this clock one copy comes behind the other
     assert machine.copies_overlap
-
-
-def test_both_ways_at_once_the_link_carries_both(clock: Reading) -> None:
-    """On this clock one copy comes behind the other: 1 ms in and 4 ms out."""
-    machine = measured(Machinery(copies_overlap=True), clock)
-    assert machine.link_bytes_per_ms == pytest.approx(2 * BYTES / 5.0)
 
 
 def test_where_copies_do_not_overlap_the_link_carries_the_sum_of_both_ways(clock: Reading) -> None:
@@ -92,6 +87,7 @@ def test_where_copies_do_not_overlap_the_link_carries_the_sum_of_both_ways(clock
     assert machine.swap_out_bytes_per_ms == pytest.approx(BYTES / 4.0)
     assert machine.link_bytes_per_ms == pytest.approx(2000.0 + BYTES / 4.0)
     assert machine.device_update_elements_per_ms == machine.update_elements_per_ms
+    assert machine.beside_update == 1.0  # without an optimizer nothing runs beside compute
 
 
 def test_updates_take_what_the_optimizer_takes(clock: Reading) -> None:
@@ -157,16 +153,6 @@ def test_compute_and_updates_that_take_turns_have_half_of_their_speeds(clock: Re
     clock.device = None
     machine = measure_rates(device, SlowUpdates(device), torch.float32, SWAPS)
     assert machine.beside_update == pytest.approx(0.5, rel=0.1)
-
-
-def test_a_machine_that_is_late_for_its_own_measurement_has_some_speed_all_the_same(clock: Reading) -> None:
-    clock.tick_s = 0.2  # more than the time both are given together
-    machine = measure_rates(Machinery(False), SlowUpdates(Machinery(False)), torch.float32, SWAPS)
-    assert 0.0 < machine.beside_update <= 1.0
-
-
-def test_without_an_optimizer_nothing_runs_beside_compute(clock: Reading) -> None:
-    assert measured(Machinery(copies_overlap=False), clock).beside_update == 1.0
 
 
 # ---- the line through the swap-ins

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -66,25 +67,15 @@ def test_rows_are_found_where_they_are(sides: tuple[Kind, list[Kind], list[Kind]
     assert found == dims_of(inputs, outputs)
 
 
-@given(SIDES, st.integers(1, 5), st.integers(0, 2), st.integers(0, 2))
-def test_one_dimension_that_grows_otherwise_is_enough_to_tell_nothing(
-    sides: tuple[Kind, list[Kind], list[Kind]], few: int, which: int, beyond: int
-) -> None:
-    first, inputs, outputs = sides
-    before, after = shapes([first, *inputs, *outputs], few), shapes([first, *inputs, *outputs], few + 1)
-    place = which % len(after)
-    lengths = list(after[place])
-    lengths[beyond % len(lengths)] += few + 2  # by more than one row, or in a second dimension
-    after[place] = torch.Size(lengths)
-    width = lengths[beyond % len(lengths)] * few == before[place][beyond % len(lengths)] * (few + 1)
-    assume(not width)  # a tensor without rows that has grown as if it had
-    split = 1 + len(inputs)
-    assert row_dims((before[:split], before[split:]), (after[:split], after[split:]), (few, few + 1)) is None
-
-
-def test_without_a_tensor_that_counts_them_rows_are_not_told() -> None:
-    tokens = [torch.Size([6])], [torch.Size([9])]  # three tokens a row, and nothing says so
-    assert row_dims((tokens[0], []), (tokens[1], []), (2, 3)) is None
+@pytest.mark.parametrize(
+    ("few", "more"),
+    [((6,), (9,)), ((2, 4), (3, 5)), ((2, 4), (4, 4)), ((2, 5), (2, 6)), ((2,), (3, 1))],
+    ids=["nothing counts the rows", "two grow", "by two rows", "by something else", "another dimension"],
+)
+def test_one_tensor_that_grows_otherwise_is_enough_to_tell_nothing(few: tuple[int, ...], more: tuple[int, ...]) -> None:
+    rest = [] if few == (6,) else [torch.Size([2])], [] if few == (6,) else [torch.Size([3])]
+    assert row_dims(([*rest[0], torch.Size(few)], []), ([*rest[1], torch.Size(more)], []), (2, 3)) is None
+    assert row_dims((rest[0], [torch.Size(few)]), (rest[1], [torch.Size(more)]), (2, 3)) is None
 
 
 @given(kinds(), ROWS, SIZES)

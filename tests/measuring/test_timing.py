@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.places import Place
 from harmony_ds.device.base import Stream
 from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.sample import Sample
@@ -15,6 +13,7 @@ from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
 
+pytestmark = pytest.mark.real_times
 COLD_MS = 1000.0
 SWAP_MS = 0.125
 
@@ -56,14 +55,12 @@ class Net(nn.Module):
         return x
 
 
-def timed(net: Net, trained: bool = True, writes: Sequence[int] = ()) -> tuple[CostTable, list[tuple[int, float]]]:
-    """The times of a micro-batch, and its swap-ins; layers `writes` are known to write to an attribute."""
+def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, float]]]:
+    """The times of a micro-batch, and its swap-ins."""
     device = net.scripted
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
-        for layer in writes:
-            parts.layer_calls.watch(layer, [Place(net.layers[layer].__dict__, "last", "last")])
         timing = Timing(Setup(parts, assembly.layers))
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
@@ -88,44 +85,24 @@ def test_cold_calls_do_not_count() -> None:
     layers = [Layer(device, 2.0, 5.0) for _ in range(3)]
     table, _ = timed(Net(device, layers, head=0.5, inter_layer=0.25, tail=0.25))
 
-    assert table.head_ms == 0.5
-    assert table.tail_ms == 0.25
+    assert (table.head_ms, table.tail_ms, table.tail_bytes) == (0.5, 0.25, 3)
     for cost in table.costs:
         assert cost.forward_ms == 2.0 + 0.25
         assert cost.backward_ms == 2.0 + 5.0  # run again, and then propagated through
         assert cost.fused_ms == 7.0 + 0.25  # the graph is built while running forward
-        assert (cost.propagate_ms, cost.saved_ms) == (5.0, 2.0)
-
-
-def test_one_layer_has_one_sample_that_is_not_cold() -> None:
-    device = ScriptedDevice()
-    table, _ = timed(Net(device, [Layer(device, 2.0, 5.0)], 0.0, 0.0, 0.0))
-    assert [cost.forward_ms for cost in table.costs] == [2.0]
-
-
-def test_a_layer_that_keeps_no_graph_is_not_said_to_save_anything_by_one() -> None:
-    device = ScriptedDevice()
-    table, _ = timed(Net(device, [Layer(device, 2.0, 5.0) for _ in range(3)], 0.0, 0.0, 0.0), writes=[1])
-    assert [cost.backward_ms for cost in table.costs] == [7.0] * 3
-    assert [cost.saved_ms for cost in table.costs] == [2.0, 0.0, 2.0]
+        assert (cost.propagate_ms, cost.saved_ms, cost.stash_bytes) == (5.0, 2.0, 7)
 
 
 class Other(Layer):
     pass
 
 
-def test_layers_of_unequal_structure_have_times_of_their_own() -> None:
+def test_equal_layers_share_their_median_and_others_have_times_of_their_own() -> None:
     device = ScriptedDevice()
-    table, _ = timed(Net(device, [Layer(device, 1.0, 2.0), Other(device, 8.0, 16.0)], 0.0, 0.0, 0.0))
-    assert [cost.forward_ms for cost in table.costs] == [1.0, 8.0]
-    assert [cost.backward_ms for cost in table.costs] == [3.0, 24.0]
-
-
-def test_equal_layers_share_their_median() -> None:
-    device = ScriptedDevice()
-    layers = [Layer(device, ms, 0.0, cold_ms=0.0) for ms in (1.0, 2.0, 9.0)]
-    table, _ = timed(Net(device, layers, 0.0, 0.0, 0.0))
-    assert [cost.forward_ms for cost in table.costs] == [2.0] * 3
+    layers = [Layer(device, ms, 2.0, cold_ms=0.0) for ms in (1.0, 2.0, 9.0)]
+    table, _ = timed(Net(device, [*layers, Other(device, 8.0, 16.0)], 0.0, 0.0, 0.0))
+    assert [cost.forward_ms for cost in table.costs] == [2.0, 2.0, 2.0, 8.0]
+    assert [cost.backward_ms for cost in table.costs] == [4.0, 4.0, 4.0, 24.0]
 
 
 def test_only_the_first_few_of_equal_calls_are_propagated_through() -> None:
@@ -156,10 +133,3 @@ def test_nothing_is_propagated_through_what_is_not_trained() -> None:
     table, _ = timed(net, trained=False)
     (cost,) = table.costs
     assert (cost.forward_ms, cost.backward_ms, cost.fused_ms, cost.propagate_ms) == (1.0, 0.0, 1.0, 0.0)
-
-
-def test_bytes_are_left_as_they_were() -> None:
-    device = ScriptedDevice()
-    table, _ = timed(Net(device, [Layer(device, 1.0, 2.0)], 0.0, 0.0, 0.0))
-    assert table.tail_bytes == 3
-    assert [cost.stash_bytes for cost in table.costs] == [7]

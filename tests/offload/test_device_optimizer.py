@@ -29,23 +29,14 @@ def pair(make: Any) -> tuple[HostOptimizer, DeviceOptimizer, dict[str, nn.Parame
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda p: torch.optim.SGD(p, lr=1.0), Footprint(0, 0)),
         (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), Footprint(4096, 0)),
         (torch.optim.AdamW, Footprint(2 * 4096 + 512, 8000)),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), Footprint(3 * 4096 + 512, 8000)),
         (torch.optim.Adagrad, Footprint(4096 + 512, 4000)),
     ],
 )
 def test_the_footprint_is_found_without_memory(make: Any, expected: Footprint) -> None:
     _, device, _ = pair(make)
     assert device.footprint("weight", SHAPE) == expected
-
-
-def test_an_optimizer_that_looks_at_values_is_asked_with_real_ones() -> None:
-    _, device, _ = pair(torch.optim.Adafactor)
-    footprint = device.footprint("weight", SHAPE)
-    assert 0 < footprint.state_bytes < 4096
-    assert footprint.working_bytes > 0
 
 
 class Refusing(torch.optim.SGD):
@@ -61,7 +52,7 @@ def test_an_optimizer_that_cannot_be_asked_is_refused() -> None:
         device.footprint("weight", SHAPE)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) -> None:
     host, device, parameters = pair(make)
     plain = copy.deepcopy(parameters)

@@ -51,14 +51,11 @@ def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> No
     assert torch.equal(gradients.norms["b"], (2 * sent["b"]).norm())
 
 
-def test_where_copies_are_compute_norms_are_left_to_the_thread_of_updates() -> None:
-    assert host()[0].norms_of({"w": torch.ones(3)}) is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)
     sent = {"w": torch.randn(3, 5), "b": torch.tensor(2.5)}
+    assert gradients.norms_of(sent) is None  # copies are compute here: left to the thread of updates
     transfer = gradients.swap_out(sent, beyond=0)
 
     assert transfer.gradients.keys() == sent.keys()
@@ -76,46 +73,15 @@ def test_a_transposed_gradient_keeps_its_values() -> None:
     assert transfer.gradients["w"].is_contiguous()
 
 
-def test_bytes_are_booked_with_their_padding() -> None:
-    gradients, ledger = host()
-    send(gradients, 16, 17)
-
-    assert ledger.close().device_to_host[Kind.GRADIENTS] == 64 + 128
-
-
 def test_a_released_buffer_is_used_again() -> None:
     gradients, _ = host()
-    first = send(gradients, 100)
+    first, other = send(gradients, 100), send(gradients, 8)
+    assert first.buffer is not other.buffer
     release(gradients, first)
     second = send(gradients, 60)
 
     assert second.buffer is first.buffer
-    assert gradients.host_bytes == 4 * 112
-
-
-def test_of_spare_buffers_the_smallest_that_fits_is_taken() -> None:
-    gradients, _ = host()
-    small, large = send(gradients, 16), send(gradients, 160)
-    release(gradients, large)
-    release(gradients, small)
-
-    assert send(gradients, 10).buffer is small.buffer
-
-
-def test_where_buffers_are_few_a_small_one_makes_room_for_a_large_one() -> None:
-    gradients, _ = host(limit=1)
-    release(gradients, send(gradients, 16))
-    send(gradients, 160)
-
-    assert gradients.host_bytes == 640
-
-
-def test_transfers_in_use_do_not_share_memory() -> None:
-    gradients, _ = host()
-    first, second = send(gradients, 8), send(gradients, 8, 8)
-
-    assert first.buffer is not second.buffer
-    assert first.gradients["p0"].tolist() == [1.0] * 8
+    assert gradients.host_bytes == 4 * (112 + 16)
 
 
 def test_at_the_limit_a_swap_out_waits_for_a_buffer() -> None:
@@ -137,19 +103,5 @@ def test_beyond_the_limit_nothing_waits() -> None:
     gradients, _ = host(limit=1)
     send(gradients, 8)
 
+    assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8  # waits for another pack
     assert send(gradients, 8, beyond=None).gradients["p0"].numel() == 8
-
-
-def test_what_waits_for_another_pack_adds_to_the_limit() -> None:
-    gradients, _ = host(limit=1)
-    send(gradients, 8)
-
-    assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8
-
-
-def test_destroying_gives_spare_buffers_back() -> None:
-    gradients, _ = host()
-    release(gradients, send(gradients, 8))
-    gradients.destroy()
-
-    assert gradients.host_bytes == 0

@@ -26,14 +26,11 @@ def free_bytes(root: Path) -> list[int]:
 
 
 def test_the_machines_memory_is_what_is_available_and_swap(tmp_path: Path) -> None:
+    assert host_rooms(tmp_path) == []  # a system without /proc
     (room,) = host_rooms(write(tmp_path, {"proc/meminfo": MEMINFO}))
 
     assert (room.free_bytes, room.swap_bytes) == (600 * 1024, 200 * 1024)
     assert "1,024,000" in room.source
-
-
-def test_a_system_without_proc_says_nothing(tmp_path: Path) -> None:
-    assert host_rooms(tmp_path) == []
 
 
 def test_cgroup_2_counts_at_every_level_without_pages_of_files(tmp_path: Path) -> None:
@@ -75,23 +72,11 @@ def test_cgroup_1_and_its_way_of_saying_unlimited(tmp_path: Path) -> None:
 
 
 def test_in_a_container_whose_own_path_is_not_there_the_root_counts(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/../outside\n",
-        "sys/fs/cgroup/memory.max": "100\n",
-        "sys/fs/cgroup/memory.current": "30\n",
-    }
+    files = {"proc/self/cgroup": "0::/../outside\n", "sys/fs/cgroup/memory.max": "100\n"}
+    current = "sys/fs/cgroup/memory.current"
 
-    assert free_bytes(write(tmp_path, files)) == [70]
-
-
-def test_more_in_use_than_allowed_leaves_nothing(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": "100\n",
-        "sys/fs/cgroup/memory.current": "130\n",
-    }
-
-    assert free_bytes(write(tmp_path, files)) == [0]
+    assert free_bytes(write(tmp_path, {**files, current: "30\n"})) == [70]
+    assert free_bytes(write(tmp_path, {current: "130\n"})) == [0]  # more is in use than is allowed
 
 
 def test_what_fits_is_not_refused() -> None:
@@ -119,10 +104,6 @@ def test_page_locked_memory_has_to_fit_without_swap() -> None:
         HostMemoryError, match=r"1,000 more are page-locked.*999 bytes are free.*harmony\.pin_memory to f"
     ):
         check_host_memory(need, [HostRoom(999, 5000, "mostly swap")])
-
-
-def test_this_machine_has_room_for_little() -> None:
-    check_host_memory(HostNeed({"weights": 1024}, there_bytes=0))
 
 
 def test_what_is_free_is_what_the_tightest_limit_leaves_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ ELEMENTWISE: dict[str, Make] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
-    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.8, 0.95)),
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2),
     "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, momentum=0.5, centered=True),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1),
@@ -79,7 +77,7 @@ def test_layer_by_layer_is_at_once(name: str) -> None:
         assert not torch.equal(parameters[key], before[key]), key
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_the_state_is_that_of_the_users_optimizer(name: str) -> None:
     plain = odd_sizes()
     optimizer = ELEMENTWISE[name](two_groups(plain))
@@ -99,62 +97,20 @@ def test_the_state_is_that_of_the_users_optimizer(name: str) -> None:
     assert host.state_bytes() == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_a_state_that_was_loaded_is_used() -> None:
-    plain = odd_sizes()
-    optimizer = ELEMENTWISE["AdamW"](two_groups(plain))
-    host, parameters = hosted(ELEMENTWISE["AdamW"])
-    at_once(optimizer, parameters_of(plain), 0)
-    for name, p in parameters_of(plain).items():
-        parameters[name].data.copy_(p.data)
-    host.optimizer.load_state_dict(deepcopy(optimizer.state_dict()))  # it keeps the tensors it is given
-    at_once(optimizer, parameters_of(plain), 1)
-    layer_by_layer(host, parameters, 1)
-
-    assert all(torch.equal(parameters[name], p) for name, p in parameters_of(plain).items())
-
-
 def test_hyper_parameters_are_those_of_the_moment_they_were_taken() -> None:
     host, parameters = hosted(lambda groups: torch.optim.SGD(groups, lr=1.0))
+    host.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
     before = parameters["0.weight"].detach().clone()
     hyper = host.hyper()
     host.optimizer.param_groups[0]["lr"] = 100.0
+    host.optimizer.param_groups[1]["lr"].fill_(9.0)
     host.step({"0.weight": torch.ones_like(before)}, hyper)
 
     torch.testing.assert_close(parameters["0.weight"].detach(), before - 3e-2 * (1 + 0.1 * before))
     assert host.optimizer.param_groups[0]["lr"] == 100.0
-
-
-def test_a_learning_rate_that_is_a_tensor_is_copied() -> None:
-    model = odd_sizes()
-    host = HostOptimizer(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5)), parameters_of(model))
-    hyper = host.hyper()
-    host.optimizer.param_groups[0]["lr"].fill_(9.0)
-
-    assert hyper[0]["lr"].item() == 0.5
-    assert "params" not in hyper[0]
-
-
-def test_stepping_leaves_no_gradients_and_the_users_groups_alone() -> None:
-    host, parameters = hosted(ELEMENTWISE["AdamW"])
-    layer_by_layer(host, parameters, 0)
-
+    assert hyper[1]["lr"].item() == 0.5
     assert all(p.grad is None for p in parameters.values())
     assert [len(group["params"]) for group in host.optimizer.param_groups] == [3, 3]
-
-
-def test_a_scheduler_that_wraps_step_is_not_disturbed() -> None:
-    model = odd_sizes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    assert "step" in optimizer.__dict__
-    host = HostOptimizer(optimizer, parameters_of(model))
-    before = model[0].bias.detach().clone()
-    host.step({"0.bias": torch.ones(5)}, host.hyper())
-    optimizer.step()  # no gradients are left: nothing but a sign for the scheduler
-    scheduler.step()
-    host.step({"0.bias": torch.ones(5)}, host.hyper())
-
-    torch.testing.assert_close(model[0].bias.detach(), before - 1.0 - 0.5)
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_not_trained() -> None:
@@ -200,19 +156,6 @@ COMPILED = pytest.mark.skipif(shutil.which(cpp_extension.get_cxx_compiler()) is 
 
 def native(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     return make_native("DeepSpeedCPUAdam", list(parameters), options)
-
-
-@COMPILED
-def test_deepspeeds_adam_follows_torchs_adamw() -> None:
-    plain = odd_sizes()
-    optimizer = torch.optim.AdamW(two_groups(plain))
-    host, parameters = hosted(lambda groups: native(groups, adamw_mode=True))
-    for step in range(10):
-        at_once(optimizer, parameters_of(plain), step)
-        layer_by_layer(host, parameters, step)
-
-    for name, expected in parameters_of(plain).items():
-        assert (parameters[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 @COMPILED

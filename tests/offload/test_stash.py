@@ -67,7 +67,9 @@ def test_a_tensor_that_several_calls_take_is_stashed_once() -> None:
     one.move_out([first, second])
     one.move_out([first])
 
-    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == 20
+    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 20
+    one.destroy()
+    assert one.host_bytes == 0
 
 
 def test_a_released_entry_stays_for_its_other_users() -> None:
@@ -88,29 +90,13 @@ def test_asking_for_a_tensor_on_the_host_brings_it_in() -> None:
     one, ledger = stash()
     tensor = torch.randn(5)
     entry = one.put(tensor, "block")
-    one.move_out([entry])
+    other, kept = one.put(torch.randn(5), "block"), tensor.clone()
+    one.move_out([entry, other])
+    tensor.add_(1)  # what happens on the device changes no host copy
 
-    assert torch.equal(one.tensor(entry), tensor)
+    assert torch.equal(one.tensor(entry), kept)
     one.bring_in([entry])
     assert ledger.close().host_to_device[Kind.ACTIVATIONS] == 20
-
-
-def test_asking_for_a_released_tensor_is_our_own_fault() -> None:
-    one, _ = stash()
-    entry = one.put(torch.randn(5), "block")
-    one.release(entry)
-    with pytest.raises(AssertionError, match="released stash entry"):
-        one.tensor(entry)
-
-
-def test_a_host_copy_is_not_changed_by_what_happens_on_the_device() -> None:
-    one, _ = stash()
-    tensor = torch.ones(5)
-    entry = one.put(tensor, "block")
-    one.move_out([entry])
-    tensor.add_(1)
-
-    assert one.tensor(entry).tolist() == [1.0] * 5
 
 
 def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> None:
@@ -122,52 +108,4 @@ def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> No
         one.tensor(entry)
     with pytest.raises(ModelError, match=r"model.layers.3"):
         one.move_out([entry])
-
-
-def test_a_tensor_that_changed_between_two_calls_has_two_entries() -> None:
-    one, _ = stash()
-    tensor = torch.ones(5)
-    first = one.put(tensor, "block")
-    tensor.add_(1)
-
-    assert one.put(tensor, "block") is not first
-
-
-def test_host_buffers_are_used_again() -> None:
-    one, _ = stash()
-    for shape in ((4, 6), (24,), (6, 4)):
-        entry = round_trip(one, torch.randn(shape))
-        one.release(entry)
-    assert one.host_bytes == 4 * 24
-
-    one.release(round_trip(one, torch.randn(25)))
-    one.release(round_trip(one, torch.randn(24).bfloat16()))
-    assert one.host_bytes == 104  # 25 elements take the place of 24, and serve any that are fewer
-
-
-def test_buffers_in_use_are_not_shared() -> None:
-    one, _ = stash()
-    tensors = [torch.randn(8) for _ in range(3)]
-    entries = [one.put(tensor, "block") for tensor in tensors]
-    one.move_out(entries)
-
-    assert all(torch.equal(one.tensor(entry), tensor) for entry, tensor in zip(entries, tensors, strict=True))
-    assert one.host_bytes == 3 * 32
-
-
-def test_destroying_gives_the_buffers_back() -> None:
-    one, _ = stash()
-    one.release(round_trip(one, torch.randn(8)))
-    one.destroy()
-
-    assert one.host_bytes == 0
-
-
-def test_abandoning_keeps_what_is_on_the_host() -> None:
-    one, _ = stash()
-    tensor = torch.randn(8)
-    entry = one.put(tensor, "block")
-    one.move_out([entry])
-    one.abandon()
-
-    assert torch.equal(one.tensor(entry), tensor)
+    assert one.put(tensor, "model.layers.4") is not entry

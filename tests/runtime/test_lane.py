@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,17 +68,11 @@ def whole(model: nn.Module) -> Tensor:
     return result
 
 
-def test_nothing_runs_before_it_is_resumed() -> None:
-    ran: list[int] = []
-    with model_and_lane(lambda model: ran.append(1)) as lane:
-        assert not ran
-        lane.resume()
-        assert ran == [1]
-
-
 def test_it_is_suspended_at_every_layer_call_and_goes_on_with_the_reply() -> None:
-    with model_and_lane(whole) as lane:
+    with model_and_lane(whole) as lane, model_and_lane(whole) as other:
         lane.resume()
+        other.resume()
+        other.resume(torch.zeros(1, 2))
         layers = []
         while lane.request is not None:
             layers.append(lane.request.layer)
@@ -89,13 +82,7 @@ def test_it_is_suspended_at_every_layer_call_and_goes_on_with_the_reply() -> Non
         assert lane.finished
         assert lane.request is None
         assert lane.result.tolist() == [[31.0, 31.0]]
-
-
-def test_two_lanes_take_turns() -> None:
-    with model_and_lane(whole) as first, model_and_lane(whole) as second:
-        for lane in (first, second, second, first):
-            lane.resume(torch.zeros(1, 2))
-        assert first.request.layer == second.request.layer == 1
+        assert other.request.layer == 1
 
 
 class NoLuckError(Exception):
@@ -107,11 +94,17 @@ def failing(model: nn.Module) -> None:
     raise NoLuckError("in the model")
 
 
-def test_an_exception_surfaces_as_itself_in_resume() -> None:
-    with model_and_lane(failing) as lane:
+@pytest.mark.parametrize("error", [NoLuckError("in the model"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_the_model_raises_surfaces_as_itself(error: BaseException) -> None:
+    def raising(model: nn.Module) -> None:
+        model[0](torch.ones(2))
+        raise error
+
+    with model_and_lane(raising) as lane:
         lane.resume()
-        with pytest.raises(NoLuckError, match="in the model"):
+        with pytest.raises(type(error)) as caught:
             lane.resume(torch.ones(2))
+        assert caught.value is error
         assert lane.finished
 
 
@@ -121,15 +114,6 @@ def falling_back(model: nn.Module) -> Tensor:
     except NoLuckError:
         result = model[1](torch.ones(1, 2))
     return result
-
-
-def test_what_a_layer_raises_is_the_models_to_deal_with() -> None:
-    with model_and_lane(falling_back) as lane:
-        lane.resume()
-        lane.run_on(OfTheLayer(NoLuckError("in the layer"), Turn.LATER))
-        assert lane.request.layer == 1
-        lane.resume(torch.zeros(1, 2))
-        assert lane.result.tolist() == [[0.0, 0.0]]
 
 
 def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals_with_it() -> None:
@@ -183,15 +167,6 @@ def second_failing(model: nn.Module) -> Any:
         return model[2](torch.ones(1, 2))
 
 
-def test_what_a_layer_raises_in_the_lane_is_the_models() -> None:
-    with model_and_lane(second_failing) as lane:
-        lane.resume()
-        answers = OfTheLayer(1.0, NoLuckError("in the layer"), 3.0)
-        lane.run_on(answers)
-        assert answers.asked == [(0, True), (1, False), (2, False)]
-        assert lane.result == 3.0
-
-
 @pytest.mark.parametrize("error", [NoLuckError("the engine's own"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_what_else_comes_up_in_the_lane_surfaces_past_the_models_handlers(error: BaseException) -> None:
     with model_and_lane(second_failing) as lane:
@@ -202,6 +177,16 @@ def test_what_else_comes_up_in_the_lane_surfaces_past_the_models_handlers(error:
         assert not lane.finished
         lane.close()
         assert lane.finished and lane.result is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_layer_raises_is_the_models_to_deal_with(waits: bool) -> None:
+    with model_and_lane(falling_back if waits else second_failing) as lane:
+        lane.resume()
+        answers = OfTheLayer(*(() if waits else (1.0,)), NoLuckError("in the layer"), 3.0)
+        lane.run_on(answers)
+        assert answers.asked == ([(0, True), (1, False)] if waits else [(0, True), (1, False), (2, False)])
+        assert lane.result == 3.0
 
 
 def test_calls_within_an_answer_are_the_engines() -> None:
@@ -218,14 +203,6 @@ def test_calls_within_an_answer_are_the_engines() -> None:
         assert nested == [False, False, False]
 
 
-def test_keyboard_interrupts_surface_too() -> None:
-    def interrupted(model: nn.Module) -> None:
-        raise KeyboardInterrupt
-
-    with model_and_lane(interrupted) as lane, pytest.raises(KeyboardInterrupt):
-        lane.resume()
-
-
 def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
     left: list[str] = []
 
@@ -238,6 +215,9 @@ def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
         finally:
             left.append("finally")
 
+    with model_and_lane(guarded):  # which never runs
+        pass
+    assert not left
     with model_and_lane(guarded) as lane:
         lane.resume()
         lane.resume(torch.ones(1, 2))
@@ -245,22 +225,6 @@ def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
     assert left == ["finally"]
     assert lane.finished
     assert lane.result is None
-
-
-def test_closing_a_lane_that_never_ran_runs_nothing() -> None:
-    ran: list[int] = []
-    with model_and_lane(lambda model: ran.append(1)) as lane:
-        lane.close()
-    assert not ran
-
-
-def test_it_runs_on_the_thread_that_resumes_it_and_starts_none() -> None:
-    before = threading.active_count()
-    seen: list[int] = []
-    with model_and_lane(lambda model: seen.append(threading.get_ident())) as lane:
-        lane.resume()
-        assert seen == [threading.get_ident()]
-        assert threading.active_count() == before
 
 
 def test_context_variables_are_inherited_and_kept_apart() -> None:
@@ -314,24 +278,17 @@ def test_the_current_autocast_is_found_and_one_that_is_off_is_entered() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_grad_mode_is_the_one_asked_for(grad: bool) -> None:
-    with torch.set_grad_enabled(not grad), model_and_lane(whole, grad=grad) as lane:
-        lane.resume()
-        assert lane.request is not None
-        assert lane.request.grad == grad
-        assert torch.is_grad_enabled() == (not grad)
-
-
-def test_a_grad_mode_that_the_model_sets_is_seen_in_its_requests() -> None:
-    def frozen(model: nn.Module) -> None:
-        with torch.no_grad():
+def test_the_grad_mode_is_the_one_asked_for_or_set_by_the_model(grad: bool) -> None:
+    def setting(model: nn.Module) -> None:
+        with torch.set_grad_enabled(not grad):
             model[0](torch.ones(2))
         model[1](torch.ones(2))
 
-    with model_and_lane(frozen) as lane:
+    with torch.set_grad_enabled(not grad), model_and_lane(setting, grad=grad) as lane:
         modes = []
         lane.resume()
         while lane.request is not None:
             modes.append(lane.request.grad)
+            assert torch.is_grad_enabled() == (not grad)
             lane.resume()
-    assert modes == [False, True]
+    assert modes == [not grad, grad]

@@ -112,36 +112,29 @@ def test_an_observer_is_told_of_a_call_before_its_layer_comes_and_when_it_has_go
     ]
 
 
-def test_the_next_layer_comes_before_the_one_that_is_called_runs(bench: Bench) -> None:
-    bench.stream((0, 1, 2))
-    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+AHEAD = "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+LAYER_1 = ("layers.1.weight", "layers.1.bias")
 
 
-def test_in_an_order_that_is_not_known_layers_come_as_they_are_called(bench: Bench) -> None:
-    bench.stream(())
-    assert bench.log() == "in0 run0 out0 in1 run1 out1 in2 run2 out2"
-
-
-def test_what_came_ahead_in_vain_goes_again(bench: Bench) -> None:
-    bench.model.order = (0, 2, 1)
-    bench.stream((0, 1, 2))
-    assert bench.log() == "in0 in1 run0 out0 out1 in2 run2 out2 in1 in2 run1 out1 out2"
-
-
-def test_a_layer_that_is_called_twice_in_a_row_is_not_fetched_beside_itself(bench: Bench) -> None:
-    bench.model.order = (0, 0, 1)
-    bench.stream((0, 0, 1))
-    # Behind 0 comes 0 or 1, as the last of both says: 1, in vain the first time.
-    assert bench.log() == "in0 in1 run0 out0 out1 in0 in1 run0 out0 run1 out1"
-    bench.model.order = (0, 0)
-    bench.stream((0, 0))
-    assert bench.log() == "in0 run0 out0 in0 run0 out0"
-
-
-def test_the_resident_set_stays_to_the_end(bench: Bench) -> None:
-    names = tuple(f"layers.1.{name}" for name in ("weight", "bias"))
-    bench.stream((0, 1, 2), names)
-    assert bench.log() == "in1 in0 run0 out0 in2 run1 run2 out2 out1"
+@pytest.mark.parametrize(
+    ("called", "known", "resident", "log"),
+    [
+        ((0, 1, 2), (0, 1, 2), (), AHEAD),
+        ((0, 1, 2), (), (), "in0 run0 out0 in1 run1 out1 in2 run2 out2"),
+        ((0, 2, 1), (0, 1, 2), (), "in0 in1 run0 out0 out1 in2 run2 out2 in1 in2 run1 out1 out2"),
+        # Behind 0 comes 0 or 1, as the last of both says: 1, in vain the first time.
+        ((0, 0, 1), (0, 0, 1), (), "in0 in1 run0 out0 out1 in0 in1 run0 out0 run1 out1"),
+        ((0, 0), (0, 0), (), "in0 run0 out0 in0 run0 out0"),
+        ((0, 1, 2), (0, 1, 2), LAYER_1, "in1 in0 run0 out0 in2 run1 run2 out2 out1"),
+    ],
+    ids=["ahead", "not known", "in vain", "twice", "twice alone", "resident"],
+)
+def test_the_next_layer_comes_before_the_one_that_is_called_runs(
+    bench: Bench, called: tuple[int, ...], known: tuple[int, ...], resident: tuple[str, ...], log: str
+) -> None:
+    bench.model.order = called
+    bench.stream(known, resident)
+    assert bench.log() == log
 
 
 def test_results_are_the_models_own_and_nothing_stays(bench: Bench) -> None:
@@ -153,23 +146,18 @@ def test_results_are_the_models_own_and_nothing_stays(bench: Bench) -> None:
     assert bench.device.allocated_bytes() == 0
 
 
-def test_nothing_stays_where_a_layer_fails(bench: Bench) -> None:
-    hook = bench.model.layers[1].register_forward_pre_hook(_fail)
-    with pytest.raises(ZeroDivisionError):
-        bench.stream((0, 1, 2))
-    hook.remove()
-    assert bench.device.allocated_bytes() == 0
-    bench.stream((0, 1, 2))
-    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
-
-
-def test_where_the_resident_set_does_not_come_nothing_is_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["layer", "resident set"])
+def test_nothing_stays_and_nothing_is_open_where_something_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(bench.parts.residency, "swap_in", _fail)
+        owner, name = (bench.model.layers[1], "forward") if fails == "layer" else (bench.parts.residency, "swap_in")
+        patched.setattr(owner, name, _fail)
         with pytest.raises(ZeroDivisionError):
             bench.stream((0, 1, 2))
+    assert bench.device.allocated_bytes() == 0
     bench.stream((0, 1, 2))
-    assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+    assert bench.log() == AHEAD
 
 
 def _fail(*_: Any) -> None:
@@ -179,7 +167,7 @@ def _fail(*_: Any) -> None:
 def test_within_a_pass_that_streams_nothing_is_opened_again(bench: Bench) -> None:
     with bench.streamer.streaming((), (0, 1, 2)):
         bench.stream((2, 1, 0))
-        assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2"
+        assert bench.log() == AHEAD
 
 
 class Between(Net):
@@ -196,5 +184,5 @@ def test_a_parameter_that_is_used_between_layers_comes_once_and_stays_to_the_end
         bench = Bench(assembly, model, device)
         bench.sizes[slab_bytes(WIDTHS[1], 4) // 4] = 9  # the bias alone
         made = bench.stream((0, 1, 2))
-        assert bench.log() == "in0 in1 run0 out0 in2 run1 out1 run2 out2 in9 out9"
+        assert bench.log() == f"{AHEAD} in9 out9"
         assert torch.isfinite(made).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
 from tests.inside import assembly_of
+from tests.oracle import assert_same
 
 RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.UPDATE_ON_DEVICE)
 COPIES = {TaskKind.SWAP_IN: "swap_in", TaskKind.SWAP_OUT: "swap_out"}
@@ -103,6 +105,8 @@ def test_every_task_of_the_plan_is_there_once_and_in_its_order(config: dict[str,
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_spans_of_a_stream_do_not_overlap_and_lie_within_the_step(config: dict[str, Any]) -> None:
     for step in recorded(config):
+        together = [span for span in step.spans if span.stream != "update"]  # on the CPU
+        assert together and all(one.end_ms <= following.begin_ms for one, following in pairwise(together))
         for stream in STREAMS:
             row = [span for span in step.spans if span.stream == stream]
             for one, following in pairwise(row):
@@ -113,49 +117,20 @@ def test_spans_of_a_stream_do_not_overlap_and_lie_within_the_step(config: dict[s
         assert all(ms <= step.step_ms for stream, ms in step.busy_ms.items() if stream != "update")
 
 
-def test_on_the_cpu_copies_and_compute_never_run_at_once() -> None:
-    step = recorded(CONFIGS["stash on host"])[0]
-    row = [span for span in step.spans if span.stream != "update"]
-
-    assert row and all(one.end_ms <= following.begin_ms for one, following in pairwise(row))
-
-
-def test_the_unlayered_parameters_are_swapped_and_updated_by_tasks() -> None:
-    for config in (CONFIGS["immediate"], CONFIGS["deferred"]):
-        step = recorded(config)[-1]
-        number = step.plan.packing.unlayered
-        names = Counter(span.stream for span in step.spans if span.tasks[0].pack == number)
-
-        assert str(step.tasks[0]) == f"I{number}"
-        assert names["swap_in"] == names["swap_out"] == 1
-        assert names["update"] >= 1
-
-
-def test_device_memory_is_what_the_device_counted() -> None:
-    data = batches()
-    with engine_for(net(), adamw, CONFIGS["deferred"]) as engine:
-        engine.train_batch(data, loss_of)
-        with engine.record_steps() as steps:
-            engine.train_batch(data, loss_of)
-        assert 0 < max(steps[0].device_bytes) <= engine.memory_report().device_peak_bytes
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_recording_changes_no_bit(config: dict[str, Any]) -> None:
+def test_recording_counts_device_memory_and_changes_no_bit() -> None:
     results = []
     for record in (False, True):
         model, data = net(), batches()
-        with engine_for(model, adamw, config) as engine:
+        with engine_for(model, adamw, CONFIGS["deferred"]) as engine:
             losses = [engine.train_batch(data, loss_of)]
-            if record:
-                with engine.record_steps():
-                    losses += [engine.train_batch(data, loss_of) for _ in range(3)]
-            else:
+            with engine.record_steps() if record else nullcontext([]) as steps:
                 losses += [engine.train_batch(data, loss_of) for _ in range(3)]
+            for step in steps:
+                assert 0 < max(step.device_bytes) <= engine.memory_report().device_peak_bytes
         results.append((torch.stack(losses), weights_of(model)))
 
     assert torch.equal(results[0][0], results[1][0])
-    assert all(torch.equal(weight, results[1][1][name]) for name, weight in results[0][1].items())
+    assert_same(results[0][1], results[1][1], bitwise=True)
 
 
 def nothing_is_watched(engine: HarmonyEngine) -> bool:
@@ -163,27 +138,20 @@ def nothing_is_watched(engine: HarmonyEngine) -> bool:
     return parts.device._watch is None and parts.timeline._steps is None
 
 
-def test_nothing_is_left_of_a_recording() -> None:
-    data = batches()
+def test_a_second_recording_at_once_is_refused_and_nothing_is_left_of_the_first() -> None:
     with engine_for(net(), adamw, CONFIGS["deferred"]) as engine:
-        engine.train_batch(data, loss_of)
         with engine.record_steps() as steps:
             assert not nothing_is_watched(engine)
+            with pytest.raises(RuntimeError, match="already"), engine.record_steps():
+                pass
         assert steps == []
+        assert nothing_is_watched(engine)
+        with pytest.raises(KeyError, match="mine"), engine.record_steps():
+            raise KeyError("mine")
         assert nothing_is_watched(engine)
 
 
-def test_a_second_recording_at_once_is_refused() -> None:
-    with (
-        engine_for(net(), adamw, CONFIGS["deferred"]) as engine,
-        engine.record_steps(),
-        pytest.raises(RuntimeError, match="already"),
-        engine.record_steps(),
-    ):
-        pass
-
-
-def test_a_step_that_fails_is_not_recorded_and_its_error_surfaces() -> None:
+def test_a_step_that_fails_is_not_recorded_and_a_group_that_ends_early_is_as_it_ran() -> None:
     data = batches()
     fail = [False]
 
@@ -199,30 +167,14 @@ def test_a_step_that_fails_is_not_recorded_and_its_error_surfaces() -> None:
             with pytest.raises(ArithmeticError, match="on purpose"):
                 engine.train_batch(data, failing)
             fail[0] = False
-            engine.train_batch(data, failing)
+            engine.train_batch(iter([next(data)]), failing)
         assert len(steps) == 1
-        assert steps[0].tasks == steps[0].plan.tasks
-        assert nothing_is_watched(engine)
-
-
-def test_an_error_in_the_context_leaves_it_as_itself() -> None:
-    with engine_for(net(), adamw, CONFIGS["deferred"]) as engine:
-        with pytest.raises(KeyError, match="mine"), engine.record_steps():
-            raise KeyError("mine")
-        assert nothing_is_watched(engine)
-
-
-def test_a_group_that_ends_early_is_recorded_as_it_ran() -> None:
-    data = batches()
-    with engine_for(net(), adamw, CONFIGS["deferred"]) as engine:
-        engine.train_batch(data, loss_of)
-        with engine.record_steps() as steps:
-            engine.train_batch(iter([next(data)]), loss_of)
         assert {task.micro_batch for task in steps[0].tasks} == {-1, 0}
         assert len(steps[0].issued_ms) == len(steps[0].tasks)
+        assert nothing_is_watched(engine)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", [CONFIGS["stash on host"], CONFIGS["resident"]], ids=["stash on host", "resident"])
 def test_the_engine_draws_the_predicted_and_the_executed_step_alike(config: dict[str, Any]) -> None:
     data = batches()
     with engine_for(net(), adamw, config) as engine:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
-from tests.scheduler.examples import packs_of, parse, text, with_unlayered
+from tests.scheduler.examples import packs_of, parse, with_unlayered
 
 PACKING = Packing(packs_of(True, True, True), (0, 1), (0, 1, 2))
 TASKS = "I0 I1 F0.0 F0.1 E0 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"
@@ -43,25 +45,21 @@ def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True) 
     return order
 
 
-def test_nothing_moves_where_no_update_is_under_way() -> None:
-    assert " ".join(placed(Updates(), {})) == TASKS == text(parse(TASKS))
-
-
-def test_a_swap_in_comes_as_soon_as_its_update_is_done() -> None:
-    assert " ".join(placed(Updates(1), {"F0.0": 1})) == TASKS.replace("I1 F0.0", "F0.0 I1")
-
-
-def test_a_swap_in_comes_before_the_first_task_of_its_pack_at_the_latest() -> None:
-    assert " ".join(placed(Updates(1), {})) == "I0 F0.0 F0.1 E0 I1 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"
-
-
-def test_swap_ins_keep_their_order() -> None:
-    order = placed(Updates(1, 2), {"F0.1": 2})
-    assert [name for name in order if name.startswith("I")] == ["I0", "I1", "I2"]
-
-
-def test_where_copies_do_not_overlap_nothing_moves() -> None:
-    assert " ".join(placed(Updates(1), {}, overlap=False)) == TASKS
+@pytest.mark.parametrize(
+    ("pending", "done_before", "overlap", "order"),
+    [
+        ((), {}, True, TASKS),
+        ((1,), {"F0.0": 1}, True, "I0 F0.0 I1 F0.1 E0 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"),
+        ((1,), {}, True, "I0 F0.0 F0.1 E0 I1 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"),
+        ((1, 2), {"F0.1": 2}, True, "I0 F0.0 F0.1 E0 I1 I2 F1.0 F1.1 E1 L2.0 L2.1 O2"),
+        ((1,), {}, False, TASKS),
+    ],
+    ids=["nothing is under way", "done early", "first task", "swap-ins keep their order", "copies do not overlap"],
+)
+def test_a_swap_in_comes_once_its_update_is_done_and_before_the_first_task_of_its_pack(
+    pending: tuple[int, ...], done_before: dict[str, int], overlap: bool, order: str
+) -> None:
+    assert " ".join(placed(Updates(*pending), done_before, overlap)) == order
 
 
 def test_parameters_without_calls_are_never_waited_for_later() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from harmony_ds.offload import host_limits
 from harmony_ds.offload.host_limits import HostRoom
@@ -50,18 +49,6 @@ def test_the_search_knows_what_is_free_without_what_the_optimizer_is_still_to_ma
         train_groups(engine, groups_of(ONE, 1, 4))
         assert [request.host_bytes for request in requests] == [room] * len(requests)
         assert {request.micro_batches for request in requests} == {2, 4}
-
-
-def test_state_that_is_there_is_not_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ONE.build(0.0)
-    optimizer = adamw(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
-        frees(monkeypatch, 10**9)
-        train_groups(engine, groups_of(ONE, 1, 1))
-        assert planner_of(engine).request(planner_of(engine).graph, 1).host_bytes == 10**9
 
 
 def test_a_system_that_does_not_say_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

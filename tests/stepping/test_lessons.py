@@ -61,12 +61,9 @@ def course(monkeypatch: pytest.MonkeyPatch) -> Course:
     return Course(monkeypatch)
 
 
-def test_steps_as_predicted_teach_nothing(course: Course) -> None:
-    course.steps(50, predicted_ms=10.9)
-    assert not course.timeline.begun
-
-
 def test_after_nine_steps_that_are_off_three_are_recorded(course: Course) -> None:
+    course.steps(50, predicted_ms=10.9)
+    course.lessons.forget()
     course.steps(9, predicted_ms=12.0)
     assert not course.timeline.begun
     course.steps(2, predicted_ms=12.0)
@@ -126,21 +123,16 @@ def mistaken(clip: float | None, **harmony: Any) -> Iterator[tuple[Any, HarmonyE
         train_groups(engine, GROUPS[:1])
         planner = planner_of(engine)
         assert planner._costs is not None
+        times = ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")
         calls = tuple(
-            replace(
-                c,
-                forward_ms=100 * c.forward_ms,
-                backward_ms=100 * c.backward_ms,
-                fused_ms=100 * c.fused_ms,
-                propagate_ms=100 * c.propagate_ms,
-            )
-            for c in planner._costs.costs
+            replace(cost, **{name: 100 * getattr(cost, name) for name in times}) for cost in planner._costs.costs
         )
         planner._costs = replace(planner._costs, costs=calls)
         planner._outgrown = True
         yield model, engine
 
 
+@pytest.mark.real_times
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_an_engine_that_was_mistaken_learns_says_so_and_computes_the_same_bits(clip: float | None) -> None:
     plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, clip)
@@ -155,6 +147,7 @@ def test_an_engine_that_was_mistaken_learns_says_so_and_computes_the_same_bits(c
     assert f"learned       {lesson}" in report
 
 
+@pytest.mark.real_times
 def test_a_plan_that_is_not_to_learn_stays() -> None:
     with mistaken(None, learn=False) as (_, engine):
         train_groups(engine, GROUPS[1:2])

@@ -7,35 +7,11 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from tests.engine.drive import config_of, engine_for
-from tests.families import build_seeded
+from tests.engine.drive import config_of, engine_for, seed_of
+from tests.engine.test_paths import Net, batch_of, built
 from tests.inside import planner_of
 from tests.oracle import assert_same, train_plainly
-
-WIDTH = 8
-LAYERS = 10
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 class SlowSGD(torch.optim.SGD):
@@ -48,15 +24,10 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def inputs(index: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))}
-
-
 def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
-    groups = [[inputs(i) for i in range(2)], [inputs(i) for i in range(2, 6)]]
-    plain = build_seeded(Tower)
-    train_plainly(plain, groups, torch.optim.SGD(plain.parameters(), 0.5), clip=None, seed_of=lambda *_: 0)
-    model = build_seeded(Tower)
+    groups = [[batch_of(i) for i in range(2)], [batch_of(i) for i in range(2, 6)]]
+    plain, model = built(Net), built(Net)
+    train_plainly(plain, groups, torch.optim.SGD(plain.parameters(), 0.5), clip=None, seed_of=seed_of)
     with engine_for(model, lambda p: SlowSGD(p, 0.5), config_of(2, None, {"pack_layers": 1})) as engine:
         engine.train_batch(iter(groups[0]))
         before = engine.plan
@@ -66,5 +37,5 @@ def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
         engine.set_train_batch_size(8)
         engine.train_batch(iter(groups[1]))
         assert before is not None and engine.plan is not None
-        assert len(before.packs) == LAYERS and len(engine.plan.packs) == 4
+        assert len(before.packs) == 5 and len(engine.plan.packs) == 2
     assert_same(model, plain, bitwise=True)

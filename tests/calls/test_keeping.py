@@ -1,0 +1,74 @@
+"""What several layers are given is kept once, and each layer gets what the model gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.keeping import Kept
+from harmony_ds.errors import ModelError
+from tests.engine.test_paths import WIDTH, Net, assert_equals_plain
+
+
+@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t.requires_grad_(), lambda t: t.unsqueeze_(0)])
+def test_a_tensor_that_was_changed_is_another(change: Callable[[Tensor], object]) -> None:
+    mask = torch.ones(2)
+    kept = Kept.of(mask, "layer")
+    assert kept.still_is(mask)
+    change(mask)
+    assert not kept.still_is(mask)
+
+
+def test_a_layer_is_not_run_again_over_a_tensor_that_was_changed() -> None:
+    mask = torch.ones(2)
+    kept = Kept.of(mask, "blocks.1")
+    kept.check()
+    mask.add_(1)
+    with pytest.raises(ModelError, match=r"argument of layer blocks\.1 was changed in place"):
+        kept.check()
+
+
+class Layer(nn.Module):
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, tables: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
+        cos, sin = tables
+        return x + torch.tanh(self.linear(x * cos + sin) + mask) * scale
+
+
+Given = Callable[[int, dict[str, Any]], dict[str, Any]]
+GIVEN: dict[str, Given] = {
+    "the same": lambda number, given: given,
+    "another mask": lambda number, given: {**given, "mask": given["mask"] + number},
+    "masks by turns": lambda number, given: {**given, "mask": given["tables"][number % 2]},
+    "another table": lambda number, given: {**given, "tables": (given["tables"][0], given["mask"] + number)},
+    "another flag": lambda number, given: {**given, "scale": 1.0 + number},
+    "another order": lambda number, given: dict(reversed(given.items())) if number % 2 else given,
+}
+
+
+class GivenNet(Net):
+    """Blocks whose arguments are what `given` makes of them."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(Layer)
+        self.given = given
+
+    def run(self, x: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {"mask": (x[0] > 0).float(), "tables": (x[0].cos(), x[0].sin())}
+        for number, block in enumerate(self.blocks):
+            arguments = self.given(number, arguments)
+            x = block(x, **arguments)
+        return x
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_layers_get_what_the_model_gives_them(given: Given, pack: int) -> None:
+    assert_equals_plain(lambda: GivenNet(given), pack_layers=pack, fuse_last_pack=False)
