@@ -24,7 +24,7 @@ COMPILED := $(VENV)/.compiled
 INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo docs test test-all checks test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-all checks tests/simdevice tests/late_device test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -67,17 +67,20 @@ docs: venv
 	$(BIN)/python -m pytest -q tests/docs/test_links.py
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
-# slower. The test devices take torch's one place for an accelerator: their tests run in processes of their own.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+# slower. The test devices take torch's one place for an accelerator: their tests run in processes of their own, beside the
+# type checker, which takes one core as they do.
+PYTEST := $(BIN)/python -m pytest
 TEST_DEVICES := tests/simdevice tests/late_device
 
-test: DEPTH := not gpu and not deep
-test-all: DEPTH := not gpu
+test: export DEPTH := not gpu and not deep
+test-all: export DEPTH := not gpu
 test test-all: export OMP_NUM_THREADS ?= 1
-test test-all: $(COMPILED) checks
-	$(PYTEST) -m "$(DEPTH)" $(addprefix --ignore=,$(TEST_DEVICES)) tests
-	$(PYTEST) -m "$(DEPTH)" tests/simdevice
-	$(PYTEST) -m "$(DEPTH)" tests/late_device
+test test-all: $(COMPILED)
+	$(MAKE) --jobs=2 --output-sync=target checks $(TEST_DEVICES)
+	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" $(addprefix --ignore=,$(TEST_DEVICES)) tests
+
+$(TEST_DEVICES):
+	$(PYTEST) -m "$$DEPTH" $@
 
 checks: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -5,7 +5,9 @@ programs run. The same examples at every run: hypothesis draws them from the tes
 """
 
 import gc
+import logging
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _cheap_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("real_times") is None:
         cheap.install(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Programs that run in this process set what is logged: a ds_config's "log_level", a benchmark's `logging.disable`."""
+    package, root = logging.getLogger("harmony_ds"), logging.getLogger().manager
+    level, disabled = package.level, root.disable
+    yield
+    package.setLevel(level)
+    root.disable = disabled
 
 
 SET_ASIDE = [0]

@@ -51,59 +51,80 @@ def _covering(items: Sequence[pytest.Item], of_interest: Callable[[dict[str, obj
 RULES: dict[str, Rule] = {
     "tests": every,
     "tests/bench": one,
-    "tests/bench/test_bench.py::test_two_processes_are_compared_as_one_engine": none,
-    "tests/bench/test_bench.py::test_a_comparison_is_resumed_and_its_losses_agree": none,
-    "tests/bench/test_bench.py::test_an_error_in_one_of_two_processes_is_the_row_s": none,
+    "tests/benchmarks": one,
     "tests/calls": each_value,
     "tests/calls/test_compiling.py": one,
     "tests/checkpoint": none,
+    "tests/checkpoint/test_export.py": one,
     "tests/checkpoint/test_refusals.py": one,
     "tests/checkpoint/test_resume.py": one,
     "tests/checkpoint/test_tree.py": every,
-    "tests/checkpoint/test_export.py": one,
     "tests/compatibility": none,
     "tests/docs/test_reference.py": none,
     "tests/engine": one,
-    "tests/engine/test_exactness.py": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_host_memory.py": none,
-    "tests/engine/test_ledger.py": every,
-    "tests/engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy": none,
-    "tests/engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved": none,
-    "tests/engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit": none,
     "tests/examples": none,
     "tests/integrations": none,
     "tests/integrations/test_trainer.py": one,
-    "tests/integrations/test_trl.py": one,
+    "tests/integrations/test_trl.py::test_trainers_that_generate": one,
     "tests/late_device": each_value,
     "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": each("setting"),
-    "tests/offload/test_compiled.py": none,
     "tests/offload": each_value,
+    "tests/offload/test_compiled.py": none,
     "tests/parallel": none,
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
-    "tests/parallel/test_failures.py::test_an_exception_reaches_all_and_nothing_is_updated": one,
-    "tests/parallel/test_failures.py::test_differences_are_named_in_every_process": one,
-    "tests/parallel/test_failures.py::test_reading_is_right_in_every_process": one,
-    "tests/parallel/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
+    "tests/parallel/test_failures.py": every,
     "tests/parallel/test_host_room.py": one,
-    "tests/parallel/test_servers.py::test_servers_train_to_the_bits_of_plain_pytorch": one,
     "tests/parallel/test_slots.py": every,
+    "tests/scheduler": each_value,
     "tests/scheduler/test_budgets.py": none,
     "tests/scheduler/test_correct.py": none,
     "tests/scheduler/test_search.py": one,
-    "tests/scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen": none,
     "tests/simdevice": one,
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
         "way"
     ),
-    "tests/simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds": none,
     "tests/stepping/test_lessons.py": none,
     "tests/test_forecast.py": one,
     "tests/test_survey.py": one,
-    "tests/test_survey.py::test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak": none,
-    "tests/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take": none,
 }
 """By path from the repository's root, or by `path::test`; the longest one that an item is under decides."""
+
+SLOW = """
+    bench/test_bench.py::test_a_comparison_is_resumed_and_its_losses_agree
+    bench/test_bench.py::test_an_engine_that_fails_is_a_row_and_the_others_go_on
+    bench/test_bench.py::test_an_error_in_one_of_two_processes_is_the_row_s
+    bench/test_bench.py::test_two_processes_are_compared_as_one_engine
+    benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
+    cli/test_commands.py::test_a_batch_that_devices_do_not_divide_is_said
+    cli/test_commands.py::test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would
+    cli/test_commands.py::test_estimate_of_several_devices
+    cli/test_commands.py::test_trace_says_when_nothing_fits_and_exits_with_3
+    cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
+    engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
+    engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved
+    engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
+    engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
+    engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
+    engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
+    engine/test_switches.py::test_any_two_switches_together_give_the_same_bits
+    parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
+    parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
+    parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
+    parallel/test_failures.py::test_who_is_left_in_an_exchange_by_a_stopped_process_ends
+    scheduler/test_devices.py::test_bounds_of_the_search_hold_for_several_devices
+    scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
+    scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
+    simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
+    test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
+    test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
+    test_survey.py::test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak
+    test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
+    test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
+"""
+"""Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
+RULES |= {f"tests/{name}": none for name in SLOW.split()}
 
 
 def mark_deep(items: Sequence[pytest.Item], root: Path) -> None:
