@@ -28,6 +28,10 @@ def one(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
     return items[:1]
 
 
+def every_third(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
+    return items[::3]
+
+
 def each_value(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
     """Every value of every parameter at least once, not every combination."""
     return _covering(items, lambda parameters: parameters)
@@ -68,8 +72,8 @@ RULES: dict[str, Rule] = {
     "tests/integrations": none,
     "tests/integrations/test_trainer.py": one,
     "tests/integrations/test_trl.py::test_trainers_that_generate": one,
-    "tests/late_device": each_value,
-    "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": each("setting"),
+    "tests/late_device": one,
+    "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": every_third,
     "tests/offload": each_value,
     "tests/offload/test_compiled.py": none,
     "tests/parallel": none,
@@ -96,31 +100,61 @@ SLOW = """
     bench/test_bench.py::test_an_engine_that_fails_is_a_row_and_the_others_go_on
     bench/test_bench.py::test_an_error_in_one_of_two_processes_is_the_row_s
     bench/test_bench.py::test_two_processes_are_compared_as_one_engine
+    benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
+    benchmarks/vldb22/test_search.py::test_an_answer_fits_and_takes_what_it_says
+    checkpoint/test_resume.py::test_adams_take_each_others_state
+    checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved
+    checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
     cli/test_commands.py::test_a_batch_that_devices_do_not_divide_is_said
     cli/test_commands.py::test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would
+    cli/test_commands.py::test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same
+    cli/test_commands.py::test_estimate_as_json
     cli/test_commands.py::test_estimate_of_several_devices
     cli/test_commands.py::test_trace_says_when_nothing_fits_and_exits_with_3
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
+    cli/test_commands.py::test_where_the_host_lacks_memory_a_stash_that_fits_the_device_is_a_way_out
+    cli/test_commands.py::test_who_has_read_enough_ends_the_command_quietly
+    engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved
+    engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
+    engine/test_loop.py::test_what_a_look_costs_does_not_depend_on_when_it_is_taken
+    engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
+    engine/test_planning.py::test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it
+    engine/test_precision.py::test_muon_beside_adam
+    engine/test_residency.py::test_deepspeeds_optimizers_step_the_cpu_devices_memory_too
+    engine/test_residency.py::test_shared_weights_are_added_up_as_on_the_host
+    engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
+    engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     engine/test_switches.py::test_any_two_switches_together_give_the_same_bits
+    engine/test_switches.py::test_losses_that_are_looked_at_early
+    engine/test_switches.py::test_models_with_habits
+    engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
+    integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
+    integrations/test_trainer.py::test_sequence_to_sequence_with_generation
+    integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
+    late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
     parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
     parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
     parallel/test_failures.py::test_who_is_left_in_an_exchange_by_a_stopped_process_ends
     scheduler/test_devices.py::test_bounds_of_the_search_hold_for_several_devices
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
+    scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
+    test_config_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
     test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
+    test_survey.py::test_a_saved_profile_stands_in_for_measuring
     test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
     test_survey.py::test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak
     test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
+    test_survey.py::test_times_are_the_rooflines
     test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
 """
 """Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
