@@ -47,7 +47,7 @@ class Corpus:
         return self.token_ids[:boundary], self.token_ids[boundary:]
 
 
-def load_corpus(text_files: Sequence[Path] = (), vocab_size: int = 4096) -> Corpus:
+def load_corpus(text_files: Sequence[Path] = (), vocab_size: int = 2048) -> Corpus:
     """Read and tokenize `text_files` (plain text, or Wikipedia's XML as .bz2), or gensim's articles when there are none.
 
     Raises:
