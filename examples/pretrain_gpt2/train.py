@@ -1,6 +1,6 @@
 """Pre-train a small GPT-2 from scratch under a device budget that its training state exceeds eightfold.
 
-    python examples/pretrain_gpt2/train.py            three to six minutes on two CPU cores; on a GPU, a larger model
+    python examples/pretrain_gpt2/train.py            two minutes on two CPU cores; on a GPU, a larger model
     python examples/pretrain_gpt2/train.py --check    and the same steps in plain PyTorch, compared
 
 Enters: text (data.py) and a ds_config. Leaves: the losses, the engine's swap and memory reports, and loss.png and
@@ -45,7 +45,7 @@ class Size:
     budget_gib: float
 
 
-ON_CPU = Size(layers=16, hidden=320, budget_gib=0.0)  # the ds_config's is meant for it
+ON_CPU = Size(layers=12, hidden=256, budget_gib=0.0)  # the ds_config's is meant for it
 # Workspaces of cuBLAS and the allocator's segments take up to 0.38 GiB, whatever the model: docs/memory.md.
 ON_CUDA = Size(layers=43, hidden=1024, budget_gib=1.0)
 
