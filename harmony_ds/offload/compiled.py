@@ -53,6 +53,7 @@ def load(name: str, sources: Sequence[str], **options: Any) -> ModuleType:
         OSError: the folder of extensions cannot be written.
         ImportError: what was compiled cannot be imported.
     """
+    options["extra_cflags"] = [*(options.get("extra_cflags") or ()), "-g0"]  # debug symbols take a third of the time
     folder = Path(cpp_extension._get_build_directory("harmony_ds", verbose=False))
     name = f"{name}_{_fingerprint(name, sources, options)}"
     library = folder / f"{name}.so"
