@@ -35,7 +35,7 @@ def test_the_training_state_is_eight_times_the_budget_on_every_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     options, budget_gib = loaded(script, "--config", str(CONFIGS / config))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in script.build_model(options, 4096).parameters())
+        parameters = sum(p.numel() for p in script.build_model(options, 2048).parameters())
     assert 8.0 <= parameters * script.STATE_BYTES_PER_PARAMETER / (budget_gib * 2**30) < 8.2
     assert (budget_gib >= 0.5) == on_gpu  # on a GPU, libraries take most of what is below
 
@@ -47,7 +47,7 @@ def test_what_the_user_says_is_done_on_a_gpu_too(script: Any, monkeypatch: pytes
     config = json.loads((CONFIGS / "torch_adam.json").read_text())
     for harmony, expected in (
         ({"device_memory_gib": 2.0}, (43, 2.0)),
-        ({**config["harmony"], "device": "cpu"}, (16, 0.039)),
+        ({**config["harmony"], "device": "cpu"}, (12, 0.0185)),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "harmony": harmony}))
         options, budget_gib = loaded(script, "--config", str(tmp_path / "config.json"))
