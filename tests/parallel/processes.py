@@ -24,12 +24,11 @@ LIMIT_S = 300  # seconds on a machine that does nothing else: only what hangs ta
 
 @dataclass
 class Ended:
-    """What became of one process: its result, or its exception's name and text; the exit code if it was killed."""
+    """What became of one process: its result, or its exception's name and text; its exit code."""
 
     result: Any = None
     error: str | None = None
     code: int | None = None
-    seconds: float = 0.0
 
 
 def run(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
@@ -68,7 +67,6 @@ def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s
                 rank = pipes.pop(pipe)
                 with suppress(EOFError):
                     ended[rank].result, ended[rank].error = pickle.loads(pipe.recv_bytes())
-                ended[rank].seconds = time.monotonic() - began
         for one, child in zip(ended, children, strict=True):
             child.join(30)
             one.code = child.exitcode

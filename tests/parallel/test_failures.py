@@ -19,7 +19,7 @@ from harmony_ds.errors import HarmonyError, PeerFailedError, ProcessesDifferErro
 from harmony_ds.offload import host_limits
 from harmony_ds.offload.host_limits import HostRoom
 from harmony_ds.parallel import heart
-from tests.parallel.processes import LIMIT_S, run, run_to_end
+from tests.parallel.processes import run, run_to_end
 from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
 
 MLP = Training()
@@ -109,18 +109,22 @@ def test_an_exception_while_the_model_is_measured_reaches_all() -> None:
 
 
 def waits_for_the_other(how: str) -> Any:
-    """What those who train on are told of process 1, to which something happens, and after how many seconds."""
-    heart.SILENCE_S = 3.0
+    """What those who train on are told of process 1, to which something happens."""
+    heart.SILENCE_S = 4.0
     engine = engine_of(replace(MLP, harmony={"reduce": "device"}))
     for _ in range(2):
         engine.train_batch(batches())
+    pids = torch.zeros(dist.get_world_size(), dtype=torch.long)
+    pids[dist.get_rank()] = pid = os.getpid()
+    dist.all_reduce(pids)
     if engine.global_rank == 1:
-        pid = os.getpid()
         if how == "leaves":
             return "left"
         if how == "is killed":
             os.kill(pid, signal.SIGKILL)
-        subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {pid}"])  # so that the test ends
+        others_live = " || ".join(f"kill -0 {other} 2>/dev/null" for other in pids.tolist() if other != pid)
+        goes_on = f"while {others_live}; do sleep 0.1; done; kill -CONT {pid}"
+        subprocess.Popen(["sh", "-c", goes_on])  # so that the test ends
         if how == "stops before a step":
             os.kill(pid, signal.SIGSTOP)
         else:
@@ -131,32 +135,28 @@ def waits_for_the_other(how: str) -> Any:
                 return exchange(*args, **kwargs)
 
             dist.all_to_all_single = stops  # type: ignore[assignment]
-    began = time.monotonic()
-    seen = said(lambda: [engine.train_batch(batches()) for _ in range(3)])
-    return seen, time.monotonic() - began
+    return said(lambda: [engine.train_batch(batches()) for _ in range(3)])
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "more", "most_s"),
-    [("is killed", -signal.SIGKILL, "", 10), ("leaves", 0, "", 10), ("stops before a step", 0, "no sign of life", 9)],
+    ("how", "code", "more"),
+    [("is killed", -signal.SIGKILL, ""), ("leaves", 0, ""), ("stops before a step", 0, "no sign of life")],
 )
-def test_the_others_notice_a_process_that_is_gone_or_stopped(how: str, code: int, more: str, most_s: float) -> None:
+def test_the_others_notice_a_process_that_is_gone_or_stopped(how: str, code: int, more: str) -> None:
     ended = run_to_end(3, waits_for_the_other, how)
     assert ended[1].code == code
     for rank in (0, 2):
-        seen, seconds = ended[rank].result
+        seen = ended[rank].result
         assert seen[0] == "PeerFailedError" and "rank 1" in seen[1] and more in seen[1], seen
-        assert seconds < most_s
     if how == "stops before a step":
         # It finds what they have told, or that they have ended, and not that they were silent while it was stopped itself.
-        kind, text = ended[1].result[0]
+        kind, text = ended[1].result
         assert kind == "PeerFailedError" and ("rank 1" in text or "ended" in text), (kind, text)
 
 
 def test_who_is_left_in_an_exchange_by_a_stopped_process_ends() -> None:
     ended = run_to_end(2, waits_for_the_other, "stops in an exchange")
     assert ended[0].code == heart.STOPPED
-    assert ended[0].seconds < LIMIT_S
 
 
 def test_a_process_that_works_for_long_is_not_taken_for_stopped() -> None:
@@ -165,11 +165,11 @@ def test_a_process_that_works_for_long_is_not_taken_for_stopped() -> None:
 
 
 def works_for_long() -> tuple[str, str]:
-    heart.SILENCE_S = 2.0
+    heart.SILENCE_S = 4.0
     engine = engine_of(MLP)
     engine.train_batch(batches())
     if engine.global_rank == 1:
-        time.sleep(5)  # compiles, say, or reads its data
+        time.sleep(7)  # compiles, say, or reads its data
     return said(lambda: engine.train_batch(batches()))
 
 

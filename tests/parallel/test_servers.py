@@ -185,7 +185,7 @@ def test_a_process_that_is_gone_ends_all_servers(rank: int) -> None:
         if other == rank:
             assert one.code == -signal.SIGKILL
             continue
-        assert one.error is None and one.seconds < 30
+        assert one.error is None
         assert one.result[0] in (PeerFailedError.__name__, "RuntimeError", "DistBackendError"), one
     beside = ended[rank ^ 1].result
     assert beside[0] == "PeerFailedError" and f"rank {rank}" in beside[1]
