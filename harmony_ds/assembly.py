@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.contract import Contract
 from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.calls.layer_call import LayerCalls
@@ -97,7 +97,6 @@ class Assembly:
             self.host_optimizer.give_back(self.store.parameters)
         self.interception.remove()
         self.parts.installation.remove()
-        self.parts.calls.remove()
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
@@ -224,7 +223,7 @@ def _parts(
         optimizer=host_optimizer,
         updater=updater,
         installation=installation,
-        calls=CallStates(model),
+        contract=Contract(model),
         layer_calls=LayerCalls(decomposition.layers, installation, stash),
         random=RandomStreams(device),
         timeline=timeline,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.held import Item, held
 from harmony_ds.calls.installed import belongs_to_engine
-from harmony_ds.calls.places import Place, held
 from harmony_ds.checkpoint.snapshot import listed
 from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
@@ -226,16 +226,16 @@ def _initialize_transformers(model: nn.Module, fresh: Mapping[int, str]) -> None
 def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> AbstractContextManager[object]:
     """Shows each tied parameter to its first owner alone, so that the others do not initialize it once more."""
     seen: set[int] = set()
-    hidden: dict[Place, nn.Parameter] = {}
+    hidden: list[Item] = []
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in fresh:
                 continue
             if id(parameter) in seen:
                 without = torch.empty_like(parameter, device="meta")
-                hidden[Place(module._parameters, key, key)] = nn.Parameter(without, parameter.requires_grad)
+                hidden.append((module._parameters, key, nn.Parameter(without, parameter.requires_grad)))
             seen.add(id(parameter))
-    return held(tuple(hidden), tuple(hidden.values()))
+    return held(hidden)
 
 
 def _own(module: nn.Module) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The arguments of layer calls, and what layers hand over beside their results.
 
 Tensors are taken out of a call's arguments, so that the call can be made again over others. Layers may also write into
-lists, dictionaries and objects that they are given, leave tensors on attributes of their modules, and transformers'
+lists, dictionaries and objects that they are given, and transformers'
 layers hand tensors (router logits, attentions) to a collector.
 """
 
@@ -26,10 +26,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, 
 
 @dataclass(slots=True, eq=False)
 class Arguments:
-    """What a layer call takes, with its tensors taken out: arguments, and attributes of the layer's modules."""
+    """What a layer call takes, with its tensors taken out."""
 
     leaves: list[Any]
-    shape: Shape  # of positional arguments, of keyword arguments, and of attributes, one after another
+    shape: Shape  # of positional arguments, then of keyword arguments
     positional: int  # how many
     keywords: tuple[str, ...]
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
@@ -37,14 +37,13 @@ class Arguments:
     collects: bool  # whether the layer may hand anything to a collector
     often: Often | None = None  # those of several calls
 
-    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], list[Contents]]:
-        """Positional and keyword arguments and attributes over `tensors`; their containers are fresh, and returned last."""
+    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Contents]]:
+        """Positional and keyword arguments over `tensors`; their containers are fresh, and returned last."""
         values = None if self.often is None else self.often.over(tensors)
         if values is not None:
             return (
                 tuple(values[: self.positional]),
                 dict(zip(self.keywords, values[self.positional :], strict=True)),
-                [],
                 [],
             )
         leaves = list(self.leaves)
@@ -53,15 +52,13 @@ class Arguments:
                 leaves[place] = tensor
         made: list[Contents] = []
         values = unflatten_all(leaves, self.shape, made)
-        named = self.positional + len(self.keywords)
-        kwargs = dict(zip(self.keywords, values[self.positional : named], strict=True))
-        return tuple(values[: self.positional]), kwargs, values[named:], made
+        kwargs = dict(zip(self.keywords, values[self.positional :], strict=True))
+        return tuple(values[: self.positional]), kwargs, made
 
     @property
     def are_fixed(self) -> bool:
-        """Whether there is nothing among them that anybody could write into but tensors, and nothing beside them."""
-        named = self.positional + len(self.keywords)
-        return named == len(self.shape.roots) and not self.collects and self.shape.is_fixed
+        """Whether there is nothing among them that anybody could write into but tensors."""
+        return not self.collects and self.shape.is_fixed
 
     def roots(self) -> list[int | None]:
         """Per tensor: which argument it is; None: it is a part of one, or it is several. For fixed arguments."""
@@ -105,11 +102,11 @@ def is_plain(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, _PLAIN) or callable(leaf)
 
 
-def take_tensors(request: Request, attributes: Sequence[Any] = ()) -> tuple[Arguments, list[Tensor]]:
+def take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
     """What a call takes without its tensors, and those, each once."""
     caches = empty_caches(request)
     args, kwargs = request.args, request.kwargs
-    leaves, shape = flatten_all((*args, *kwargs.values(), *attributes), {id(cache): cache for cache in caches})
+    leaves, shape = flatten_all((*args, *kwargs.values()), {id(cache): cache for cache in caches})
     places: dict[int, list[int]] = {}
     tensors: list[Tensor] = []
     for place, leaf in enumerate(leaves):

@@ -11,14 +11,15 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.errors import ModelError, UnsupportedError
 
@@ -35,12 +36,18 @@ class _BoundaryNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         _refuse_second_order()
+        if is_between_layers():
+            raise UnsupportedError(_IN_FORWARD)
         for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
                 target.add(gradient)
         return None, None, None
 
 
+_IN_FORWARD = (
+    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while it runs. Take "
+    "such gradients within one layer's forward, or of what comes behind the last one."
+)
 _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
@@ -101,29 +108,18 @@ def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
     return getattr(node, "harmony_targets", None)
 
 
-class _Begins(threading.local):
-    by_engine = False
-
-
-_begins = _Begins()
-
-
-class backward_of_engine:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
-    """Around a backward pass that is the engine's: what begins within it is the program's.
+@contextmanager
+def backward_of_engine() -> Iterator[None]:
+    """Around a backward pass that is the engine's.
 
     Raises:
         ModelError: something that was saved for it has been written to since.
     """
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _begins.by_engine = True
-
-    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
-        _begins.by_engine = False
-        if isinstance(error, RuntimeError):
-            _refuse_changed(error)
+    try:
+        yield
+    except RuntimeError as error:
+        _refuse_changed(error)
+        raise
 
 
 def _refuse_changed(error: RuntimeError) -> None:
@@ -143,8 +139,7 @@ def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None],
     Raises:
         ModelError: something that was saved for it has been written to since.
     """
-    # torch.autograd.backward without its checks of shapes, which take as long as a small layer does; and past whoever
-    # watches it for passes that are not the engine's.
+    # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
     try:
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
@@ -152,12 +147,6 @@ def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None],
     except RuntimeError as error:
         _refuse_changed(error)
         raise
-
-
-def is_of_engine() -> bool:
-    """Whether the backward pass that begins now is the engine's."""
-    by_engine, _begins.by_engine = _begins.by_engine, False
-    return by_engine
 
 
 def nodes_behind(node: Node | None) -> list[Node]:

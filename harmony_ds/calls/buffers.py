@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.places import Place, held
-from harmony_ds.calls.plain_copies import PlainWhenCopied
+from harmony_ds.calls.held import held
 from harmony_ds.device.base import Device
 from harmony_ds.offload.ledger import Kind, Ledger
 
@@ -51,31 +50,8 @@ def copied_buffers(modules: Sequence[nn.Module]) -> Buffers:
 @contextmanager
 def buffers_apart(own: Buffers) -> Iterator[None]:
     """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
-    places = [Place(module.__dict__, "_buffers", "_buffers") for module, _ in own]
-    with held(places, [buffers for _, buffers in own]):
+    with held((module.__dict__, "_buffers", buffers) for module, buffers in own):
         yield
-
-
-class WatchedBuffers(PlainWhenCopied):
-    """A module's buffers that forward passes change: looking at one first runs what is still to change it."""
-
-    __slots__ = ("_catch_up",)
-
-    def __init__(self, buffers: Mapping[str, Any], catch_up: Callable[[], None]) -> None:
-        super().__init__(buffers)
-        self._catch_up = catch_up
-
-    def __getitem__(self, key: str) -> Any:
-        self._catch_up()
-        return super().__getitem__(key)
-
-    def values(self) -> Any:
-        self._catch_up()
-        return super().values()
-
-    def items(self) -> Any:
-        self._catch_up()
-        return super().items()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +94,13 @@ class DeviceBuffers:
         self._copies: dict[int, _Copy] = {}  # by the id of the host's
         self._installed: list[tuple[nn.Module, dict[str, Any], dict[str, _Copy]]] = []
         self.written_unseen: set[nn.Module] = set()
+        self._written = False
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
+
+    @property
+    def are_written(self) -> bool:
+        """Whether forward passes have been seen to change any."""
+        return self._written
 
     @property
     def copied_bytes(self) -> int:
@@ -147,17 +129,23 @@ class DeviceBuffers:
         made.note(host)
         return made
 
-    def note_unseen(self) -> None:
-        """Raises the versions of what the next forward pass may write to unseen, which whoever has saved it sees."""
-        for module in self.written_unseen:
-            for buffer in buffers_of([module]):
-                torch.autograd.graph.increment_version(buffer)
+    def look_for_unseen(self) -> set[nn.Module]:
+        """Behind a forward pass: the modules that it has written to unseen, which are known from now on."""
+        found = {
+            module
+            for module, _, copies in self._installed
+            if not self._changed(module, copies)
+            and any(not _equal(copy.device.cpu(), copy.host) for copy in copies.values())
+        }
+        self.written_unseen |= found
+        return found
 
     def take_back(self) -> None:
         """Copies what changed on the device into the host buffers (or in their place, if it was replaced)."""
         for module, host, copies in self._installed:
             if not self._changed(module, copies):
                 continue
+            self._written = True
             for key, now in module.__dict__["_buffers"].items():
                 if now is not None:
                     self._ledger.book_out(Kind.DATA, now.nbytes)
@@ -204,3 +192,7 @@ class DeviceBuffers:
             and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
             for key, buffer in now.items()
         )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

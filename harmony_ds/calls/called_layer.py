@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,12 +14,10 @@ from harmony_ds.calls.caches import emptied
 from harmony_ds.calls.installed import LayerParameters
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.own_memory import ParameterMemory
-from harmony_ds.calls.places import Place, Places, held, read_all, write_all
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
 from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import Contents, changed, flatten_all, unflatten_all
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.residency import Leaves
 
 
@@ -28,7 +25,6 @@ class CalledLayer:
     """Runs one layer, and knows what its calls change.
 
     Attributes:
-        places: what its calls take and give beside arguments and results.
         changes_inputs, changes_buffers: whether a call was seen to.
         inputs_change: what a call was given was seen to be written to behind it, by the code between the layers.
         draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
@@ -41,7 +37,6 @@ class CalledLayer:
         self.dead_end = DeadEnd(layer.name)
         self.memory = ParameterMemory(layer.parameters)
         self.buffered = [module for module in layer.module.modules() if module._buffers]
-        self.places: Places = ()
         self.changes_inputs = False
         self.inputs_change = False
         self.changes_buffers = False
@@ -51,15 +46,9 @@ class CalledLayer:
         self._reading: set[nn.Module] = set()  # and to read them
         self._names = layer.parameters
 
-    def watch(self, places: Iterable[Place]) -> bool:
-        """From now on, `places` are part of what calls take and give. False if they were already."""
-        new = [place for place in places if place not in self.places]
-        self.places = (*self.places, *new)
-        return bool(new)
-
     def take(self, request: Request) -> tuple[Arguments, list[Tensor]]:
         """What a call takes without its tensors, and those."""
-        return take_tensors(request, read_all(self.places))
+        return take_tensors(request)
 
     @property
     def inputs_may_change(self) -> bool:
@@ -71,11 +60,11 @@ class CalledLayer:
         """Not where calls write into what they go on from: others do so before one is propagated back. Nor where what they
         were given is written to, which a graph may have saved.
         """
-        return not (self.replayed or self.places or self.inputs_change)
+        return not (self.replayed or self.inputs_change)
 
     def may_be_cut(self, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
-        return not (self.changes_inputs or self.changes_buffers or self.places) and arguments.may_be_cut
+        return not (self.changes_inputs or self.changes_buffers) and arguments.may_be_cut
 
     def guarded(self, copies: Leaves) -> Leaves:
         """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
@@ -99,46 +88,28 @@ class CalledLayer:
         behind = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
         for place, tensor in zip(ends, behind, strict=True):
             inputs[place] = tensor
-        args, kwargs, attributes, made = call.arguments.filled(inputs)
+        args, kwargs, made = call.arguments.filled(inputs)
         node = behind[0].grad_fn if behind else None  # of all
         tracked = inputs if request.grad else []  # those of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         before = versions(self.buffered) if self.buffered else []
         collected: dict[str, list[Any]] = {}
-        left: list[Any] = []
         with self.parameters.installed(copies):
-            if self.places or call.arguments.caches or call.arguments.collects:
-                with (
-                    held(self.places, attributes) as left,
-                    collecting(request) as collected,
-                    emptied(call.arguments.caches),
-                ):
+            if call.arguments.caches or call.arguments.collects:
+                with collecting(request) as collected, emptied(call.arguments.caches):
                     result = request.run(args, kwargs)
             else:  # as most are: no contexts for each
                 result = request.run(args, kwargs)
         if self.buffered:
             self._look_at_buffers(before)
-        if not (made or collected or left) and written_to == [tensor._version for tensor in tracked]:  # as most
+        if not (made or collected) and written_to == [tensor._version for tensor in tracked]:  # as most
             leaves, shape = flatten_all((result,))
             outcome = Outcome(inputs, leaves, shape, [], [])
         else:
             nodes = dict.fromkeys(ends, node)
             altered = [p for p, t in enumerate(inputs) if t.requires_grad and t.grad_fn is not nodes.get(p)]
-            outcome = _outcome_of(result, inputs, made, altered, collected, left)
-        marked = [one.__dict__ for one in (*inputs, *outcome.leaves) if type(one) is Tensor and one.__dict__]
-        if marked:
-            self._refuse_attributes(marked)
+            outcome = _outcome_of(result, inputs, made, altered, collected)
         return outcome
-
-    def _refuse_attributes(self, marked: list[dict[str, Any]]) -> None:
-        """Raises UnsupportedError if tensors have got attributes that nobody behind the layer would find."""
-        for name in (name for attributes in marked for name in attributes):
-            if not name.startswith(("_dynamo_", "_harmony_")):  # what those note, they look for in one place alone
-                raise UnsupportedError(
-                    f"layer {self.name} sets an attribute ({name}) on a tensor that it takes or returns, which code behind "
-                    "the layer would not find there: layers run over tensors of their own. Let the layer return the value, "
-                    f"or keep it on its module (self.{name} = ...)."
-                )
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""
@@ -158,13 +129,12 @@ class CalledLayer:
         result, *beside = unflatten_all(leaves, outcome.shape)
         if not beside:
             return result
-        collected, values, left, views = beside
+        collected, values, views = beside
         for place, view in zip(outcome.altered, views, strict=True):
             # Its memory holds that already: now its graph does, too. For who has saved it, nothing has changed.
             with _unsafe_preserve_version_counter(sources[place]):
                 sources[place].copy_(view)
         give_back(call.request, collected, outcome.written, values)
-        write_all(self.places, left)
         return result
 
 
@@ -174,13 +144,12 @@ def _outcome_of(
     made: list[Contents],
     altered: list[int],
     collected: dict[str, list[Any]],
-    left: list[Any],
 ) -> Outcome:
     """The outcome of a run that may have left something beside its result."""
     written = changed(made)
     same = {id(one.value): one.branch.original for one in made}
     # Views: the tensors themselves may be among the results, as what the caller gave.
     views = [inputs[place].view_as(inputs[place]) for place in altered]
-    beside = (collected, [one.children for one in written], left, views)
+    beside = (collected, [one.children for one in written], views)
     leaves, shape = flatten_all((result, *beside) if any(beside) else (result,), same)
-    return Outcome(inputs, leaves, shape, written, altered, left)
+    return Outcome(inputs, leaves, shape, written, altered)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.nn.modules._functions import BackwardHookFunction
 
 from harmony_ds.calls.boundary import nodes_behind, propagate, targets_of
 from harmony_ds.calls.taking import Taking
 from harmony_ds.calls.targets import FROM_ANOTHER, GradientTarget, InterLayerGradient, Origin, OutputGradient
-from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.errors import ModelError
 
 
 class InterLayerGraph:
@@ -30,8 +28,6 @@ class InterLayerGraph:
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
-        self._hooked: set[GradientEdge] = set()
-        self._checked = False
         self.origin = Origin()
         self.taking = Taking()
 
@@ -40,12 +36,12 @@ class InterLayerGraph:
         """Whether every layer input was an output of an earlier layer, untouched."""
         return not self._edges
 
-    def target(self, tensor: Tensor, hooked: bool = False) -> GradientTarget:
-        """Where the gradient of the layer input `tensor` (which requires one) goes; `hooked`: it may still get hooks."""
+    def target(self, tensor: Tensor) -> GradientTarget:
+        """Where the gradient of the layer input `tensor` (which requires one) goes."""
         targets = targets_of(tensor.grad_fn)
         if targets is not None:
             self._check(targets)
-        if targets is not None and not (hooked or tensor._backward_hooks or tensor.retains_grad):
+        if targets is not None and not (tensor._backward_hooks or tensor.retains_grad):
             return targets[tensor.output_nr]
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
@@ -53,41 +49,6 @@ class InterLayerGraph:
             nbytes = tensor.numel() * tensor.element_size()
             self._edges[key] = (edge, InterLayerGradient(self._newest_call_behind(edge.node), nbytes))
         return self._edges[key][1]
-
-    def note_hook(self, tensor: Tensor) -> None:
-        """The program has put a hook on `tensor`, which is to see its gradient."""
-        if tensor.grad_fn is not None:
-            self._hooked.add(get_gradient_edge(tensor))
-
-    def check_whole(self, loss: Tensor | None = None) -> None:
-        """To be called before anything is propagated back, from `loss` first if there is one; looks once.
-
-        Raises:
-            UnsupportedError: code of the program's would see a gradient in parts that come one after another (each by way
-                of another layer), where autograd would hand it their sum. What autograd does itself adds up.
-        """
-        if self._checked or self.is_trivial:
-            return
-        self._checked = True
-        roots: dict[int, list[Node]] = {_OF_LOSS: [] if loss is None or loss.grad_fn is None else [loss.grad_fn]}
-        for edge, target in self._edges.values():
-            roots.setdefault(target.deadline, []).append(edge.node)
-        seen: set[Node] = set()
-        several: set[Node] = set()
-        for nodes in roots.values():
-            reached = _nodes_behind(nodes)
-            reached.update(*map(nodes_behind, reached), nodes)  # and Boundaries
-            several |= seen & reached
-            seen |= reached
-        what = "a hook on a tensor" if any(edge.node in several for edge in self._hooked) else None
-        what = what or next((told for node in several if (told := _code_of_program(node)) is not None), None)
-        if what is not None:
-            raise UnsupportedError(
-                f"{what} between the layers sees the gradient of a tensor that several layers take (a residual stream): it "
-                "comes in parts here, one by way of each layer, and would be handed over part by part instead of their "
-                "sum. Nothing has been updated. Name a module that contains all of them in harmony.layers, or put the "
-                "code into a layer's forward."
-            )
 
     def settle(self, call: int) -> None:
         """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
@@ -149,23 +110,6 @@ class InterLayerGraph:
         return self._newest[root]
 
 
-_OF_LOSS = 2**31
-
-
-def _code_of_program(node: Node) -> str | None:
-    """The program's own code that runs in `node`, named."""
-    if getattr(getattr(node, "variable", None), "_backward_hooks", None):  # of a leaf
-        return "a hook on a parameter that is used"
-    function: Any = getattr(node, "_forward_cls", None)  # of an autograd.Function
-    if function is None:
-        return None
-    if function is BackwardHookFunction:
-        return "a backward hook of a module"
-    module = function.__module__
-    ours = module.partition(".")[0] in ("harmony_ds", "torch") and not module.startswith("torch._library")
-    return None if ours else f"the backward pass of {function.__qualname__}"
-
-
 def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
     """Every node that `roots` lead to, up to the Boundaries."""
     seen: set[Node] = set()
@@ -176,10 +120,3 @@ def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
             seen.add(node)
             todo += nodes_behind(node)
     return seen
-
-
-def targets_behind(tensors: Iterable[Tensor]) -> set[GradientTarget]:
-    """Where gradients of `tensors` would go."""
-    roots = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    ends = roots.union(*map(nodes_behind, _nodes_behind(roots)))
-    return {target for end in ends for target in targets_of(end) or ()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harmony_ds.calls.arguments import forget_collected
 from harmony_ds.calls.boundary import propagate
-from harmony_ds.calls.buffers import Buffers, buffers_apart, copied_buffers
+from harmony_ds.calls.buffers import buffers_apart, copied_buffers
 from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
@@ -24,15 +24,15 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Keeping
 from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
 from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
-from harmony_ds.calls.places import Place, Places, held, read_all, same
 from harmony_ds.calls.random_streams import State, differ
-from harmony_ds.calls.recorded_call import InputChangedError, Outcome, RecordedCall, Trial, View
+from harmony_ds.calls.recorded_call import Outcome, RecordedCall, Trial, View
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.taking import Given
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import CallChangedError, ModelError
+from harmony_ds.errors import CallChangedError
 from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
@@ -42,28 +42,40 @@ class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        outputs_hooked: forward puts hooks on tensors, maybe on outputs that the next call has taken already.
         propagating: a backward pass that is under way is that of one layer.
     """
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._keeping = Keeping(stash)
-        self.outputs_hooked = False
         self.propagating = False
+        self._surprises: list[str] | None = None  # while they are gathered
 
     @property
     def changing_buffers(self) -> frozenset[int]:
         """Layers that have been seen to change buffers."""
         return frozenset(index for index, layer in enumerate(self._layers) if layer.changes_buffers)
 
-    def watch(self, layer: int, places: Iterable[Place]) -> bool:
-        """From now on, `places` are part of what calls of `layer` take and give. False if they were already."""
-        return self._layers[layer].watch(places)
+    @contextmanager
+    def gathering_surprises(self) -> Iterator[list[str]]:
+        """While open, what calls do that was not known of them is gathered in the list, and known from then on; elsewhere
+        it is an error at once.
+        """
+        before, self._surprises = self._surprises, []
+        try:
+            yield self._surprises
+        finally:
+            self._surprises = before
 
-    def replay_buffers(self, layer: int) -> None:
-        """From now on, a recomputation of `layer` begins with what its buffers were."""
+    def replay_buffers(self, layer: int) -> bool:
+        """From now on, a recomputation of `layer` begins with what its buffers were. False if it did already."""
+        new = not self._layers[layer].replayed
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
+        return new
+
+    def has_buffers(self, layer: int) -> bool:
+        """Whether there are any that its calls might change."""
+        return bool(self._layers[layer].buffered)
 
     def copy_inputs(self, layer: int) -> None:
         """From now on, what is kept of calls of `layer` is a copy of what they were given."""
@@ -84,10 +96,6 @@ class LayerCalls:
     def may_keep_graphs(self, layer: int) -> bool:
         """Whether graphs of `layer` can be kept while other micro-batches go through it."""
         return self._layers[layer].may_keep_graphs
-
-    def copied_buffers(self, layer: int) -> Buffers:
-        """What the buffers of a layer hold, for `buffers_apart`."""
-        return copied_buffers(self._layers[layer].buffered)
 
     # ---- attached: part of the caller's own graph, or of none
 
@@ -218,12 +226,12 @@ class LayerCalls:
         """A call that is about to run, and what it takes."""
         layer = self._layers[request.layer]
         inter_layer.origin.model = id(self)
-        given = inter_layer.taking.take(request, read_all(layer.places) if layer.places else ())
+        given = inter_layer.taking.take(request)
         call = RecordedCall(
             request=request.without_arguments(),
             number=number,
             arguments=given.arguments,
-            targets=self._targets(request, given.tensors, inter_layer),
+            targets=[inter_layer.target(t) if t.requires_grad else None for t in given.tensors],
             cut=cut_of(rows, request.layer, given.tensors, layer.draws)
             if rows.cuts and layer.may_be_cut(given.arguments)
             else None,
@@ -231,33 +239,19 @@ class LayerCalls:
         )
         return call, given
 
-    def _targets(
-        self, request: Request, tensors: list[Tensor], inter_layer: InterLayerGraph
-    ) -> list[GradientTarget | None]:
-        """Where gradients of what a call takes go. Attributes may still hold what an earlier micro-batch left there."""
-        targets: list[GradientTarget | None] = [None] * len(tensors)
-        for place, tensor in enumerate(tensors):
-            if not tensor.requires_grad:
-                continue
-            try:
-                targets[place] = inter_layer.target(tensor, self.outputs_hooked)
-            except ModelError:
-                if any(tensor is given for given in tensors_in((request.args, request.kwargs))):
-                    raise
-                targets[place] = self._layers[request.layer].dead_end
-        return targets
-
-    @staticmethod
-    def _check_seen(layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
-        """Raises InputChangedError if the call has changed what no call of the layer was known to change."""
+    def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
+        """Raises UnseenError if the call has changed what no call of the layer was known to change."""
         what = "a buffer" if layer.replayed and call.buffers is None else None
         if what is None and inputs_changed and not layer.changes_inputs:
             layer.changes_inputs = True
             what = "its input in place"
         if what is not None:
-            raise InputChangedError(
-                f"layer {layer.name} changes {what}, which was not seen when the model was measured."
-            )
+            self._surprise(f"layer {layer.name} changes {what}, which was not seen when the model was measured.")
+
+    def _surprise(self, what: str) -> None:
+        if self._surprises is None:
+            raise UnseenError(what)
+        self._surprises.append(what)
 
     def backward(
         self,
@@ -310,23 +304,19 @@ class LayerCalls:
                     _propagate(call, given)
                 return
             replay(call.states[0])
-            left = _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
-            if not left:  # as mostly
-                _propagate(call, gradients)
-                return
-            with _as_left(layer.places, left):
-                _propagate(call, gradients)
+            _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
+            _propagate(call, gradients)
 
     def _inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
         """What the call is run again over."""
         return self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
 
-    def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> None:
-        """Runs the call again, whole, and keeps its graph for `backward`."""
+    def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> list[Tensor]:
+        """Runs the call again, whole, and keeps its graph for `backward`; the values that it gives."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
+            return [t.detach() for t in _run_again(layer, call, self._inputs(layer, call), copies, call.targets)]
 
     def trial(self, request: Request, copies: Leaves, cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
@@ -361,9 +351,7 @@ class LayerCalls:
         assert first is not None
         if not call.cut.draws and differ(call.states[0], state()):
             layer.draws = True
-            raise InputChangedError(
-                f"layer {layer.name} draws random numbers, which was not seen when the model was measured."
-            )
+            self._surprise(f"layer {layer.name} draws random numbers, which was not seen when the model was measured.")
         return first
 
     # ---- what is kept of a call
@@ -374,7 +362,6 @@ class LayerCalls:
             self._keeping.release(entry)
         call.tensors = []
         call.graph = []
-        call.watched = {}
 
 
 def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
@@ -394,25 +381,12 @@ def _run_again(
     tensors: list[Tensor],
     copies: Leaves,
     targets: list[GradientTarget | None],
-) -> list[Any]:
-    """Runs the call (or one piece of it) again, and keeps its graph; what the layer's places held behind it."""
-    outcome = layer.run(call, tensors, copies, targets)
-    outputs = outcome.tensors
+) -> list[Tensor]:
+    """Runs the call (or one piece of it) again, and keeps its graph; the outputs."""
+    outputs = layer.run(call, tensors, copies, targets).tensors
     call.check(outputs, layer.name)
     call.keep_graph(outputs)
-    return outcome.left
-
-
-@contextmanager
-def _as_left(places: Places, left: Sequence[Any]) -> Iterator[None]:
-    """While open, `places` hold what the call had left there, as code in its backward pass finds it; what that writes
-    stays.
-    """
-    with held(places, left) as now:
-        yield
-    for place, before, value in zip(places, left, now, strict=True):
-        if not same(before, value):
-            place.write(value)
+    return outputs
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
@@ -423,7 +397,3 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
             edges.append(edge)
             arrived.append(gradient)
     propagate(edges, arrived)
-    for place, reference in call.retained:
-        handed = reference()
-        if handed is not None:
-            handed.grad = call.watched[place].grad

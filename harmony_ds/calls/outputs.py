@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import Tensor
@@ -49,9 +48,6 @@ def cut_outputs(
         call.output_gradients.append(output_gradient)
     for place, tensor in zip(lie_in, cut([leaves[p] for p in lie_in], output_gradients), strict=True):
         leaves[place] = tensor
-        if outcome.leaves[place].retains_grad:
-            number = sum(isinstance(leaf, Tensor) for leaf in leaves[:place])
-            call.retained.append((number, weakref.ref(tensor)))
     for place, first in again:
         leaves[place] = leaves[first]
     return leaves, lie_in

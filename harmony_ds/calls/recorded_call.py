@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,6 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
 
 
-class InputChangedError(ModelError):
-    """A layer turned out to change its input in place; it is remembered, and the step can be run again."""
-
-
 @dataclass(slots=True, eq=False)
 class RecordedCall:
     """What it takes to run a layer call again and to propagate through it.
@@ -39,9 +34,7 @@ class RecordedCall:
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
         graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
-        watched: outputs of the graph whose `.grad` is asked for, by place.
         views: outputs that share their memory with another or with an input.
-        retained: outputs whose `.grad` the layer asked for (`retain_grad`), by place, and what was handed over.
     """
 
     request: Request
@@ -54,9 +47,7 @@ class RecordedCall:
     states: list[State] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
-    watched: dict[int, Tensor] = field(default_factory=dict)
     views: list[View] = field(default_factory=list)
-    retained: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
     @property
     def entries(self) -> list[StashEntry]:
@@ -74,8 +65,6 @@ class RecordedCall:
             get_gradient_edge(output) if target is not None and output.requires_grad else None
             for output, target in zip(outputs, self.output_gradients, strict=True)
         ]
-        if self.retained:
-            self.watched = {place: outputs[place] for place, _ in self.retained}
 
     def propagated(self) -> None:
         """From now on, a gradient of an output is an error."""
@@ -96,8 +85,8 @@ class RecordedCall:
             found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
             raise RecomputeError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
-                f"recomputed, {found}: its outputs must depend on its arguments, on the attributes and buffers of its "
-                "modules and on random numbers alone."
+                f"recomputed, {found}: its outputs must depend on its arguments, parameters and buffers and on random "
+                "numbers alone."
             )
 
 
@@ -141,7 +130,6 @@ class Outcome:
 
     Attributes:
         altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
-        left: what the layer's attributes and variables held behind it.
     """
 
     inputs: list[Tensor]
@@ -149,7 +137,6 @@ class Outcome:
     shape: Shape
     written: list[Contents]
     altered: list[int]
-    left: list[Any] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -40,13 +40,13 @@ class Taking:
     def __init__(self) -> None:
         self._alike: _Alike | None = None  # calls that come may be like this one
 
-    def take(self, request: Request, attributes: Sequence[Any] = ()) -> Given:
+    def take(self, request: Request) -> Given:
         """What a call is given."""
-        if self._alike is not None and not attributes:
+        if self._alike is not None:
             given = self._alike.given(request)
             if given is not None:
                 return given
-        return Given(*take_tensors(without_unknown(request), attributes))
+        return Given(*take_tensors(without_unknown(request)))
 
     def remember(self, request: Request, given: Given, kept: Sequence[object]) -> None:
         """`kept` of a call is kept until its backward pass; calls that come may be given the same."""

@@ -217,9 +217,6 @@ class Loop:
             queued = queue()
             for micro_batch in queued:
                 micro_batch.backward_from_loss(divisor, self._scaler.scale)
-                if self._runner.hooked:
-                    self._open.settle()
-                    self._open.propagate()
             counts.backwards = self._open.group.propagated_from
             if boundary:
                 self._steps.step({})
@@ -238,7 +235,7 @@ class Loop:
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
-        training = self._model.training
+        training = [(module, module.training) for module in self._model.modules()]
         with self._world.together():
             batches = self._training.data.take(data_iter)
             self._model.eval()
@@ -246,7 +243,8 @@ class Loop:
             try:
                 losses = self._open.group.evaluate(batches, loss_fn)
             finally:
-                self._model.train(training)
+                for module, mode in training:  # some may be frozen: `train()` would not leave them so
+                    module.training = mode
             loss = self._world.mean(torch.stack(losses).mean())
         self._reports.mean_loss("eval_loss", loss)
         return loss

@@ -30,7 +30,7 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer import _is_peft_model
 
-from harmony_ds.calls.places import Place, held
+from harmony_ds.calls.held import held
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
@@ -273,10 +273,10 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
                 "together. Generate in _prepare_inputs, or use this trainer without HarmonyMixin."
             )
 
-        instead = {Place(self.model.__dict__, "generate", "generate"): generate}
+        instead = [(self.model.__dict__, "generate", generate)]
         if _prepares_inputs(type(self)):
-            instead[Place(self.__dict__, "_prepare_inputs", "_prepare_inputs")] = _as_it_is
-        with held(tuple(instead), tuple(instead.values())):
+            instead.append((self.__dict__, "_prepare_inputs", _as_it_is))
+        with held(instead):
             yield
 
     @contextmanager

@@ -19,15 +19,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
-from harmony_ds.calls.recorded_call import RecordedCall
+from harmony_ds.calls.recorded_call import RecordedCall, Writes
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
+from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.errors import ModelError, ParameterOutsideLayerError
+from harmony_ds.errors import ModelError, ParameterOutsideLayerError, RecomputeError
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.routing import RoutingWatch, extremes
+from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
@@ -52,17 +54,22 @@ class Measurement(Passes):
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[int] = set()  # those among them that the call before took, too
         self._base = 0  # alive before the first call
+        self._given: list[tuple[int, Writes]] = []  # to the layers' calls
+        self._surprises: list[str] = []
 
     def measure(self, sample: Sample) -> CostTable:
         """Costs of its forward pass and of propagating its objective.
 
         Raises:
             ParameterOutsideLayerError: a parameter was used outside its layer; `Installation.touched` has its name.
+            UnseenError: a layer does something that was not known of it, and is now: to be measured again.
+            RecomputeError: a layer gives something else when it is run again on what it was given.
+            ModelError: a layer writes into its own parameters.
             BaseException: whatever the model or the objective raised.
         """
         touched = self._parts.installation.touched
         try:
-            with self._opened() as copy:
+            with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
                 _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
                 self._resident_leaves = copy.leaves
                 with self._lent(copy), self._parts.device.probe() as probe:
@@ -80,6 +87,7 @@ class Measurement(Passes):
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         self._stretch.begin()
         outputs = self._forward(sample)
+        self._check_seen()
         loss = sample.objective(outputs)
         if touched:
             raise ParameterOutsideLayerError(
@@ -145,13 +153,59 @@ class Measurement(Passes):
             outputs, recorded = self._record(replace(request, forward=forward), copy)
         call.forward = max(call.forward, stretch.peak())
         if recorded is not None:
+            self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)
-            self._propagate(call, recorded, copy, watch.seen)
+            self._prove(recorded, copy, tensors_in(outputs))
+            if not self._surprises:
+                self._propagate(call, recorded, copy, watch.seen)
         return outputs
 
     def evicted(self) -> None:
         """What comes now is the code behind the call."""
         self._stretch.begin()
+
+    # ---- what nobody knew of the model
+
+    def _check_seen(self) -> None:
+        """Behind the forward pass; raises UnseenError."""
+        calls = self._parts.layer_calls
+        for layer in sorted({layer for layer, writes in self._given if writes.happened}):
+            calls.copy_inputs(layer)
+            self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place behind its call.")
+        unseen = self._parts.installation.buffers.look_for_unseen() if self._parts.device.has_values else set()
+        for one in self._layers:
+            if not unseen.isdisjoint(one.module.modules()):
+                calls.replay_buffers(one.index)
+                self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
+        if self._surprises:
+            raise UnseenError(" ".join(self._surprises))
+
+    def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
+        """Runs a call again: whether that gives what its forward pass gave, and leaves its parameters as they are."""
+        calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
+        if self._surprises or recorded.cut is not None or not self._parts.device.has_values:
+            return
+        again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
+        self._parts.random.switch(self)
+        written = self._parts.residency.written(copy)
+        if written:
+            raise ModelError(
+                f"layer {layer.name} writes into the parameter {written[0]} in forward, where it is a copy on the device: "
+                "what is written would be lost. Change parameters between steps (engine.module.parameters()), or compute "
+                "with a changed copy (self.weight.clamp(...))."
+            )
+        exact = self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        if all(map(_equal if exact else close, outputs, again)):
+            return
+        if calls.replay_buffers(layer.index):
+            self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
+            return
+        raise RecomputeError(
+            f"layer {layer.name} was run twice on the same arguments, parameters, buffers and random numbers, "
+            "and gave different outputs: it goes on from something else that it changes (an attribute, an iterator, a "
+            "generator of its own), so its forward pass cannot be recomputed. Keep such state in a buffer of the layer's, "
+            "and draw from torch's, Python's or NumPy's global generators."
+        )
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
@@ -331,3 +385,7 @@ def _tensor_of(kept: StashEntry | Kept) -> Tensor:
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where `tensor` begins; on a device without memory, too."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))

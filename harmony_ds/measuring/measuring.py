@@ -7,26 +7,25 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from harmony_ds.calls.call_walk import Flag
-from harmony_ds.calls.module_places import undone
-from harmony_ds.calls.recorded_call import InputChangedError
 from harmony_ds.calls.trees import tensors_in
+from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import HarmonyError
+from harmony_ds.measuring.alone import Alone
 from harmony_ds.measuring.budget import measured_within_budget
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
 from harmony_ds.measuring.rates import measure_rates
-from harmony_ds.measuring.rehearsal import Rehearsal
 from harmony_ds.measuring.row_probe import Found, RowProbe
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing
@@ -56,10 +55,6 @@ class Measuring:
         self._setup = Setup(parts, layers, graph.unlayered)
         self._found: Found | None = None
         self._probed_calls: tuple[int, ...] = ()
-        # The inputs, and what they were called in, with which it is known what forward passes change.
-        self._rehearsed: set[tuple[Shapes, bytes, frozenset[Flag]]] = set()
-        self.sequential: str | None = None
-        """Why forward passes must run one after another, in the order of their calls; None: they need not."""
         self.machine: Machine | None = None
 
     @property
@@ -128,6 +123,10 @@ class Measuring:
         with self._within_budget():
             return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
 
+    def alone(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
+        """See `Alone.open`; layer calls are cut into `rows`."""
+        return Alone(replace(self._setup, rows=rows)).open()
+
     @contextmanager
     def _within_budget(self) -> Iterator[None]:
         with measured_within_budget(self._parts.device):
@@ -145,7 +144,7 @@ class Measuring:
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
         try:
             self._probed_calls = self._observe(replace(sample, forward=sample.few(more)), WHOLE).calls
-            with self._undone():
+            with self._parts.contract.undone():
                 self._found = RowProbe(self._setup).probe(sample, (few, more))
         except (HarmonyError, torch.OutOfMemoryError):
             raise
@@ -170,17 +169,13 @@ class Measuring:
         if sizes != WHOLE:
             self._probe(sample)
         setup = replace(self._setup, rows=self.rows(sizes))
-        situation = shapes_of(sample.inputs), sample.modes, sample.flags
-        new = self._parts.world.any("rehearse the model", situation not in self._rehearsed)
-        rehearse = new and self._parts.device.has_values
-        with self._undone():
+        with self._parts.contract.undone():
             for _ in range(_ATTEMPTS):
                 try:
-                    sequential = Rehearsal(setup).rehearse(sample) if rehearse else None
                     costs = Measurement(setup).measure(sample)
                     break
-                except InputChangedError:
-                    pass  # it is remembered; the next run keeps a copy
+                except UnseenError:
+                    pass  # it is remembered
                 except Exception:
                     found = self._parts.installation.touched - set(setup.unlayered)
                     if not found:
@@ -189,26 +184,17 @@ class Measuring:
             else:
                 raise AssertionError("the model shows something new each time it is measured")
         self._setup = replace(setup, rows=WHOLE_CALLS)
-        self.sequential = self.sequential or sequential
-        self._rehearsed.add(situation)
         return costs
 
     def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
         parts = self._parts
         timing = Timing(replace(self._setup, rows=self.rows(sizes)))
-        with self._undone():
+        with self._parts.contract.undone():
             timed = timing.time(table, sample)
         if self.machine is None:
             threads = None if parts.updater is None else parts.updater.threads
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps, threads)
         return timed
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """What forward passes do to attributes and generators while the context is open is undone in the end."""
-        self._parts.random.look_for_generators(self._parts.installation.modules)
-        with undone(self._parts.installation.modules), self._parts.random.others_kept():
-            yield
 
     # ---- the file
 

@@ -71,13 +71,19 @@ class Passes(Observer):
         return self._parts.installation.installed(copy.leaves, keep_buffers=False)
 
     def _forward(self, sample: Sample, rows: int | None = None) -> Any:
-        """One forward pass over all rows of `sample`, or over so many, on a random stream of its own."""
+        """One forward pass over all rows of `sample`, or over so many, on a random stream of its own.
+
+        Raises:
+            UnseenError: it draws from generators that nobody knew it to draw from.
+        """
         self._number = 0
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
         forward = sample.forward if rows is None else sample.few(rows)
         with passed_through(), handled_by(self._streamer), torch.enable_grad():
-            return forward()
+            outputs = forward()
+        self._parts.random.check_drawn()
+        return outputs
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs a layer call, and forgets it."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.calls.held import held
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.places import Place, held
 from harmony_ds.calls.random_streams import differ
 from harmony_ds.calls.slices import Cut, Shapes, row_dims
 from harmony_ds.calls.trees import map_tensors, tensors_in
@@ -68,8 +68,7 @@ class RowProbe(Passes):
         self._counts = rows
         with self._opened() as copy, self._lent(copy):
             for self._comparing, count in zip((False, True), rows, strict=True):
-                with self._parts.random.others_kept():
-                    self._forward(sample, count)
+                self._forward(sample, count)
         found = self._found
         for layer in found.refused:
             found.dims.pop(layer, None)
@@ -101,7 +100,7 @@ class RowProbe(Passes):
         if few is not None and few[0] == layer:
             dims = row_dims(few[1:], more[1:], self._counts)
         if not may_be_cut:
-            found.refused[layer] = "it changes an input, a buffer, an attribute or an object that it is given"
+            found.refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             found.refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
         elif found.dims.get(layer, dims) != dims:
@@ -159,5 +158,4 @@ def few_rows(tree: Any, rows: int) -> Any:
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
     """In evaluation mode, without telling a module that overrides `train`."""
-    training = [Place(m.__dict__, "training", "training") for m in module.modules() if m.training]
-    return held(training, [False] * len(training))
+    return held((m.__dict__, "training", False) for m in module.modules() if m.training)

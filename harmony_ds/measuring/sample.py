@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harmony_ds.calls.call_walk import Flag
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
@@ -22,7 +21,6 @@ class Sample:
         objective: what is propagated back from.
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
-        flags: switches of the model that it has not been measured with before.
     """
 
     inputs: Any
@@ -31,7 +29,6 @@ class Sample:
     objective: Objective
     seed: int
     modes: bytes = b""
-    flags: frozenset[Flag] = frozenset()
 
     @property
     def rows(self) -> int:

@@ -75,7 +75,7 @@ class Timing(Passes):
             for _ in range(_PASSES if self._device.has_values else 1):
                 self._structures.clear()
                 self._propagated.clear()
-                with self._lent(copy), self._parts.random.others_kept():
+                with self._lent(copy):
                     self._lap()
                     loss = sample.objective(self._forward(sample))
                     if loss is not None and loss.requires_grad:

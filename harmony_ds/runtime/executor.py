@@ -16,10 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from harmony_ds.calls.checkpointing import passed_through
-from harmony_ds.calls.intercept import Autocast, Request, is_between_layers
+from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.device.base import Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
@@ -50,7 +48,6 @@ class Executor:
         self._suspended: frozenset[int] = frozenset()
         self._needs_backward: dict[int, bool] = {}  # by position
         self._micro_batches: Mapping[int, MicroBatch] = {}
-        self._at_work: MicroBatch | None = None
         self._copies: dict[int, DeviceCopy] = {}
         self._done = 0  # tasks
         self._before: list[DeviceCopy] = []  # what was on the device when they began
@@ -114,9 +111,8 @@ class Executor:
                 ):
                     self._execute(waiting.placed(tasks))
             self._execute(waiting.left())
-        except BaseException:
-            parts.random.undo()
-            raise
+            if not self.propagated:
+                parts.random.check_drawn()
         finally:
             parts.random.close()
             self._micro_batches = {}
@@ -138,12 +134,6 @@ class Executor:
             self._done += 1
             if self._told is not None:
                 self._told(self._done, len(self._plan.tasks), task)
-
-    def note_hook(self, name: str, tensor: Tensor) -> None:
-        """The forward pass that runs has put a hook on `tensor`, by the method `name`."""
-        # `retain_grad` adds up what comes. What lies in a layer is the layer's, whose graph must not be kept by it.
-        if self._at_work is not None and name == "register_hook" and is_between_layers():
-            self._at_work.inter_layer.note_hook(tensor)
 
     def tell(self, listener: OnTask | None) -> None:
         """From now on `listener` is told of each task, and nobody else."""
@@ -175,24 +165,22 @@ class Executor:
         self._parts.stash.abandon()
 
     def _handle(self, task: Task) -> None:
-        """A task, and what the calls of its micro-batch saw around it."""
-        handler, calls = self._handlers[task.kind], self._parts.calls
+        """A task, in the modes that its micro-batch was called in."""
+        handler, contract = self._handlers[task.kind], self._parts.contract
         if task.micro_batch < 0:
             handler(task)
             return
-        micro_batch = self._at_work = self._micro_batches[task.micro_batch]
+        micro_batch = self._micro_batches[task.micro_batch]
         state, autocast = micro_batch.state, micro_batch.backward_autocast
         micro_batch.at_work = True
         try:
-            if calls.is_in_place(state) and (autocast is None or not autocast.matters):  # as it mostly is
+            if contract.is_in_place(state) and (autocast is None or not autocast.matters):  # as it mostly is
                 handler(task)
-                self._parts.random.check_order()
             else:
-                with calls.entered(state), Autocast.entered(autocast):
+                with contract.entered(state), Autocast.entered(autocast):
                     handler(task)
-                    self._parts.random.check_order()
         finally:
-            micro_batch.at_work, self._at_work = False, None
+            micro_batch.at_work = False
 
     # ---- weights
 
@@ -315,8 +303,7 @@ class Executor:
         elif not micro_batch.forwarded:
             self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
-        self.propagated = True
-        micro_batch.propagate_loss()
+        self._begin_backward(micro_batch)
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
         if plan.rows.cuts:
@@ -324,6 +311,11 @@ class Executor:
             return
         micro_batch.settle()
         self._accumulate(task.pack)
+
+    def _begin_backward(self, micro_batch: MicroBatch) -> None:
+        self.propagated = True
+        micro_batch.propagate_loss()
+        self._parts.random.check_drawn()
 
     def _run_to_end(self, micro_batch: MicroBatch) -> None:
         """What comes behind the last call."""
@@ -339,9 +331,7 @@ class Executor:
         leaves = self._leaves(task.pack)
         if self._suspends(task):
             self._run_to_end(micro_batch)
-            self.propagated = True
-            micro_batch.propagate_loss()
-        micro_batch.inter_layer.check_whole()
+            self._begin_backward(micro_batch)
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.settle(call.number)
@@ -362,7 +352,6 @@ class Executor:
             self._parts.random.switch(micro_batch)
             return micro_batch.lane
         self._parts.random.start(micro_batch, micro_batch.seed)
-        self._parts.installation.buffers.note_unseen()
         return micro_batch.start(self._parts.device)
 
     # ---- stash

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextvars
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.calls.boundary import backward_of_engine, cut, outlet
-from harmony_ds.calls.call_state import CallState
+from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.places import Place
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.trees import exchange, map_tensors, tensors_in
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.lane import Lane
@@ -74,7 +71,7 @@ class MicroBatch:
     @property
     def modes(self) -> bytes:
         """What it was called in: training and requires_grad flags."""
-        return b"" if self.state is None else self.state.modes
+        return b"" if self.state is None else self.state.modes.flags
 
     def serve(self, objective: Objective) -> None:
         """Whoever waits for it says what to propagate back from."""
@@ -165,7 +162,6 @@ class MicroBatch:
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
-            self.inter_layer.check_whole(loss)
             with backward_of_engine():
                 loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 
@@ -182,30 +178,17 @@ class MicroBatch:
 
     # ---- what becomes of it
 
-    def cut_outputs(self, written: Iterable[Any], left: Iterable[Place]) -> None:
-        """Parts what came of it from code that layers depend on as well: whoever propagates back from it frees its graph.
-
-        Args:
-            written: containers that forward has written into.
-            left: places that it has written to.
-        """
+    def cut_outputs(self) -> None:
+        """Parts its outputs from code that layers depend on as well: whoever propagates back from them frees a graph."""
 
         def own(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or not self.inter_layer.touches(tensor):
                 return tensor
-            own = cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
-            if tensor.retains_grad:
-                tensor.register_hook(partial(_show_grad, weakref.ref(own)))
-            return own
+            return cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
 
         if self.inter_layer.is_trivial:
             return
         self.outputs = map_tensors(own, self.outputs)
-        for container in written:
-            exchange(own, container)
-        for place in left:
-            if any(tensor.requires_grad for tensor in tensors_in(place.read())):
-                place.write(exchange(own, place.read()))
 
     def abandon(self) -> None:
         """Ends the lane wherever it is, and forgets everything recorded."""
@@ -224,12 +207,6 @@ class MicroBatch:
         self.abandon()
         self.forward = self.objective = _nothing
         self.inputs = (), {}
-
-
-def _show_grad(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
-    own = reference()
-    if own is not None:
-        own.grad = gradient if own.grad is None else own.grad + gradient
 
 
 def _nothing(*_: Any) -> None:

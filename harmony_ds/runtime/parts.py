@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from harmony_ds.calls.call_state import CallStates
+from harmony_ds.calls.contract import Contract
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
@@ -33,7 +33,7 @@ class Parts:
     optimizer: HostOptimizer | None
     updater: Updater | None
     installation: Installation
-    calls: CallStates
+    contract: Contract
     layer_calls: LayerCalls
     random: RandomStreams
     timeline: StepTimeline

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.checkpointing import refuse_around_engine
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.random_streams import OutOfOrderError, micro_batch_seed
-from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import hooked_as_a_module
+from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError, UnsupportedError
 from harmony_ds.measuring.row_probe import few_rows
@@ -27,6 +26,7 @@ from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
+from harmony_ds.stepping.first_step import prove
 from harmony_ds.stepping.inputs import Arguments, check_modes
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
@@ -77,15 +77,10 @@ class StepGroup:
         self._called_back = False
         self.buffers_before: dict[str, Tensor] = {}
         """The model's buffers that are saved, before the first forward pass, where those change them."""
-        self._calls = parts.runner.calls
-        self._calls.follow(self)
+        self._contract = parts.runner.contract
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def has_waiting(self) -> bool:
-        """Whether micro-batches wait for their forward pass."""
-        return any(ticket.is_due for ticket in self._queue)
 
     # ---- handing over
 
@@ -105,7 +100,7 @@ class StepGroup:
         assert kind is not None
         if self._runner.at_their_calls:
             self._run_own(ticket)
-        if not kind.pending or self._runner.at_their_calls or hooked_as_a_module():
+        if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
         return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
@@ -130,7 +125,7 @@ class StepGroup:
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs, planner = micro_batch.inputs, self._runner.planner
         known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
-        if self._world.any("call the model", redirected or not known or bool(self._calls.new_flags)):
+        if self._world.any("call the model", redirected or not known):
             try:
                 self._measure(ticket)
             except BaseException:
@@ -138,8 +133,6 @@ class StepGroup:
                     ticket.failed = True
                     self._append(ticket)
                 raise
-        if self._runner.in_order:
-            self._calls.watch_buffers()
         self._append(ticket)
         return ticket
 
@@ -170,11 +163,11 @@ class StepGroup:
             index=index,
             # As if one process had taken the micro-batches of all in turn.
             seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
-            forward=lambda: self._parts.calls.run_later(call, arguments, type(self._parts.module).__name__),
+            forward=lambda: self._parts.calls.run(call, arguments),
             objective=lambda outputs: None,
             autocast=self.autocast(),
             context=contextvars.copy_context(),
-            state=self._calls.take(arguments.functions),
+            state=self._contract.take(),
             grad=reduce is None,
             reduce=reduce,
             inputs=inputs,
@@ -185,32 +178,33 @@ class StepGroup:
         return Autocast.current(self._parts.calls.device.torch_device.type)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
-        micro_batch = ticket.micro_batch
         forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
+        with self._as_called(ticket):
+            self._runner.measure(self._sample(ticket), forwarded)
+
+    @contextmanager
+    def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
+        """While open, forward passes run as `ticket` was called, and are not counted."""
+        micro_batch = ticket.micro_batch
         with (
             self._parts.calls.ledger.aside(),
             ticket.aside(),
             Autocast.entered(micro_batch.autocast),
-            self._calls.running(),
-            self._calls.entered(micro_batch.state),
+            self._contract.running(),
+            self._contract.entered(micro_batch.state),
         ):
-            self._runner.measure(self._sample(ticket), forwarded)
-        self._calls.measured()
+            yield
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
         # Made-up gradients must not reach what the caller propagates through.
         own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
-        writes = False
 
         def forward() -> Any:
-            nonlocal writes
-            outputs, wrote = self._parts.calls.run(ticket.call, Arguments(*own.tree))
-            writes = writes or wrote
-            return outputs
+            return self._parts.calls.run(ticket.call, own)
 
         def objective(outputs: Any) -> Tensor | None:
-            self._parts.kinds.learn(args, kwargs, outputs, writes)
+            self._parts.kinds.learn(args, kwargs, outputs)
             try:
                 return ticket.loss_fn(outputs)
             except BatchError:
@@ -219,10 +213,9 @@ class StepGroup:
 
         def few(rows: int) -> Callable[[], Any]:
             some = Arguments(*few_rows(own.tree, rows))
-            return lambda: self._parts.calls.run(ticket.call, some)[0]
+            return lambda: self._parts.calls.run(ticket.call, some)
 
-        modes, flags = ticket.micro_batch.modes, self._calls.new_flags
-        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, modes, flags)
+        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
 
     # ---- running
 
@@ -243,8 +236,8 @@ class StepGroup:
             raise
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
-        """Runs the forward passes that wait (of calls before `until`), if later ones may see what they change."""
-        if not self._runner.in_order or self._runner.calls.is_running:
+        """Runs the forward passes that wait (of calls before `until`), if their order matters."""
+        if not self._runner.changes_buffers or self._contract.is_running:
             return
         for ticket in self._queue:
             if ticket is until:
@@ -259,14 +252,14 @@ class StepGroup:
             try:
                 self._runner.forward_now(ticket.micro_batch)
                 break
-            except (OffPlanError, InputChangedError):
+            except (OffPlanError, UnseenError):
                 self._world.refuse(
                     "a micro-batch that is looked at before its step takes another way through the model than those before"
                 )
                 self._measure(ticket)
         else:
             raise _other_layers_each_time()
-        ticket.forward_ran(self._runner.left)
+        ticket.forward_ran()
 
     def divisor(self) -> int:
         """What gradients are divided by that come to outputs now."""
@@ -281,8 +274,7 @@ class StepGroup:
         self._parts.propagating()
         if not later:
             check_modes("backward from a loss of the engine", self._parts.calls.device.modes)
-        ticket.left.check()
-        if not ticket.leads_outside and not self._runner.hooked:
+        if not ticket.leads_outside:
             return
         if not later:
             self._parts.propagate()
@@ -352,13 +344,15 @@ class StepGroup:
         wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         ahead = self._queue[:end]
-        if self._runner.alone is not None or any(t.is_due and not t.wanted for t in ahead):
+        if any(t.is_due and not t.wanted for t in ahead):
             self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
         self._check_same(len(tickets), hyper)
         if not tickets:
             return False
         # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
+        if not self._runner.proven and len(tickets) > 1:
+            self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
         parts = [[ticket] for ticket in tickets] if self._runner.has_gathered else [tickets]
         for part in parts:
             self._run_until_planned(step, part, hyper, clipping)
@@ -385,7 +379,7 @@ class StepGroup:
         for _ in range(_ATTEMPTS):
             try:
                 return step(micro_batches, hyper, clipping)
-            except (OffPlanError, InputChangedError, OutOfOrderError, PeerStrayed) as strayed:
+            except (OffPlanError, UnseenError, PeerStrayed) as strayed:
                 if not retry or (part and not self._runner.has_gathered):
                     raise strayed if isinstance(strayed, PeerStrayed) else _strayed_beside_looks() from None
                 if not isinstance(strayed, PeerStrayed):
@@ -393,9 +387,6 @@ class StepGroup:
                 # The micro-batches draw the same random numbers again, and so take the same way through the model.
                 for ticket in tickets:
                     self._measure(ticket)
-                if isinstance(strayed, OutOfOrderError):
-                    for ticket in tickets:
-                        self._run_forward(ticket)
         raise _other_layers_each_time()
 
     def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
@@ -409,11 +400,7 @@ class StepGroup:
                 self._measure(ticket)
             micro_batches.append(micro_batch)
         with self._parts.calls.ledger.aside():
-            try:
-                self._runner.evaluate(micro_batches)
-            except OutOfOrderError:
-                for micro_batch in micro_batches:
-                    self._runner.evaluate([micro_batch])
+            self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self, destroyed: bool = False) -> None:

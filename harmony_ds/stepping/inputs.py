@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -14,9 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from harmony_ds.calls.call_code import is_function
-from harmony_ds.calls.random_streams import is_generator
-from harmony_ds.calls.trees import Contents, changed, flatten, unflatten
+from harmony_ds.calls.trees import flatten, unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.stepping.pending import PendingLoss
 
@@ -24,7 +21,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Arguments:
-    """What a call is given. Whoever runs it gets fresh containers, and what is written into those can be given back."""
+    """What a call is given. Whoever runs it gets fresh containers; what is written into those, the caller does not see."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
         """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
@@ -34,10 +31,7 @@ class Arguments:
             _refuse_once_only(leaves)
         own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
         self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
-        self._callers = [_weak(leaf) for leaf in leaves]
-        self._seen = self._shape.contents()
-        self.written: list[Any] = []
-        """The caller's containers that something was written into."""
+        self._shape.forget_originals()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -45,53 +39,21 @@ class Arguments:
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     @property
-    def functions(self) -> list[Any]:
-        """Every function among them."""
-        return [leaf for leaf in self._leaves if not isinstance(leaf, Tensor) and is_function(leaf)]
-
-    @property
     def tree(self) -> Inputs:
         """Positional and keyword arguments, in fresh containers."""
-        return self._build(self._leaves, [])
+        return self._build(self._leaves)
 
-    def mapped(self, to_device: Callable[[Tensor], Tensor]) -> tuple[Inputs, Callable[[], bool]]:
-        """The arguments with every tensor as `to_device` makes it, once however often it is there; and what is to be called
-        when they have been used: it does to the caller's containers what was written into these, and says whether that
-        was anything.
-
-        Raises:
-            BatchError: (the latter) somebody else has written into the caller's containers since they were taken over.
-        """
+    def mapped(self, to_device: Callable[[Tensor], Tensor]) -> Inputs:
+        """The arguments with every tensor as `to_device` makes it, once however often it is there."""
         copies = {id(leaf): to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves}
-        made: list[Contents] = []
-        inputs = self._build([copies[id(leaf)] for leaf in self._leaves], made)
-
-        def give_back() -> bool:
-            written = changed(made)
-            if written and changed(self._seen):
-                raise BatchError(
-                    "forward writes into a container that it was given, and so did another micro-batch of the same step, "
-                    "or the program meanwhile: give each call a container of its own."
-                )
-            callers = {id(copies[id(leaf)]): weak() for leaf, weak in zip(self._leaves, self._callers, strict=True)}
-            callers |= {id(one.value): one.branch.original for one in made}
-            for one in written:
-                one.give_back(
-                    [child if callers.get(id(child)) is None else callers[id(child)] for child in one.children]
-                )
-            self.written = [one.branch.original for one in written]
-            self._seen = self._shape.contents()
-            return bool(written)
-
-        return inputs, give_back
+        return self._build([copies[id(leaf)] for leaf in self._leaves])
 
     def forget(self) -> None:
         """Lets go of everything."""
-        self._leaves, self._callers, self._seen, self.written = [], [], [], []
-        self._shape.forget_originals()
+        self._leaves = []
 
-    def _build(self, leaves: list[Any], made: list[Contents]) -> Inputs:
-        args, values = unflatten(leaves, self._shape, made)
+    def _build(self, leaves: list[Any]) -> Inputs:
+        args, values = unflatten(leaves, self._shape)
         return args, dict(zip(self._names, values, strict=True))
 
 
@@ -130,16 +92,6 @@ def _refuse_once_only(leaves: Sequence[Any]) -> None:
                 f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
                 "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
             )
-        if is_generator(leaf):
-            raise BatchError(
-                "an argument is a generator of random numbers, which would be drawn from later than at its call. Keep it "
-                "on an attribute of the model (model.generator = ...), or draw the numbers before the call and give those."
-            )
-
-
-def _weak(leaf: Any) -> Callable[[], Any]:
-    """Gives `leaf` as long as the caller has it: its memory is not held for a call that waits."""
-    return weakref.ref(leaf) if isinstance(leaf, (Tensor, np.ndarray)) else lambda: leaf
 
 
 def _own(leaf: Any) -> Any:

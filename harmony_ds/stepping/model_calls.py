@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
-from harmony_ds.errors import BatchError
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.stepping.inputs import Arguments
 
@@ -34,33 +33,11 @@ class ModelCalls:
 
     def now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `call` returns, with tensors on the device, whatever they are in."""
-        return self.run(call, Arguments(args, kwargs))[0]
+        return self.run(call, Arguments(args, kwargs))
 
-    def run(self, call: Callable[..., Any], arguments: Arguments) -> tuple[Any, bool]:
-        """The result, and whether something was written into the arguments' containers."""
-        (args, kwargs), give_back = arguments.mapped(self._to_device)
-        result = self._run(call, args, kwargs)
-        return result, give_back()
-
-    def run_later(self, call: Callable[..., Any], arguments: Arguments, name: str) -> Any:
-        """The result of a call of the model `name` that was put off.
-
-        Raises:
-            BatchError: it wrote into a tensor that it was given.
-        """
-        (args, kwargs), give_back = arguments.mapped(self._to_device)
-        tensors = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in tensors]
-        outputs = self._run(call, args, kwargs)
-        if [tensor._version for tensor in tensors] != versions:
-            raise BatchError(
-                f"the forward of {name} writes into a tensor that it was given. It runs later than it was called, on a "
-                "copy, so that its caller does not see that: clone the tensor in forward."
-            )
-        give_back()
-        return outputs
-
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Callable[..., Any], arguments: Arguments) -> Any:
+        """What `call` returns for copies of `arguments`, into which it may write."""
+        args, kwargs = arguments.mapped(self._to_device)
         with Autocast.entered(self.autocast):
             return call(*(map_tensors(_half, args) if self.casts else args), **kwargs)
 

@@ -161,13 +161,13 @@ class PendingLoss(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _by_place(args, kwargs or {})
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__
         first = args[0] if args else None
         if isinstance(first, PendingLoss):
-            if name in _METADATA:
+            if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name == "requires_grad":
@@ -208,6 +208,12 @@ class PendingLoss(torch.Tensor):
             next(iter(tickets)).backward(_of_now(self))
         else:
             self.value().backward(*args, **kwargs)
+
+
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`torch.div(input=loss, other=2)` as `torch.div(loss, 2)`."""
+    named = [kwargs[key] for key in ("input", "other") if key in kwargs]
+    return (*args, *named), {key: value for key, value in kwargs.items() if key not in ("input", "other")}
 
 
 def _make(source: Ticket | _Applied, attached: bool, dtype: torch.dtype, device: torch.device) -> PendingLoss:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
@@ -165,6 +168,10 @@ class Planner:
             return moved
         assert failure is not None
         raise failure
+
+    def alone(self) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
+        """See `Alone.open`; layer calls are cut as the plan cuts them."""
+        return self.measuring.alone(self._rows)
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """What is known of the model, now that it has been seen to make these calls."""

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
-from harmony_ds.calls.call_state import CallStates
-from harmony_ds.calls.own_backward import guarded_hooks
-from harmony_ds.calls.places import Places
-from harmony_ds.calls.recorded_call import InputChangedError
-from harmony_ds.calls.tensor_hooks import Noticed, noticing_hooks
+from harmony_ds.calls.contract import Contract
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import CallChangedError, EngineFailedError, UnsupportedError, UsageError
+from harmony_ds.errors import EngineFailedError, UsageError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import Alone
 from harmony_ds.runtime.at_once import step_whole, update_own
@@ -45,9 +39,10 @@ class Runner:
     ) -> None:
         """`saved`: a plan to run in the place of a search."""
         self._parts = parts
-        self._parameters = parts.residency.parameters
         self._layers = decomposition.layers
-        self._said: set[str] = set()
+        self._said = False
+        self.proven = False
+        """Whether micro-batches that run together have given the losses that they give alone."""
         self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self._lessons = Lessons(parts.timeline, self.planner.learn, self._finish_updates)
@@ -64,96 +59,32 @@ class Runner:
     # ---- how forward passes may run
 
     @property
-    def calls(self) -> CallStates:
+    def contract(self) -> Contract:
         """What calls of the model saw."""
-        return self._parts.calls
-
-    @property
-    def in_order(self) -> bool:
-        """Whether forward passes must run in the order of their calls, because one changes what the next may see."""
-        return self.changes_buffers or self._parts.calls.advances or self._why_alone() is not None
+        return self._parts.contract
 
     @property
     def changes_buffers(self) -> bool:
-        """Whether forward passes change buffers, which a state dict may hold."""
-        return bool(self._parts.layer_calls.changing_buffers) or self._parts.calls.writes
+        """Whether forward passes change buffers, so that their order is that of the calls."""
+        return bool(self._parts.layer_calls.changing_buffers) or self._parts.installation.buffers.are_written
 
     @property
     def at_their_calls(self) -> bool:
-        """Whether forward passes cannot be put off, because what they leave or draw may matter to the program."""
-        return bool(self.left) or self._parts.random.draws_from_others
-
-    @property
-    def left(self) -> Places:
-        """Attributes and variables that forward passes write to, where the program may look for it as soon as its call has
-        returned. Said once.
+        """Whether forward passes run one by one at their calls: a layer changes its buffers in several calls of each, which
+        would not come in the order of plain PyTorch. Said once.
         """
-        touched = self._parts.random.touched
-        if touched and "left" not in self._said:
-            self._say_once(
-                "left",
-                f"the model's forward sets {', '.join(sorted({place.key for place in touched}))}, which the program may "
-                "read right after its call: the forward passes of engine(...) run one by one, at their calls, and each "
-                "swaps the whole model in; their backward passes share swaps as always, and train_batch() groups all. "
-                "Return the value among the outputs instead.",
-            )
-        return touched
-
-    @property
-    def alone(self) -> str | None:
-        """Why every forward pass must run to its end before the next one begins; None: it need not. Said once."""
-        reason = self._why_alone()
-        if reason is not None:
-            self._say_once(
-                reason,
-                f"{reason}: the forward passes of a group run one by one, and each swaps the whole model in; their "
-                "backward passes share swaps as always.",
-            )
-        return reason
-
-    @property
-    def hooked(self) -> bool:
-        """Whether code of the program's runs in backward passes, which may depend on what the program does meanwhile, and
-        leave what it looks at: each backward pass then runs when it is asked for. Said once.
-        """
-        hook = self._parts.calls.backward_hook
-        if hook is None:
-            with ungated():
-                hook = next((f"a hook of {n}" for n, p in self._parameters.items() if p._backward_hooks), None)
-        if hook is not None:
-            self._say_once(
-                "hooked",
-                f"{hook} runs in backward passes, and what it leaves may be looked at behind each: the micro-batches of a "
-                "group are propagated back from one by one, and each swaps the whole model in.",
-            )
-        return hook is not None
-
-    def _say_once(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            _logger.warning("%s", text)
-
-    def _note_hook(self, name: str, _: Tensor) -> None:
-        self._parts.calls.tensor_hook = name
-        self._parts.layer_calls.outputs_hooked = True
-
-    def _noticing_hooks(self, noticed: Noticed) -> AbstractContextManager[None]:
-        """A context in which forward passes run, and `noticed` is told of hooks on tensors, unless it is known that there
-        are some.
-        """
-        return noticing_hooks(noticed if self._parts.calls.tensor_hook is None else self.executor.note_hook)
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        """A context in which backward passes run."""
-        return guarded_hooks(lambda: self._parts.layer_calls.propagating)
-
-    def _why_alone(self) -> str | None:
         calls = self.planner.graph.calls
-        for layer in self._parts.layer_calls.changing_buffers:
-            if calls.count(layer) > 1:
-                name = self._layers[layer].name
-                return f"layer {name} is called {calls.count(layer)} times in each forward pass and changes its buffers"
-        return self._parts.calls.alone or self.planner.measuring.sequential
+        layer = next((one for one in self._parts.layer_calls.changing_buffers if calls.count(one) > 1), None)
+        if layer is not None and not self._said:
+            self._said = True
+            _logger.warning(
+                "layer %s is called %d times in each forward pass and changes its buffers: the forward passes of a group "
+                "run one by one, and each swaps the whole model in; their backward passes share swaps as always. Name a "
+                "module that contains all of these calls in harmony.layers, to make it one layer.",
+                self._layers[layer].name,
+                calls.count(layer),
+            )
+        return layer is not None
 
     # ---- whether it can run
 
@@ -208,14 +139,24 @@ class Runner:
             BaseException: whatever the model raised.
         """
         self.check_usable()
+        self._make_room()
+        moved = self.planner.measure(sample)
+        for micro_batch in queued:
+            micro_batch.move(moved)
+
+    @contextmanager
+    def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
+        """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. Nothing stays."""
+        self._make_room()
+        with self._parts.contract.running(), self._parts.contract.undone(), self.planner.alone() as loss_of:
+            yield loss_of
+
+    def _make_room(self) -> None:
+        """On the device: what is resident goes to the host."""
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
-        with self._noticing_hooks(self._note_hook), self._guarded():
-            moved = self.planner.measure(sample)
-        for micro_batch in queued:
-            micro_batch.move(moved)
 
     @contextmanager
     def recording(self) -> Iterator[list[ExecutedStep]]:
@@ -236,7 +177,7 @@ class Runner:
         """Forward, backward and updates of one optimizer step; updates may still be under way on return.
 
         Raises:
-            OffPlanError, InputChangedError: the step must be measured and run again; nothing has been updated.
+            OffPlanError, UnseenError: the step must be measured and run again; nothing has been updated.
             BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
@@ -251,7 +192,7 @@ class Runner:
             others = others_bytes(self._parts)
             device.reset_peak()
             lesson = self._lesson(plan) if as_planned and not begun else nullcontext()
-            with lesson, self._noticing_hooks(_refuse_hook), self._guarded(), self._parts.timeline.step(plan):
+            with lesson, self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.updates.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
@@ -275,7 +216,7 @@ class Runner:
         self._check_can_run(micro_batches)
         first = self._after_norm is None
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
-        with self._recovering(micro_batches, part=True), self._noticing_hooks(_refuse_hook), self._guarded():
+        with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
             self._after_norm = rest
 
@@ -314,34 +255,17 @@ class Runner:
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:
         """What is refused before anything runs."""
-        self.check_hooks()
+        self._parts.contract.check([micro_batch.state for micro_batch in micro_batches])
         for micro_batch in micro_batches:
             self._parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
             micro_batch.check_unwritten()
-
-    def check_hooks(self) -> None:
-        """Raises UnsupportedError if a hook of the user's would see a gradient in parts."""
-        with ungated():
-            hooked = {name for name, parameter in self._parameters.items() if parameter._backward_hooks}
-        if not hooked:
-            return
-        plan = self.planner.plan
-        in_slices = plan is not None and bool(plan.policy.backward_rows)
-        calls = Counter(name for layer in self.planner.graph.calls for name in self._layers[layer].parameters)
-        for name in sorted(hooked):
-            if calls[name] > 1 or in_slices:
-                raise UnsupportedError(
-                    f"{name} has a hook on its gradient, which comes in parts here: it is used by {calls[name]} layer calls"
-                    f"{', in slices of a micro-batch' if in_slices else ''}. Change its gradient "
-                    "between backward() and step() instead, through .grad."
-                )
 
     # ---- without gradients
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """The forward pass of one micro-batch, because somebody wants its outputs."""
         self.check_usable()
-        with self._recovering([micro_batch], part=True), self._noticing_hooks(_measure_again):
+        with self._recovering([micro_batch], part=True):
             self.executor.run(self.planner.forward(micro_batch, self.executor.begun), [micro_batch])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -357,7 +281,7 @@ class Runner:
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
         with (
-            self._parts.calls.running(users=True),
+            self._parts.contract.running(),
             self._streamer.streaming(self.planner.graph.unlayered, self.planner.graph.calls),
         ):
             yield
@@ -366,7 +290,7 @@ class Runner:
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
         """`part`: of a step, whose other parts are as they were after a failure before anything was propagated back."""
         self.executor.begin()
-        with self._parts.calls.running():
+        with self._parts.contract.running():
             try:
                 yield
             except BaseException as error:
@@ -396,15 +320,3 @@ class Runner:
         self._after_norm = None
         if self.failed is None and self._parts.updater is not None:
             self._parts.updater.discard()
-
-
-def _measure_again(name: str, _: Tensor) -> None:
-    raise InputChangedError(f"forward calls {name}() on a tensor, which was not seen when the model was measured.")
-
-
-def _refuse_hook(name: str, _: Tensor) -> None:
-    raise CallChangedError(
-        f"forward has begun to call {name}() on a tensor, which it did not when the model was measured. It runs later than "
-        "it is called, and the program may have looked for that gradient already: let forward do so from the first step "
-        "on, or look at the loss behind the call (loss.item()), so that forward runs at once."
-    )

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.places import Places
-from harmony_ds.calls.tensor_hooks import LeftTensors
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -69,8 +67,8 @@ class QueuedMicroBatch:
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
         self._alone = False  # its forward pass ran before the group's
+        self.expected: Callable[[Tensor], None] | None = None  # checks its loss, in the first step
         self.failed = False  # its forward pass has raised something, which its caller has got
-        self.left = LeftTensors()  # that its forward pass kept, where the program finds them
         self.received = False  # a gradient has come to outputs that were computed on their own
         self.propagated = False  # its backward pass is done
         # Who propagates back expects the gradients of what came in as soon as that is done.
@@ -176,6 +174,8 @@ class QueuedMicroBatch:
         """Notes the loss among `outputs`."""
         loss = self.loss_fn(outputs)
         self._value = loss.detach().clone()  # a loss may be a view of something large
+        if self.expected is not None:
+            self.expected(self._value)
         return loss
 
     def objective(self, outputs: Any) -> Tensor | None:
@@ -186,42 +186,31 @@ class QueuedMicroBatch:
         terms = [objective(loss) for objective in self._objectives]
         return sum(terms[1:], terms[0]) if terms else None
 
-    def forward_ran(self, left: Places) -> None:
-        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over.
-
-        Args:
-            left: places that it has written to.
-        """
+    def forward_ran(self) -> None:
+        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
-        micro_batch.cut_outputs(self.arguments.written, left)
+        micro_batch.cut_outputs()
         if self.leads_outside:
             micro_batch.lead_outside(self.arguments.tensors)
-        computed = self._part_outputs()
+        self._part_outputs()
         self._keep_graph()
         if self.wanted:
             self._backward_now()
         for output in {id(o): o for o in tensors_in(micro_batch.outputs) if o.requires_grad}.values():
             output.register_hook(self._receive_leaf if output.is_leaf else self.receive)
-        self.left = LeftTensors(left, [*computed, *tensors_in(micro_batch.outputs)])
 
     def _receive_leaf(self, gradient: Tensor) -> None:
         """What the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
         if self._group is not None:
             self.receive(gradient)
 
-    def _part_outputs(self) -> list[Tensor]:
-        """Puts outputs that others were computed from behind aliases, so that what comes to those is the program's alone.
-
-        Returns:
-            The outputs as forward computed them.
-        """
-        computed = tensors_in(self.micro_batch.outputs)
-        behind = behind_others(computed)
+    def _part_outputs(self) -> None:
+        """Puts outputs that others were computed from behind aliases: what comes to those is the program's alone."""
+        behind = behind_others(tensors_in(self.micro_batch.outputs))
         if behind:
             self.micro_batch.outputs = map_tensors(
                 lambda output: output.view_as(output) if id(output) in behind else output, self.micro_batch.outputs
             )
-        return computed
 
     def _keep_graph(self) -> None:
         self._alone = True
@@ -250,7 +239,6 @@ class QueuedMicroBatch:
         self._destroyed = destroyed
         self._attached = None
         self._objectives.clear()
-        self.left = LeftTensors()
         self.micro_batch.close()
         self.arguments.forget()
         self._group = None

@@ -1,0 +1,227 @@
+"""What a forward pass may depend on beside its arguments (docs/contract.md), and what is put in place when it runs later.
+
+take       at the call: its modes, and the plain attributes of the model's modules
+check      before its micro-batch runs: those attributes are what they were
+entered    around whatever it runs: its modes in the place of the newest
+running    around what the engine runs: attributes that change meanwhile are forward's own doing
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import nn
+
+from harmony_ds.calls.switches import read_switches, set_switches
+from harmony_ds.errors import CallChangedError
+from harmony_ds.offload.host_store import ungated
+
+_logger = logging.getLogger(__name__)
+
+_NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_flat_weights", "_flat_weight_refs"}
+"""Attributes that others look after: parameters, buffers, hooks, modes; what engines and wrappers put on modules."""
+_SCALARS = (bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, dict, set)
+
+Attributes = list[dict[str, Any]]
+"""The attributes of each module at one time."""
+Key = tuple[int, str]
+"""The number of a module, and the name of an attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallModes:
+    """The modes of a call: `training` of every module, `requires_grad` of every parameter, torch's switches."""
+
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    switches: tuple[Any, ...]
+
+    @property
+    def flags(self) -> bytes:
+        """What measurements are valid for."""
+        return bytes((*self.training, *self.trained))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallState:
+    """What a call saw of the model. Calls that saw the same have one `attributes`."""
+
+    modes: CallModes
+    attributes: Attributes
+
+
+class Contract:
+    """Takes what calls of one model see, and puts their modes in place again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = dict(model.named_modules())
+        self._names, self._modules = list(names), list(names.values())
+        self._held = [module.__dict__ for module in self._modules]
+        self._parameters = list(model.parameters())
+        self._written: set[Key] = set()  # by forward
+        self._running = False
+        self._look()
+        self._newest = CallState(self._modes(), self._attributes)
+
+    def take(self) -> CallState:
+        """What a call made now sees; the same object as long as nothing changes."""
+        if self._running:
+            return self._newest
+        if not self._is_as_seen():
+            self._look()
+        modes = self._modes()
+        if modes != self._newest.modes or self._attributes is not self._newest.attributes:
+            self._newest = CallState(self._newest.modes if modes == self._newest.modes else modes, self._attributes)
+        return self._newest
+
+    def check(self, states: Sequence[CallState | None]) -> None:
+        """Before micro-batches run that were called in `states`.
+
+        Raises:
+            CallChangedError: an attribute was changed by the program since, so that they would see it too.
+        """
+        now = self.take().attributes
+        for attributes in {id(s.attributes): s.attributes for s in states if s is not None}.values():
+            changed = set() if attributes is now else _changed(attributes, now) - self._written
+            for number, key in sorted(changed):
+                raise CallChangedError(
+                    f"{self._name(number, key)} was changed between the calls of a step, whose micro-batches run later "
+                    "than they are called and would all see it as it is now. Change it before the first micro-batch of a "
+                    "step, or look at the loss of those that wait (loss.item()), and put it back before engine.step()."
+                )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While open, the engine runs the model: what changes is forward's own doing. Said once."""
+        if self._running:
+            yield
+            return
+        self.take()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            if not self._is_as_seen():
+                before = self._attributes
+                self._look()
+                self._note_written(_changed(before, self._attributes) - self._written)
+                self.take()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine runs the model now."""
+        return self._running
+
+    def is_in_place(self, state: CallState | None) -> bool:
+        """Whether the modes of `state` are those that there are anyway."""
+        return state is None or state.modes is self._newest.modes
+
+    @contextmanager
+    def entered(self, state: CallState | None) -> Iterator[None]:
+        """While open, the modes of `state` are in place."""
+        if state is None or self.is_in_place(state):
+            yield
+            return
+        before = self._newest.modes
+        self._put(state.modes)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Whatever is assigned to attributes while open, or put into containers there, is undone in the end."""
+        before = [dict(held) for held in self._held]
+        contents = [(v, v.copy()) for held in before for k, v in held.items() if _is_container(k, v)]
+        try:
+            yield
+        finally:
+            for held, known in zip(self._held, before, strict=True):
+                for key in _differing(known, held):
+                    if key in known:
+                        held[key] = known[key]
+                    else:
+                        del held[key]
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+    # ---- looking
+
+    def _modes(self) -> CallModes:
+        with ungated():
+            trained = tuple(map(attrgetter("requires_grad"), self._parameters))
+        return CallModes(tuple([module.training for module in self._modules]), trained, read_switches())
+
+    def _put(self, modes: CallModes) -> None:
+        for module, training in zip(self._modules, modes.training, strict=True):
+            if module.training is not training:
+                module.training = training
+        set_switches(modes.switches)
+
+    def _look(self) -> None:
+        self._attributes: Attributes = [dict(held) for held in self._held]
+        self._values = self._all_values()
+
+    def _all_values(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._held))]
+
+    def _is_as_seen(self) -> bool:
+        """The comparison that every call makes: quick, and sometimes wrong about what is not plain."""
+        values = self._all_values()
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def _note_written(self, new: set[Key]) -> None:
+        if new and not self._written:
+            names = ", ".join(self._name(*key) for key in sorted(new)[:4])
+            _logger.warning(
+                "the model's forward sets %s%s: since micro-batches run later than they are called, what it has set is "
+                "there when engine.step() or a look at a loss has run them.",
+                names,
+                ", ..." if len(new) > 4 else "",
+            )
+        self._written |= new
+
+    def written(self) -> str:
+        """The attributes that forward has been seen to set, in words."""
+        return ", ".join(self._name(*key) for key in sorted(self._written)) or "none that was seen"
+
+    def _name(self, number: int, key: str) -> str:
+        return ".".join(filter(None, (self._names[number], key)))
+
+
+def _changed(before: Attributes, now: Attributes) -> set[Key]:
+    return {
+        (number, key)
+        for number, (one, other) in enumerate(zip(before, now, strict=True))
+        for key in _differing(one, other)
+    }
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Plain attributes that are not the same object, nor equal numbers or texts."""
+    keys = (*before, *(key for key in now if key not in before))
+    return [
+        key
+        for key in keys
+        if key not in _NOT_PLAIN and (key not in before or key not in now or not _same(before[key], now[key]))
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, _SCALARS) and bool(one == other)
+
+
+def _is_container(key: str, value: Any) -> bool:
+    return key not in _NOT_PLAIN and type(value) in _CONTAINERS

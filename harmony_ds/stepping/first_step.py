@@ -1,0 +1,58 @@
+"""The first step's proof that no micro-batch reads what another one's forward has written (docs/contract.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.unseen import UnseenError
+from harmony_ds.errors import ModelError
+from harmony_ds.measuring.row_probe import close
+from harmony_ds.measuring.sample import Sample
+from harmony_ds.stepping.runner import Runner
+from harmony_ds.stepping.ticket import QueuedMicroBatch
+
+
+def prove(
+    runner: Runner,
+    tickets: Sequence[QueuedMicroBatch],
+    as_called: Callable[[QueuedMicroBatch], AbstractContextManager[None]],
+    sample_of: Callable[[QueuedMicroBatch], Sample],
+) -> bool:
+    """Runs the forward passes of `tickets` alone and in order. In the step that follows, where they take turns layer by
+    layer, their losses must be the same, or the step is refused before anything is updated.
+
+    Returns:
+        Whether that will prove it; else the next step is to try.
+    """
+    unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
+    if runner.world.any("compare losses", unlike):
+        return False
+    try:
+        with runner.alone() as loss_of:
+            for ticket in tickets:
+                with as_called(ticket):
+                    loss = loss_of(sample_of(ticket))
+                if loss is not None:
+                    ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, loss)
+    except UnseenError:  # the step will find it, too, and measure anew
+        return False
+    return True
+
+
+def _check(contract: Contract, index: int, alone: Tensor, loss: Tensor) -> None:
+    """Raises ModelError if the two differ. Kernels of other devices may add up in any order."""
+    exact = loss.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    if loss.is_meta or torch.equal(alone, loss) or alone.isnan().all() or (not exact and close(alone, loss)):
+        return
+    raise ModelError(
+        f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "
+        f"others, layer by layer, and {alone.item():.7g} where it runs alone: forward reads something that another "
+        f"micro-batch's has written (attributes that it sets: {contract.written()}). Nothing has been updated. Pass such "
+        "values as arguments and results: docs/contract.md."
+    )
