@@ -122,7 +122,15 @@ class ProfileError(HarmonyError):
     """A profile cannot be read, was measured on something else, or does not cover what is to be planned."""
 
 
-class DoesNotFitError(HarmonyError, torch.OutOfMemoryError):
+class _OutOfMemory(HarmonyError, torch.OutOfMemoryError):
+    """Says so in the words by which accelerate knows that a smaller batch may fit (`find_executable_batch_size`)."""
+
+    def __init__(self, message: str) -> None:
+        said = " out of memory." in message
+        super().__init__(message if said else f"{message.rstrip('.')}. The device would run out of memory.")
+
+
+class DoesNotFitError(_OutOfMemory):
     """No plan fits the device memory budget, or the model cannot even be measured in it: raised before a step runs.
 
     Nothing has been changed, and the engine holds nothing on the device but the model's buffers: a smaller micro-batch can
@@ -135,7 +143,7 @@ class HostMemoryError(HarmonyError):
     """Host memory, or what a container may have of it, does not hold weights, masters and optimizer state."""
 
 
-class DeviceOutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
+class DeviceOutOfMemoryError(_OutOfMemory):
     """The device memory budget was exceeded while running: by a step that takes more than it was measured to take."""
 
 

@@ -202,7 +202,9 @@ class InterceptedForward(Added):
         if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
             raise UnsupportedError(
                 f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
-                "of the program's own. If that computes its result again (a checkpoint of its own making): the engine "
+                "of the program's own. If that is a loss with a cache of its own (GradCache; the Cached... losses of "
+                "sentence-transformers): take the loss without it, as the engine keeps no activations of the batch on the "
+                "device anyway. If it computes its result again (a checkpoint of its own making): the engine "
                 "recomputes layers anyway, so call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes "
                 "through. If it solves for a gradient (DEQ): make the module that holds the solver and its hook one layer, "
                 'by its name in the ds_config ("harmony": {"layers": ["..."]}).'

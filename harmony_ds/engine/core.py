@@ -85,6 +85,7 @@ class HarmonyEngine(nn.Module):
     step = of_living("_loop", Loop.step)
     train_batch = of_living("_loop", Loop.train_batch)
     train_group = of_living("_loop", Loop.train_group)
+    end_group = of_living("_loop", Loop.end_group)
     eval_batch = of_living("_loop", Loop.eval_batch)
     generate = of_living("_loop", Loop.generate)
     streaming = of_living("_loop", Loop.streaming)

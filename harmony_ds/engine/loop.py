@@ -201,12 +201,20 @@ class Loop:
             )
         if not boundary:
             self._world.refuse(
-                "a group that ends without a step (a Trainer's data of unknown length that end within one)"
+                "a group that ends without a step (a Trainer's data of unknown length that end within one, or a callback's "
+                "on_pre_optimizer_step)"
             )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
         with self._world.together():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
+
+    def end_group(self) -> None:
+        """The optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
+        counts = self._counts
+        with self._world.together():
+            self._steps.step({})
+        counts.begin_group(counts.micro_steps)
 
     def _step_over(
         self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]], boundary: bool = True

@@ -8,7 +8,8 @@
     clip, optimizer.step              -> done already: the norm is handed out
 
 So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
-are new from the group's first `training_step` on, not from `optimizer.step`.
+are new from the group's first `training_step` on, not from `optimizer.step`; unless a callback has an
+`on_pre_optimizer_step`, which finds the gradients, and the weights as they were: then the update waits for `optimizer.step`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer import _is_peft_model
 
@@ -65,6 +66,19 @@ _with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
 """Trainers outlive their training: others, and transformers itself, refer to them."""
 
 
+class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
+    """The optimizer as a Trainer steps it: the engine has, or does so now if a callback was to see the gradients first."""
+
+    def __init__(self, optimizer: Any, step: Callable[[], None]) -> None:
+        super().__init__(optimizer)
+        self._step_of_trainer = weakref.WeakMethod(step)
+
+    def step(self) -> None:
+        step = self._step_of_trainer()
+        if step is not None:
+            step()
+
+
 class HarmonyMixin(_Base):  # type: ignore[misc]
     """Makes a Trainer train by harmony_ds. It stands first among the bases."""
 
@@ -94,6 +108,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
         self._ends_step = True
+        self._step_waits = False  # for optimizer.step()
         super().__init__(*args, **kwargs)
 
     @property
@@ -161,7 +176,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self._engine, made, _, _ = initialize(
                 model=self.model, optimizer=optimizer, config=self._filled_config(self._max_steps)
             )
-            self.optimizer = DeepSpeedOptimizerWrapper(made)  # its step() does nothing
+            self.optimizer = _Optimizer(made, self._take_step)
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
             self.accelerator._models.append(self._engine)
@@ -230,11 +245,21 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             def loss_of(one: tuple[Any, bool]) -> Tensor:
                 return self._loss_of(*one, num_items_in_batch)
 
+            self._step_waits = self._ends_step and self._shows_gradients()
+            boundary = self._ends_step and not self._step_waits
             with self._in_lanes():
-                self._losses.extend(
-                    self._engine.train_group(group, loss_of, self._notes_kept, boundary=self._ends_step)
-                )
+                self._losses.extend(self._engine.train_group(group, loss_of, self._notes_kept, boundary=boundary))
         return self._losses.popleft()
+
+    def _shows_gradients(self) -> bool:
+        """Whether a callback is to see gradients before the update (transformers' own writes SIGTERM's checkpoint then)."""
+        nothing = TrainerCallback.on_pre_optimizer_step
+        return any(type(one).on_pre_optimizer_step is not nothing for one in self.callback_handler.callbacks)
+
+    def _take_step(self) -> None:
+        if self._step_waits and self._engine is not None:
+            self._step_waits = False
+            self._engine.end_group()
 
     def _prepared(self, batches: Sequence[Any]) -> list[Any]:
         """What the Trainer's own `_prepare_inputs` makes of each batch, in their order; it may generate.
@@ -281,8 +306,11 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
     @contextmanager
     def _notes_kept(self) -> Iterator[None]:
-        """Undoes what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured."""
+        """Undoes what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured; it logs
+        nothing.
+        """
         kept = {name: copy.deepcopy(value) if name in _NOTES else value for name, value in vars(self).items()}
+        self.__dict__["log"] = lambda *_, **__: None
         try:
             yield
         finally:
@@ -304,8 +332,12 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return noted[0]
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
+        """The norm before clipping, which the engine does."""
         assert self._engine is not None
-        return self._engine.get_global_grad_norm()
+        if not self._step_waits:
+            return self._engine.get_global_grad_norm()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
