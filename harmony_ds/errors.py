@@ -122,7 +122,7 @@ class ProfileError(HarmonyError):
     """A profile cannot be read, was measured on something else, or does not cover what is to be planned."""
 
 
-class _OutOfMemory(HarmonyError, torch.OutOfMemoryError):
+class _OutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
     """Says so in the words by which accelerate knows that a smaller batch may fit (`find_executable_batch_size`)."""
 
     def __init__(self, message: str) -> None:
@@ -130,7 +130,7 @@ class _OutOfMemory(HarmonyError, torch.OutOfMemoryError):
         super().__init__(message if said else f"{message.rstrip('.')}. The device would run out of memory.")
 
 
-class DoesNotFitError(_OutOfMemory):
+class DoesNotFitError(_OutOfMemoryError):
     """No plan fits the device memory budget, or the model cannot even be measured in it: raised before a step runs.
 
     Nothing has been changed, and the engine holds nothing on the device but the model's buffers: a smaller micro-batch can
@@ -143,7 +143,7 @@ class HostMemoryError(HarmonyError):
     """Host memory, or what a container may have of it, does not hold weights, masters and optimizer state."""
 
 
-class DeviceOutOfMemoryError(_OutOfMemory):
+class DeviceOutOfMemoryError(_OutOfMemoryError):
     """The device memory budget was exceeded while running: by a step that takes more than it was measured to take."""
 
 

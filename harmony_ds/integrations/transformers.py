@@ -9,7 +9,7 @@
 
 So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
 are new from the group's first `training_step` on, not from `optimizer.step`; unless a callback has an
-`on_pre_optimizer_step`, which finds the gradients, and the weights as they were: then the update waits for `optimizer.step`.
+`on_pre_optimizer_step`, which finds the gradients and the weights as they were: the update waits for `optimizer.step` then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer import _is_peft_model
 
-from harmony_ds.calls.held import held
+from harmony_ds.calls.held import Item, held
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
@@ -298,7 +298,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
                 "together. Generate in _prepare_inputs, or use this trainer without HarmonyMixin."
             )
 
-        instead = [(self.model.__dict__, "generate", generate)]
+        instead: list[Item] = [(self.model.__dict__, "generate", generate)]
         if _prepares_inputs(type(self)):
             instead.append((self.__dict__, "_prepare_inputs", _as_it_is))
         with held(instead):
