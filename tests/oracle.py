@@ -6,11 +6,13 @@ with fp32 masters. Both change the model they are given, run everything where it
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +32,13 @@ def loss_in(outputs: Any) -> Tensor:
     return loss
 
 
+def seed_generators(seed: int) -> None:
+    """What the engine does before a micro-batch's forward pass."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def train_plainly(
     model: nn.Module,
     micro_batches: Sequence[Sequence[MicroBatch]],
@@ -43,14 +52,14 @@ def train_plainly(
 ) -> list[list[float]]:
     """Train `model` in place, one optimizer step for each group in `micro_batches`; return each micro-batch's loss.
 
-    Before micro-batch i of step s the global random stream is seeded with `seed_of(s, i)`. The returned losses are
+    Before micro-batch i of step s the global generators are seeded with `seed_of(s, i)`. The returned losses are
     before the division by the length of the group. `autocast` covers the forward and the loss, not the backward.
     """
     losses = []
     for step, group in enumerate(micro_batches):
         losses_of_group = []
         for position, batch in enumerate(group):
-            torch.manual_seed(seed_of(step, position))
+            seed_generators(seed_of(step, position))
             with autocast_to(autocast, model):
                 loss = loss_of(model(**batch))
             (loss / len(group)).backward()
@@ -113,7 +122,7 @@ def train_plainly_bf16(
     for step, group in enumerate(micro_batches):
         losses_of_group = []
         for position, batch in enumerate(group):
-            torch.manual_seed(seed_of(step, position))
+            seed_generators(seed_of(step, position))
             loss = loss_of(model(**batch))
             (loss / len(group)).backward()
             losses_of_group.append(loss.item())

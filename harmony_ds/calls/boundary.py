@@ -131,6 +131,12 @@ def _refuse_changed(error: RuntimeError) -> None:
             "backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
             f"self.mask = ... instead of self.mask.copy_(...). torch says: {error}"
         ) from error
+    if "Trying to backward through the graph a second time" in str(error):
+        raise ModelError(
+            "a gradient reaches the graph of a layer by a tensor that left it otherwise than as a result: an auxiliary "
+            "loss on an attribute (self.aux_loss = ...), a hook, a global variable. That graph lives only while the layer "
+            f"runs, so the gradient would be lost. Let the layer return the tensor. torch says: {error}"
+        ) from error
 
 
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:

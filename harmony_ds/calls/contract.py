@@ -16,7 +16,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.calls.switches import read_switches, set_switches
 from harmony_ds.errors import CallChangedError
@@ -29,8 +29,8 @@ _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_fla
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set)
 
-Attributes = list[dict[str, Any]]
-"""The attributes of each module at one time."""
+Attributes = list[dict[str, tuple[Any, int]]]
+"""The attributes and buffers of each module at one time, and how often tensors had been written to."""
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
 
@@ -146,11 +146,9 @@ class Contract:
             yield
         finally:
             for held, known in zip(self._held, before, strict=True):
-                for key in _differing(known, held):
-                    if key in known:
-                        held[key] = known[key]
-                    else:
-                        del held[key]
+                for key in [key for key in held if key not in known and key not in _NOT_PLAIN]:
+                    del held[key]
+                held.update((key, value) for key, value in known.items() if key not in _NOT_PLAIN)
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
@@ -169,16 +167,27 @@ class Contract:
         set_switches(modes.switches)
 
     def _look(self) -> None:
-        self._attributes: Attributes = [dict(held) for held in self._held]
+        self._attributes: Attributes = [
+            {
+                key: (value, value._version if isinstance(value, Tensor) else 0)
+                for key, value in (*held.items(), *held["_buffers"].items())
+                if key not in _NOT_PLAIN
+            }
+            for held in self._held
+        ]
         self._values = self._all_values()
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def _all_values(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._held))]
+        buffers = [held["_buffers"] for held in self._held]
+        return [*chain.from_iterable(map(dict.values, (*self._held, *buffers)))]
 
     def _is_as_seen(self) -> bool:
         """The comparison that every call makes: quick, and sometimes wrong about what is not plain."""
         values = self._all_values()
-        return len(values) == len(self._values) and all(map(is_, values, self._values))
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return same and self._versions == [tensor._version for tensor in self._tensors]
 
     def _note_written(self, new: set[Key]) -> None:
         if new and not self._written:
@@ -207,20 +216,16 @@ def _changed(before: Attributes, now: Attributes) -> set[Key]:
     }
 
 
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Plain attributes that are not the same object, nor equal numbers or texts."""
+def _differing(before: dict[str, tuple[Any, int]], now: dict[str, tuple[Any, int]]) -> list[str]:
+    """Those that are not the same object, nor equal numbers or texts, or that were written to."""
     keys = (*before, *(key for key in now if key not in before))
-    return [
-        key
-        for key in keys
-        if key not in _NOT_PLAIN and (key not in before or key not in now or not _same(before[key], now[key]))
-    ]
+    return [key for key in keys if key not in before or key not in now or not _same(before[key], now[key])]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, _SCALARS) and bool(one == other)
+def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    if one[0] is other[0]:
+        return one[1] == other[1]
+    return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
 
 
 def _is_container(key: str, value: Any) -> bool:

@@ -25,7 +25,7 @@ from harmony_ds.calls.keeping import Keeping
 from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
 from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
 from harmony_ds.calls.random_streams import State, differ
-from harmony_ds.calls.recorded_call import Outcome, RecordedCall, Trial, View
+from harmony_ds.calls.recorded_call import Outcome, RecordedCall, Trial, View, norms_of
 from harmony_ds.calls.slices import Assembled, Cut, cut_of
 from harmony_ds.calls.taking import Given
 from harmony_ds.calls.targets import GradientTarget
@@ -43,12 +43,14 @@ class LayerCalls:
 
     Attributes:
         propagating: a backward pass that is under way is that of one layer.
+        proving: what calls give is compared with what their recomputations give.
     """
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._keeping = Keeping(stash)
         self.propagating = False
+        self.proving = True
         self._surprises: list[str] | None = None  # while they are gathered
 
     @property
@@ -165,6 +167,8 @@ class LayerCalls:
         except BaseException:
             self.forget(call)
             raise
+        if self.proving and call.cut is None:
+            call.norms = norms_of(outcome.tensors)
         outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
         self._check_seen(layer, call, [t._version for t in tensors] != before)
         if (wanted := self._wanted(call)) is not None and not layer.inputs_may_change:

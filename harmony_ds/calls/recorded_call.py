@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -35,6 +37,7 @@ class RecordedCall:
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
         graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
         views: outputs that share their memory with another or with an input.
+        norms: of the outputs, while it is to be proven that a recomputation gives the same; empty: it is not.
     """
 
     request: Request
@@ -48,6 +51,7 @@ class RecordedCall:
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
 
     @property
     def entries(self) -> list[StashEntry]:
@@ -88,6 +92,28 @@ class RecordedCall:
                 f"recomputed, {found}: its outputs must depend on its arguments, parameters and buffers and on random "
                 "numbers alone."
             )
+        if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
+            raise RecomputeError(
+                f"layer {name} gave something else when it was run again in the backward pass of the first step: it "
+                "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
+                "values as arguments: docs/contract.md."
+            )
+
+
+def norms_of(outputs: list[Tensor]) -> list[float]:
+    """What is compared of the outputs of two runs."""
+    known = [output.is_floating_point() and output.layout is torch.strided and not output.is_meta for output in outputs]
+    return [torch.linalg.vector_norm(o.detach()).item() if k else 0.0 for o, k in zip(outputs, known, strict=True)]
+
+
+def _alike(one: float, other: float, output: Tensor) -> bool:
+    """Kernels of other devices than the host may add up in any order."""
+    exact = output.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return (
+        one == other
+        or (math.isnan(one) and math.isnan(other))
+        or (not exact and math.isclose(one, other, rel_tol=0.02))
+    )
 
 
 class Writes:

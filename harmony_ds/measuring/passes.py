@@ -57,6 +57,8 @@ class Passes(Observer):
     def _opened(self) -> Iterator[DeviceCopy]:
         """The unlayered parameters on the device; random numbers are put back in the end."""
         self._parts.installation.touched.clear()
+        calls = self._parts.layer_calls
+        proving, calls.proving = calls.proving, False
         self._parts.random.open()
         self._streamer = Streamer(self._parts, self._layers, self)
         try:
@@ -64,6 +66,7 @@ class Passes(Observer):
                 yield copy
         finally:
             self._parts.random.close()
+            calls.proving = proving
             del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _lent(self, copy: DeviceCopy) -> AbstractContextManager[None]:

@@ -195,9 +195,15 @@ class Runner:
             with lesson, self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.updates.promise_norm()
+            self._note_proven(micro_batches)
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
+
+    def _note_proven(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Layers have been recomputed, while others' forward passes had run in between."""
+        if len(micro_batches) > 1:
+            self._parts.layer_calls.proving = False
 
     def _lesson(self, plan: Plan) -> AbstractContextManager[None]:
         """Around a step by `plan`, from which the planner may learn if it is a full one."""
@@ -218,6 +224,7 @@ class Runner:
         part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
+            self._note_proven(micro_batches)
             self._after_norm = rest
 
     @property

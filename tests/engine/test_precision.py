@@ -26,7 +26,14 @@ from tests.engine.drive import (
 )
 from tests.engine.test_ledger import layer_bytes
 from tests.families import Family
-from tests.oracle import assert_same, largest_difference, train_plainly, train_plainly_bf16, with_floating_dtype
+from tests.oracle import (
+    assert_same,
+    largest_difference,
+    seed_generators,
+    train_plainly,
+    train_plainly_bf16,
+    with_floating_dtype,
+)
 
 LLAMA = family("llama")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
@@ -76,7 +83,7 @@ def train_plainly_half(
         sums: dict[str, torch.Tensor] = {}
         row = []
         for i, batch in enumerate(group):
-            torch.manual_seed(seed_of(step, i))
+            seed_generators(seed_of(step, i))
             loss = model(**batch).loss
             (loss / len(group) * scale).backward()
             row.append(loss.item())

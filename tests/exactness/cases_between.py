@@ -43,12 +43,6 @@ def trained(side: Side, model: nn.Module) -> Found:
     return {**weights(model), "losses": losses}
 
 
-@case(*PAIRS)
-def gradient_of_a_residual_stream_clamped_by_a_function(side: Side) -> Found:
-    """An autograd function between blocks clamps the gradient of the residual stream."""
-    return trained(side, Residual())
-
-
 class Scaled(Net):
     """Scales the stream between the blocks by one parameter, whose gradient has a hook."""
 
@@ -62,12 +56,6 @@ class Scaled(Net):
         for block in self.blocks:
             x = block(x * self.scale)
         return x
-
-
-@case(*PAIRS)
-def hook_on_a_parameter_used_between_layers(side: Side) -> Found:
-    """A parameter scales the stream between all blocks, and a hook clamps its gradient."""
-    return trained(side, Scaled())
 
 
 class Chain(Net):

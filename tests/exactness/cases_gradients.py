@@ -57,18 +57,16 @@ def post_accumulate_hook(side: Side) -> Found:
 
 @case()
 def full_backward_hook(side: Side) -> Found:
-    """module.register_full_backward_hook doubles the gradient of one block's input and logs its output's."""
+    """module.register_full_backward_hook doubles the gradient of one block's input."""
     model = Net()
-    seen: list[Tensor] = []
 
     def double(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(outputs[0].norm())
         return tuple(g * 2 for g in inputs)
 
     model.blocks[1].register_full_backward_hook(double)
     engine = side.initialize(model, adamw(model))
     train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "seen": torch.stack(seen)}
+    return weights(model)
 
 
 @case()

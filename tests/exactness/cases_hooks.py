@@ -264,20 +264,6 @@ def optimizer_around_another(side: Side) -> Found:
 # ---- hooks on gradients
 
 
-@case(*PAIRS)
-def backward_hooks_in_train_batch(side: Side) -> Found:
-    """Full backward hooks on all blocks append the norm of what they see to one list, under train_batch."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    norms: list[Tensor] = []
-    for block in model.blocks:
-        block.register_full_backward_hook(lambda module, given, came: norms.append(came[0].norm()))
-    loader = iter(batches(3 * side.accumulation))
-    for _ in range(3):
-        engine.train_batch(loader)
-    return {**weights(model), "norms": torch.stack(norms)}
-
-
 # ---- around the model
 
 

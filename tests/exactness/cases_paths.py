@@ -502,16 +502,6 @@ def activation_captured_by_a_hook_on_a_block(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def activation_logged_by_a_hook(side: Side) -> Found:
-    """A forward hook on a module inside a block appends its output's norm to a list, for logging."""
-    model = Net()
-    seen: list[float] = []
-    model.blocks[1].linear.register_forward_hook(lambda m, a, out: seen.append(out.detach().norm().item()))
-    found = trained(side, model)
-    return {**found, "seen": torch.tensor(sorted(seen))}
-
-
-@case(*PAIRS)
 def output_changed_by_a_hook(side: Side) -> Found:
     """A forward hook on a block returns something else than the block did."""
     model = Net()
@@ -546,19 +536,6 @@ def hook_added_between_steps(side: Side) -> Found:
     train(engine, batches(side.accumulation, seed=2))
     handle.remove()
     train(engine, batches(side.accumulation, seed=3))
-    return weights(model)
-
-
-@case()
-def hook_added_within_a_group(side: Side) -> Found:
-    """A forward hook that changes a block's output is registered after two micro-batches of a group."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        if i == 2:
-            model.blocks[1].register_forward_hook(lambda module, args, output: output * 0.5)
-        engine.backward(engine(x, labels=y))
-        engine.step()
     return weights(model)
 
 
@@ -735,19 +712,6 @@ def gradient_inside_forward(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def gradient_taken_inside_forward_across_layers(side: Side) -> Found:
-    """Forward takes `torch.autograd.grad(energy, x)` through its layers and adds the gradient's norm."""
-
-    class Forces(Net):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            logits = super().forward(x.requires_grad_())
-            (force,) = torch.autograd.grad(logits.sum(), x, retain_graph=True)
-            return logits + force.norm()
-
-    return trained(side, Forces())
-
-
-@case(*PAIRS)
 def gradient_taken_between_layers(side: Side) -> Found:
     """Forward takes the gradient of an energy with respect to the last block's output, and adds it to that."""
 
@@ -770,17 +734,6 @@ class ByItsModule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.module.scale, None
-
-
-@case(*PAIRS)
-def attribute_read_by_an_autograd_function(side: Side) -> Found:
-    """A custom autograd.Function sets `module.scale` in forward, and reads it in its backward."""
-
-    class ScaledBothWays(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(ByItsModule.apply(x, self))
-
-    return trained(side, Net(ScaledBothWays))
 
 
 @case(*PAIRS, tolerance=REGROUPED)

@@ -1,4 +1,4 @@
-"""Runs cases, prints their outcomes, and writes them to docs/exactness.md.
+"""Runs cases, prints their outcomes, and writes them to outcomes.md beside this file.
 
 python -m tests.exactness.run              all of them; the document is written anew
 python -m tests.exactness.run --new        those that the document does not have; they are written into it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,12 +10,14 @@ from enum import Enum
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import harmony_ds
+from tests.oracle import seed_generators
 
 SEED = 5
 Weights = dict[str, Tensor]
@@ -265,11 +268,14 @@ class PlainEngine:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """torch's random numbers of a micro-batch, as the engine documents them; the user's stream is left as it was."""
+        """The random numbers of a micro-batch, as the engine documents them; the user's are left as they were."""
+        pythons, numpys = random.getstate(), np.random.get_state()
         with torch.random.fork_rng():
-            torch.manual_seed(harmony_ds.micro_batch_seed(SEED, self.global_steps, self._micro_batch))
+            seed_generators(harmony_ds.micro_batch_seed(SEED, self.global_steps, self._micro_batch))
             self._micro_batch += 1
             yield
+        random.setstate(pythons)
+        np.random.set_state(numpys)
 
     def _optimizer_step(self) -> None:
         self.optimizer.step()

@@ -1,15 +1,16 @@
-"""The table of cases in docs/exactness.md: written from outcomes, and read back."""
+"""The table of cases in outcomes.md beside this file: written from outcomes, and read back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.exactness.case import Case
-from tests.exactness.judge import ROOT, Outcome
+from tests.exactness.judge import Outcome
 from tests.exactness.sides import Setting
 
-DOCUMENT = ROOT / "docs" / "exactness.md"
-HEADING = "## Programs that people write"
+DOCUMENT = Path(__file__).with_name("outcomes.md")
+HEADING = "# Programs that people write"
 INTRODUCTION = """\
 Each of these programs is run in plain PyTorch and on the engine, in fp32 unless it says otherwise, with
 `gradient_clipping` 0 (layers are updated as their gradients arrive) and 1 (updates wait for the norm), with packs that are
@@ -36,16 +37,15 @@ def said_of(cell: str, setting: Setting) -> str:
 
 
 def write(cases: Mapping[str, Case], cells: Mapping[str, str]) -> None:
-    """Replaces the document's last section."""
-    kept = DOCUMENT.read_text(encoding="utf-8").split(HEADING)[0].rstrip()
-    lines = [kept, "", HEADING, "", INTRODUCTION]
+    """Writes the document."""
+    lines = [HEADING, "", INTRODUCTION]
     cause = None
     for name, one in cases.items():
         if one.cause != cause:
             cause = one.cause
             lines += [
                 "" if lines[-1].startswith("|") else None,
-                f"### {cause.capitalize()}",
+                f"## {cause.capitalize()}",
                 "",
                 "| case | what the user does | outcome |",
                 "|---|---|---|",

@@ -1,4 +1,4 @@
-"""Nothing is silently wrong: every program is equal to plain PyTorch or refused by name, as docs/exactness.md says.
+"""Nothing is silently wrong: every program is equal to plain PyTorch or refused by name, as outcomes.md says.
 
 `make test` runs each program in one of its settings, the next program in the next one; `make test-all` in all.
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import harmony_ds
 from harmony_ds.offload.native import make_native
 from tests.families import FAMILIES
-from tests.oracle import loss_in, with_floating_dtype
+from tests.oracle import loss_in, seed_generators, with_floating_dtype
 
 SEED = 5
 
@@ -214,7 +214,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
             seen = []
             for i in range(training.accumulation):
                 data = data_of(training, number_of(training, size, rank, step, i))
-                torch.manual_seed(harmony_ds.micro_batch_seed(SEED, step, i * size + rank))
+                seed_generators(harmony_ds.micro_batch_seed(SEED, step, i * size + rank))
                 loss = loss_in(model(**data))
                 (loss / training.accumulation).backward()
                 seen.append(loss.detach())
