@@ -9,6 +9,7 @@ running    around what the engine runs: attributes that change meanwhile are for
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _logger = logging.getLogger(__name__)
 _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_flat_weights", "_flat_weight_refs"}
 """Attributes that others look after: parameters, buffers, hooks, modes; what engines and wrappers put on modules."""
 _SCALARS = (bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, OrderedDict)
 
 Attributes = list[dict[str, tuple[Any, int]]]
 """The attributes and buffers of each module at one time, and how often tensors had been written to."""
@@ -139,12 +140,14 @@ class Contract:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Whatever is assigned to attributes while open, or put into containers there, is undone in the end."""
+        """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end."""
         before = [dict(held) for held in self._held]
         contents = [(v, v.copy()) for held in before for k, v in held.items() if _is_container(k, v)]
         try:
             yield
         finally:
+            if not self._is_as_seen():
+                self._note_written(_changed(self._attributes, self._snapshot()) - self._written)
             for held, known in zip(self._held, before, strict=True):
                 for key in [key for key in held if key not in known and key not in _NOT_PLAIN]:
                     del held[key]
@@ -167,7 +170,13 @@ class Contract:
         set_switches(modes.switches)
 
     def _look(self) -> None:
-        self._attributes: Attributes = [
+        self._attributes = self._snapshot()
+        self._values = self._all_values()
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def _snapshot(self) -> Attributes:
+        return [
             {
                 key: (value, value._version if isinstance(value, Tensor) else 0)
                 for key, value in (*held.items(), *held["_buffers"].items())
@@ -175,9 +184,6 @@ class Contract:
             }
             for held in self._held
         ]
-        self._values = self._all_values()
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]
 
     def _all_values(self) -> list[Any]:
         buffers = [held["_buffers"] for held in self._held]
@@ -229,4 +235,4 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def _is_container(key: str, value: Any) -> bool:
-    return key not in _NOT_PLAIN and type(value) in _CONTAINERS
+    return key not in ("_parameters", "_buffers", "_modules") and type(value) in _CONTAINERS

@@ -98,8 +98,6 @@ class StepGroup:
         args, kwargs = ticket.micro_batch.inputs
         kind = self._parts.kinds.get(args, kwargs)
         assert kind is not None
-        if self._runner.at_their_calls:
-            self._run_own(ticket)
         if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
@@ -134,6 +132,8 @@ class StepGroup:
                     self._append(ticket)
                 raise
         self._append(ticket)
+        if self._runner.at_their_calls:
+            self._run_own(ticket)
         return ticket
 
     def _append(self, ticket: QueuedMicroBatch) -> None:

@@ -293,24 +293,6 @@ def test_gradients_zeroed_in_place_go_on_and_those_that_never_were_do_not(harmon
     assert_same(model, plain, bitwise=True)
 
 
-def test_a_hook_on_a_parameter_of_several_calls_is_refused() -> None:
-    class Twice(Net):
-        def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-            for block in (*self.blocks, *self.blocks):
-                inputs = torch.tanh(block(inputs))
-            return F.cross_entropy(self.head(inputs), targets)  # type: ignore[arg-type]
-
-    model = Twice()
-    model.blocks[0].weight.register_hook(lambda g: g.clamp(-1, 1))
-    before = weights_of(model)
-    with (
-        engine_for(model, adamw, config_of(1)) as engine,
-        pytest.raises(UnsupportedError, match=r"blocks\.0\.weight has a hook .* used by 2 layer calls"),
-    ):
-        engine.train_batch([batch(0)])
-    assert_same(model, before, bitwise=True)
-
-
 def test_a_closure_is_refused() -> None:
     model = net()
     optimizer = sgd(model.parameters())

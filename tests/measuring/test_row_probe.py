@@ -19,7 +19,7 @@ from tests.runtime.scripted import ScriptedDevice, assembled
 
 SHARED_ROWS = "its rows depend on each other"
 UNTOLD = "where its tensors hold the rows cannot be told from their shapes"
-CHANGES = "it changes an input, a buffer, an attribute or an object that it is given"
+CHANGES = "it changes an input, a buffer or an object that it is given"
 
 
 class Base(nn.Module):
