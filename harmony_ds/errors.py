@@ -122,15 +122,12 @@ class ProfileError(HarmonyError):
     """A profile cannot be read, was measured on something else, or does not cover what is to be planned."""
 
 
-class _OutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
-    """Says so in the words by which accelerate knows that a smaller batch may fit (`find_executable_batch_size`)."""
-
-    def __init__(self, message: str) -> None:
-        said = " out of memory." in message
-        super().__init__(message if said else f"{message.rstrip('.')}. The device would run out of memory.")
+def _known_to_accelerate(message: str) -> str:
+    """`message` with the words by which accelerate's `find_executable_batch_size` knows that a smaller batch may fit."""
+    return message if " out of memory." in message else f"{message.rstrip('.')}. The device would run out of memory."
 
 
-class DoesNotFitError(_OutOfMemoryError):
+class DoesNotFitError(HarmonyError, torch.OutOfMemoryError):
     """No plan fits the device memory budget, or the model cannot even be measured in it: raised before a step runs.
 
     Nothing has been changed, and the engine holds nothing on the device but the model's buffers: a smaller micro-batch can
@@ -138,13 +135,19 @@ class DoesNotFitError(_OutOfMemoryError):
     error (a torch.OutOfMemoryError, as this one is for loops that split what is too large) is its `__cause__`.
     """
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_known_to_accelerate(message))
+
 
 class HostMemoryError(HarmonyError):
     """Host memory, or what a container may have of it, does not hold weights, masters and optimizer state."""
 
 
-class DeviceOutOfMemoryError(_OutOfMemoryError):
+class DeviceOutOfMemoryError(HarmonyError, torch.OutOfMemoryError):
     """The device memory budget was exceeded while running: by a step that takes more than it was measured to take."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_known_to_accelerate(message))
 
 
 class LossScaleError(HarmonyError):

@@ -185,6 +185,7 @@ class Measurement(Passes):
         calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
         if self._surprises or recorded.cut is not None or not self._parts.device.has_values:
             return
+        self._stretch.begin()
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
         self._parts.random.switch(self)
         written = self._parts.residency.written(copy)
