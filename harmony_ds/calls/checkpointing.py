@@ -2,7 +2,7 @@
 
 Layers are recomputed anyway, on parameters that are on the device for that time alone; a checkpoint's own recomputation
 would come later. What stands around a layer would run the model's code, lanes included, in the middle of a backward
-pass. Elsewhere checkpoints are what they were.
+pass. In other threads checkpoints are what they were, and when no engine runs, torch's own stand in torch's modules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -25,25 +26,18 @@ class _Engine(threading.local):
 
 
 _engine = _Engine()
-_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-
-_DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_taken_over: Any = None
-"""What stands there for its autograd function, and asks `_engine`."""
 
 
 @contextmanager
 def passed_through() -> Iterator[None]:
     """While open, this thread's checkpoints are calls of what they are given."""
-    module = sys.modules.get(_DEEPSPEEDS)
-    if module is not None and module.__dict__.get("CheckpointFunction") is not _taken_over:
-        _take_over_deepspeeds()
-    before, _engine.runs = _engine.runs, True
-    try:
-        yield
-    finally:
-        _engine.runs = before
+    before = _engine.runs
+    with _stand_ins:
+        _engine.runs = True
+        try:
+            yield
+        finally:
+            _engine.runs = before
 
 
 def refuse_around_engine() -> None:
@@ -56,16 +50,18 @@ def refuse_around_engine() -> None:
         )
 
 
-def _without_reentry(
-    fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
-) -> Iterator[None]:
-    """The generator that runs up to a checkpointed call and behind it."""
-    if not _engine.runs:
-        yield from _generator(fn, preserve, context_fn, *args, **kwargs)
-        return
-    forward, _ = context_fn()
-    with forward:
-        yield
+def _without_reentry(generator: Any) -> Any:
+    """Return what stands for the generator that runs up to a checkpointed call, and on after it."""
+
+    def run(fn: Any, preserve: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if not _engine.runs:
+            yield from generator(fn, preserve, context_fn, *args, **kwargs)
+            return
+        forward, _ = context_fn()
+        with forward:
+            yield
+
+    return run
 
 
 class _Reentrant:
@@ -102,18 +98,39 @@ def _deepspeeds(function: Callable[..., Any], outputs: list[Any], *args: Any) ->
     outputs += [result] if isinstance(result, Tensor) else result
 
 
-def _take_over_deepspeeds() -> None:
-    """DeepSpeed's, which takes seconds to import and may come at any time, once it is there."""
-    global _taken_over  # noqa: PLW0603 - as the module is
-    module: Any = sys.modules.get(_DEEPSPEEDS)
-    function = getattr(module, "CheckpointFunction", None)  # None: it is being imported
-    if function is not None and not isinstance(function, _Reentrant):
-        module.CheckpointFunction = _Reentrant(function, _deepspeeds)
-    _taken_over = getattr(module, "CheckpointFunction", None)
+_TORCHS = "torch.utils.checkpoint"
+_DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"  # seconds to import: it may come at any time
 
 
-# These are looked up in their modules when `checkpoint` is called.
-torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
-torch.utils.checkpoint.CheckpointFunction = _Reentrant(  # type: ignore[assignment, misc]
-    torch.utils.checkpoint.CheckpointFunction, _torchs
-)
+class _StandIns:
+    """What stands in the modules where checkpoints look it up, while the engine runs in any thread."""
+
+    _MAKE: ClassVar[dict[tuple[str, str], Callable[[Any], Any]]] = {
+        (_TORCHS, "_checkpoint_without_reentrant_generator"): _without_reentry,
+        (_TORCHS, "CheckpointFunction"): partial(_Reentrant, passed=_torchs),
+        (_DEEPSPEEDS, "CheckpointFunction"): partial(_Reentrant, passed=_deepspeeds),
+    }
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may end a context in here
+        self._open = 0
+        self._originals: dict[tuple[str, str], Any] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            for place, make in self._MAKE.items():
+                module, name = sys.modules.get(place[0]), place[1]
+                if place not in self._originals and hasattr(module, name):  # it may be in the middle of its import
+                    self._originals[place] = getattr(module, name)
+                    setattr(module, name, make(self._originals[place]))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            while self._originals and not self._open:
+                (module, name), original = self._originals.popitem()
+                setattr(sys.modules[module], name, original)
+
+
+_stand_ins = _StandIns()

@@ -1,7 +1,7 @@
 """Checkpoints: one noun, `Snapshot`, captured from an engine, read from files, written to files, restored to an engine."""
 
 from harmony_ds.checkpoint.capture import Trained, capture
-from harmony_ds.checkpoint.convert import convert, find, read_any
+from harmony_ds.checkpoint.convert import convert, find, read_any, verify
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.export import export_weights, save_16bit
 from harmony_ds.checkpoint.layout import write
@@ -25,5 +25,6 @@ __all__ = [
     "read_any",
     "restore",
     "save_16bit",
+    "verify",
     "write",
 ]

@@ -61,12 +61,24 @@ def _tag_in(latest: Path) -> str:
     return tag
 
 
-def read_any(folder: Path) -> Snapshot:
-    """The checkpoint in a tag's folder, of any layout that is known.
+def verify(folder: Path) -> None:
+    """Read every byte of a checkpoint whose layout has checksums.
+
+    Raises:
+        CheckpointError: it is torn, or was changed.
+    """
+    if layout.is_ours(folder):
+        layout.verify(folder)
+
+
+def read_any(folder: Path, verified: bool = False) -> Snapshot:
+    """Open the checkpoint in a tag's folder, of any layout that is known, after `verify` unless it is `verified`.
 
     Raises:
         CheckpointError: it is of none, or torn.
     """
+    if verified and layout.is_ours(folder):
+        return layout.read(folder, verified=True)
     for fits, read in _LAYOUTS:
         if fits(folder):
             return read(folder)

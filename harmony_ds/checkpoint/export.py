@@ -16,28 +16,40 @@ from harmony_ds.checkpoint.tensor_files import write_bytes, write_tensors
 from harmony_ds.errors import CheckpointError
 
 _SHARD_BYTES = 5_000_000_000
+_WHOLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors"
 
 
 def export_weights(snapshot: Snapshot, folder: Path, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
-    """Writes model.safetensors into `folder`, or shards and their index. Tied weights are there once.
+    """Write model.safetensors into `folder`, or shards and their index, and remove what an earlier export left there.
+
+    Tied weights are there once.
 
     Raises:
         CheckpointError: it cannot be written.
     """
+    written = _exported(snapshot, folder, shard_bytes)
+    for pattern in (_WHOLE, _INDEX, _SHARDS):  # `from_pretrained` would prefer an older whole file to new shards
+        for path in set(folder.glob(pattern)).difference(written):
+            with _complaining(path):
+                path.unlink()
+    return written
+
+
+def _exported(snapshot: Snapshot, folder: Path, shard_bytes: int) -> list[Path]:
     shards: list[dict[str, Source]] = [{}]
     for name, source in snapshot.tensors.items():
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + source.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = source
     if len(shards) == 1:
-        return [_replaced(folder / "model.safetensors", shards[0])]
+        return [_replaced(folder / _WHOLE, shards[0])]
     names = [f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)]
     paths = [_replaced(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
     index = {
         "metadata": {"total_size": sum(source.nbytes for shard in shards for source in shard.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
     }
-    return [*paths, _replaced(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode())]
+    return [*paths, _replaced(folder / _INDEX, json.dumps(index, indent=2).encode())]
 
 
 def save_16bit(snapshot: Snapshot, path: Path) -> None:

@@ -156,18 +156,29 @@ def is_ours(folder: Path) -> bool:
     return (folder / MANIFEST).exists() or any(folder.glob("data-*/" + _STATE))
 
 
-def read(folder: Path) -> Snapshot:
-    """Opens a checkpoint. Every byte of it is checked before anything is returned.
+def verify(folder: Path) -> None:
+    """Read every byte of a checkpoint, and compare its files with the manifest.
 
     Raises:
         CheckpointError: it is torn, was changed, or is of another version; says which file and why.
     """
     manifest = _read_manifest(folder)
-    data = folder / manifest["data"]
-    records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    data, records = folder / manifest["data"], _records(manifest)
     complaints = [complaint for name, record in records.items() if (complaint := complaint_about(data / name, record))]
     if complaints:
         raise CheckpointError(f"the checkpoint {folder} is torn or was changed: {'; '.join(complaints)}.")
+
+
+def read(folder: Path, verified: bool = False) -> Snapshot:
+    """Open a checkpoint, after `verify` unless the caller has `verified` it.
+
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    if not verified:
+        verify(folder)
+    manifest = _read_manifest(folder)
+    data, records = folder / manifest["data"], _records(manifest)
     laid_aside = {name: source.read() for name, source in read_tensors(data / _STATE_TENSORS).items()}
     state = json.loads((data / _STATE).read_bytes())
     values = {name: decode(value, laid_aside) for name, value in state.items()}
@@ -208,6 +219,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if crc != _crc(manifest):
         raise CheckpointError(f"{file} was changed: its checksum is {_crc(manifest):08x}, not {crc:08x}.")
     return dict(manifest)
+
+
+def _records(manifest: dict[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord(**record) for name, record in manifest["files"].items()}
 
 
 def _optimizer(values: dict[str, Any], file: Path) -> OptimizerState:

@@ -91,7 +91,8 @@ class Checkpoints:
         world.agree(f"load the checkpoint {None if folder is None else folder.name}")
         if folder is None:
             return None, None
-        snapshot = checkpoint.read_any(folder)
+        self._verify(folder)
+        snapshot = checkpoint.read_any(folder, verified=True)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._open.finish()
@@ -107,6 +108,18 @@ class Checkpoints:
         self._open.links.forget()
         self._go_on_from(snapshot.progress, wanted.module_only)
         return str(folder), snapshot.client_state
+
+    def _verify(self, folder: Path) -> None:
+        """Have one process of each server read every byte; a complaint of any is raised in all processes."""
+        complaint = None
+        if self._world.leads:
+            try:
+                checkpoint.verify(folder)
+            except CheckpointError as error:
+                complaint = str(error)
+        for told in self._world.all("verify the checkpoint", complaint):
+            if told is not None:
+                raise CheckpointError(told)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -54,7 +54,7 @@ class HarmonyEngine(nn.Module):
         world = assembly.world
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
-        self._settings = settings = Settings(config, world.size)
+        self._settings = settings = Settings(config, world)
         self._counts = Counts()
         self._scaler = LossScaler(config.loss_scale)
         self._trained_by = TrainedBy(assembly, settings, self._scaler, client.lr_scheduler)
@@ -150,6 +150,7 @@ class HarmonyEngine(nn.Module):
     get_batch_info = of_part("_settings", Settings.get_batch_info)
     set_train_batch_size = of_living("_settings", Settings.set_train_batch_size)
     set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
+    get_data_parallel_rank = of_part("_settings", Settings.get_data_parallel_rank)
     optimizer_name = of_part("_settings", Settings.optimizer_name)
     bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
     get_data_types = of_part("_settings", Settings.get_data_types)

@@ -155,7 +155,9 @@ class StepReports:
         """An optimizer step is over, and the counters are those after it."""
         if self._breakdown:
             self._times.end()
-        self.throughput.step(self._training.settings.train_batch_size(), self.record.micro_batches)
+        micro_batches, world = self.record.micro_batches, self._training.assembly.world
+        samples = micro_batches * self._training.settings.train_micro_batch_size_per_gpu() * world.size
+        self.throughput.step(samples, micro_batches)
         if self._every and self._training.counts.global_steps % self._every == 0:
             self._progress()
         if self.monitor.enabled:

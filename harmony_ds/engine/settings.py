@@ -14,6 +14,7 @@ from harmony_ds.config.key import Getter, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError
+from harmony_ds.parallel import Alone
 
 
 class Settings:
@@ -22,9 +23,9 @@ class Settings:
     What the value of one key answers comes from the table of keys, see `table_getters`; here is what has to be worked out.
     """
 
-    def __init__(self, config: Config, world_size: int = 1) -> None:
+    def __init__(self, config: Config, world: Alone) -> None:
         self.now = config
-        self._world_size = world_size
+        self._world = world
 
     def of_deepspeed(self) -> Any:
         """DeepSpeed's own view of the ds_config, made when somebody asks for it."""
@@ -62,7 +63,7 @@ class Settings:
         Raises:
             ConfigError: `train_batch_size` is no multiple of the micro-batch size.
         """
-        micro_batch, size = self.now.micro_batch, self._world_size
+        micro_batch, size = self.now.micro_batch, self._world.size
         if train_batch_size <= 0 or train_batch_size % (micro_batch * size):
             raise ConfigError(
                 "Train batch size must be divisible by micro-batch data parallelism: "
@@ -81,8 +82,14 @@ class Settings:
             self.now,
             micro_batch=micro_batch,
             gradient_accumulation_steps=steps,
-            train_batch_size=micro_batch * steps * self._world_size,
+            train_batch_size=micro_batch * steps * self._world.size,
         )
+
+    # ---- processes
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank among all that train the model, by which loaders share out their data."""
+        return self._world.rank
 
     # ---- optimizer and precision
 
@@ -152,7 +159,6 @@ FIXED_ATTRIBUTES: dict[str, Any] = {
 _FIXED = {
     "autotuning_enabled": False,
     "zenflow_config": None,
-    "get_data_parallel_rank": 0,
     "get_model_parallel_rank": 0,
     "get_tensor_parallel_rank": 0,
     "get_sequence_parallel_group": None,
@@ -160,7 +166,7 @@ _FIXED = {
     "is_deepcompile_active": False,
     "clip_fp32_gradients": None,  # `step()` clips
 }
-"""What is answered whatever the ds_config says: blocks that are refused, and one process."""
+"""What is answered whatever the ds_config says: blocks that are refused, and no parallelism but that of data."""
 
 
 def table_getters() -> Iterator[tuple[str, Callable[[Settings], Any]]]:

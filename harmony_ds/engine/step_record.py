@@ -39,12 +39,14 @@ class StepRecord:
         device = self._assembly.device
         device.reset_peak()
         begin = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:  # the bytes of a step that fails are not the next one's
+            traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
+            sent_bytes, self._sent_before = sent - self._sent_before, sent
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
         self._peak_bytes = device.peak_bytes()
-        self.traffic, self.micro_batches = self._assembly.ledger.close(), micro_batches
-        sent = self._assembly.parts.world.sent_bytes
-        self._sent_bytes, self._sent_before = sent - self._sent_before, sent
+        self.traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
     def _note_time(self, step_ms: float, as_planned: bool) -> None:
         """Keeps the times of the present plan; its first step touches memory for the first time."""

@@ -190,7 +190,8 @@ class _Attention:
         """(B, H, T, E) attention, or None where no fused kernel takes it: then torch multiplies matrices."""
         if self.query.dim() != 4 or self.query.device.type != "meta":
             return None
-        assert self.enable_gqa or self.key.shape[1] == self.query.shape[1]
+        if not self.enable_gqa and any(t.shape[:2] != self.query.shape[:2] for t in (self.key, self.value)):
+            return None  # multi-query attention, say: no fused kernel broadcasts heads or batches
         return self._on_cuda() if kernels is Kernels.CUDA else self._on_cpu()
 
     def _on_cuda(self) -> Tensor:

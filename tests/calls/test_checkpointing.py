@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from harmony_ds import UnsupportedError
+from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.utils import safe_get_full_grad, safe_get_local_grad
 from tests.cover import pairs
 from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
@@ -112,6 +114,35 @@ def test_deepspeeds_checkpoints_elsewhere_are_what_they_were() -> None:
     runs.clear()
     sum(deepspeed.checkpointing.checkpoint(two, torch.ones(2, requires_grad=True))).sum().backward()
     assert len(runs) == 2
+
+
+def runs_of(way: str) -> int:
+    """How often a checkpointed function runs, forward and back."""
+    runs = []
+    WAYS[way](lambda x: runs.append(1) or x.sin(), torch.ones(2, requires_grad=True)).sum().backward()
+    return len(runs)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "other"])
+def test_torchs_checkpoints_are_replaced_while_the_engine_runs_and_for_its_thread_alone(way: str) -> None:
+    def standing() -> tuple[Any, Any]:
+        module = torch.utils.checkpoint
+        return module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    def beside() -> tuple[int, int]:
+        without = runs_of(way)
+        with passed_through():
+            return without, runs_of(way)
+
+    own = standing()
+    assert issubclass(own[0], torch.autograd.Function) and own[1].__module__ == torch.utils.checkpoint.__name__
+    with ThreadPoolExecutor(1) as other, passed_through():
+        assert other.submit(beside).result() == (2, 1)
+        with passed_through():
+            assert runs_of(way) == 1
+        assert runs_of(way) == 1
+    assert standing() == own
+    assert runs_of(way) == 2
 
 
 class Recomputing(torch.autograd.Function):

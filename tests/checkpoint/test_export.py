@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harmony_ds.checkpoint import Layout, convert, export_weights, read_any
+from harmony_ds.checkpoint import Layout, Progress, Snapshot, convert, export_weights, read_any
+from harmony_ds.checkpoint.snapshot import Source
 from tests.checkpoint.runs import Setup, engine_of, tag_folder, train
 from tests.cli import shell
 
@@ -38,6 +39,16 @@ def test_stock_from_pretrained_reads_what_save_pretrained_and_the_converter_writ
             if name == "tied":
                 assert loaded.lm_head.weight is loaded.transformer.wte.weight
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
+
+
+def test_an_export_leaves_no_weights_of_an_earlier_one_beside_its_own(tmp_path: Path) -> None:
+    tensors = {name: Source.of(torch.ones(4)) for name in "abc"}
+    snapshot = Snapshot("here", Progress(0, 0, 0), tensors, {})
+    other = tmp_path / "model-card.safetensors"
+    other.touch()
+    for shard_bytes in (100, 16, 32, 100):
+        written = export_weights(snapshot, tmp_path, shard_bytes)
+        assert set(tmp_path.iterdir()) == {*written, other}
 
 
 @pytest.mark.parametrize("filename", ["pytorch_model.bin", "weights.safetensors"])

@@ -185,6 +185,17 @@ def test_the_loop_can_start_the_failed_group_over() -> None:
         assert (engine.global_steps, engine.micro_steps) == (2, 8)
 
 
+def test_the_bytes_of_a_failed_step_are_not_booked_on_the_next() -> None:
+    trap = Trap(2)
+    with engine_for(trapped_llama(trap, "backward"), adamw, config_of(4, 0.5, {"pack_layers": 1})) as engine:
+        train_groups(engine, GROUPS[:1])
+        trap.arm()
+        with pytest.raises(Mishap):
+            train_groups(engine, GROUPS[1:2])
+        train_groups(engine, GROUPS[1:2])
+        assert engine.swap_report().ratio == 1.0
+
+
 @pytest.mark.parametrize("residency", [0, 4])
 @pytest.mark.parametrize(("where", "at"), [("forward", 3), ("backward", 0)])
 def test_without_clipping_a_failure_behind_an_early_update_ends_the_engine(where: str, at: int, residency: int) -> None:

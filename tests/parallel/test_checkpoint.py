@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import harmony_ds
 from harmony_ds import CheckpointError
+from harmony_ds.checkpoint import layout, tensor_files
 from tests.parallel.processes import run
 from tests.parallel.training import (
     Result,
@@ -112,6 +113,46 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(tmp_path: Pa
     for text, there in run(2, fails_to_save, str(tmp_path / "none")):
         assert "what" in text
         assert not there
+
+
+def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
+    """What is said of it, how often this process compared a file with its checksum, and how often of the good one."""
+    engine = engine_of(SETUP)
+    train_with(engine, SETUP)
+    engine.save_checkpoint(folder)
+    (file,) = Path(folder).rglob("optimizer.safetensors")
+    content = file.read_bytes()
+    calls = []
+
+    def counted(path: Path, record: Any) -> str | None:
+        calls.append(path)
+        return tensor_files.complaint_about(path, record)
+
+    def load(last: bytes) -> int:
+        if engine.global_rank == 0:
+            file.write_bytes(content[:-1] + last)
+        dist.barrier()
+        calls.clear()
+        engine.load_checkpoint(folder)
+        return len(calls)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(layout, "complaint_about", counted)
+        with pytest.raises(CheckpointError) as caught:
+            load(bytes([content[-1] ^ 1]))
+        compared = len(calls)
+        found = str(caught.value), compared, load(content[-1:])
+    train_with(engine, replace(SETUP, begin=2))
+    engine.destroy()
+    return found
+
+
+def test_one_process_compares_a_checkpoint_with_its_checksums_and_all_refuse_it(tmp_path: Path) -> None:
+    (text, *first), (same, *second) = run(2, loads_with_a_changed_byte, str(tmp_path))
+    assert "optimizer.safetensors has the checksum" in text
+    assert text == same
+    assert min(first) > 0
+    assert second == [0, 0]
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

@@ -103,6 +103,20 @@ def test_attention_has_the_shape_and_gradient_that_it_always_has(
     assert query.grad is not None and query.grad.shape == query.shape
 
 
+@pytest.mark.parametrize("kernels", Kernels)
+def test_one_key_head_for_many_query_heads_takes_the_matrix_products_of_them_all(kernels: Kernels) -> None:
+    query, key = meta(2, 4, 16, 32, grad=True), meta(2, 1, 16, 32, grad=True)
+    with on_meta(RATES, kernels) as clock:
+        out = F.scaled_dot_product_attention(query, key, key, is_causal=True)
+        forward = clock.flops
+        out.sum().backward()
+
+    assert out.shape == query.shape
+    assert key.grad is not None and key.grad.shape == key.shape
+    assert forward == 2 * 2 * 2 * 4 * 16 * 16 * 32
+    assert clock.flops == 3 * forward
+
+
 def test_questions_about_values_are_answered_as_for_data_without_padding() -> None:
     mask = torch.ones(2, 8, dtype=torch.bool, device="meta")
     with on_meta(RATES):
