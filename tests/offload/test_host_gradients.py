@@ -105,3 +105,21 @@ def test_beyond_the_limit_nothing_waits() -> None:
 
     assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8  # waits for another pack
     assert send(gradients, 8, beyond=None).gradients["p0"].numel() == 8
+
+
+def test_a_buffer_that_cannot_be_allocated_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, _ = host(limit=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(gradients._device, "host_empty", full)
+        with pytest.raises(MemoryError):
+            send(gradients, 8)
+    sent: list[GradientTransfer] = []
+    thread = threading.Thread(target=lambda: sent.append(send(gradients, 8)), daemon=True)
+    thread.start()
+    thread.join(30)
+
+    assert sent and gradients.host_bytes == 64
+
+
+def full(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    raise MemoryError
