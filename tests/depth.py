@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
     "tests/parallel/test_failures.py": every,
     "tests/parallel/test_host_room.py": one,
+    "tests/parallel/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
     "tests/parallel/test_slots.py": every,
     "tests/scheduler": each_value,
     "tests/scheduler/test_budgets.py": none,
