@@ -78,6 +78,7 @@ RULES: dict[str, Rule] = {
     "tests/offload/test_compiled.py": none,
     "tests/parallel": none,
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
+    "tests/parallel/test_exchange.py": every,
     "tests/parallel/test_failures.py": every,
     "tests/parallel/test_host_room.py": one,
     "tests/parallel/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
