@@ -101,6 +101,9 @@ class _Passing:
     def synchronize(self) -> None:
         self._there.wait()
 
+    def query(self) -> bool:
+        return self._there.is_set()
+
     def passed_ms(self) -> float:
         self._there.wait()
         return self._at * 1e3

@@ -34,6 +34,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Blocks the calling host thread until the device has passed this point."""
 
+    def query(self) -> bool:
+        """Return whether the device has passed this point."""
+
 
 class MemoryProbe(Protocol):
     """Bytes of device memory alive now, and the most since the last `reset`; used while a model is being measured."""

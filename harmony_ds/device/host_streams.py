@@ -18,6 +18,9 @@ class PassedEvent:
     def synchronize(self) -> None:
         return None
 
+    def query(self) -> bool:
+        return True
+
 
 _PASSED = PassedEvent()
 

@@ -103,9 +103,10 @@ class OpenStep(Owner):
         Raises:
             ModelError, CallChangedError: it cannot be.
         """
-        if not self.group:
+        between_steps = not self.group
+        if between_steps:
             self.links.check_memory()
-        self.links.settle()
+        self.links.settle(between_steps)
         if self._assembly.interception.follow() and self.group.is_open:
             raise CallChangedError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "

@@ -61,9 +61,9 @@ class HostBuffers:
         with self._lock:
             while self._dropped:
                 self._put_back(self._dropped.popleft(), None)
-            self._asked_bytes += size
-            self._most_bytes = max(self._most_bytes, self._asked_bytes)
+            self._most_bytes = max(self._most_bytes, self._asked_bytes + size)
             buffer = self._spare_of(size) or self._make(size)
+            self._asked_bytes += size
             buffer.asked = size
             buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
         return buffer

@@ -115,11 +115,10 @@ class HostGradients(GradientSums):
         Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
         their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
         """
-        self._wait_for_room(beyond)
         device = self._device
         places, numel = places_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
-        buffer = self._buffers.take(self, nbytes + (0 if norms is None else norms.nbytes))
+        buffer = self._take(nbytes + (0 if norms is None else norms.nbytes), beyond)
         memory = buffer.memory[:nbytes].view(self._dtype)
         on_host = {name: place.view(memory) for name, place in places.items()}
         device.wait(Stream.SWAP_OUT, device.record(behind))
@@ -167,10 +166,9 @@ class HostGradients(GradientSums):
         """
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
-        self._wait_for_room(beyond)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
         places, numel = places_of_shapes(sizes, self._dtype.itemsize)
-        buffer = self._buffers.take(self, numel * self._dtype.itemsize)
+        buffer = self._take(numel * self._dtype.itemsize, beyond)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
         transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
         means = dict(transfer.gradients)
@@ -181,12 +179,20 @@ class HostGradients(GradientSums):
 
         return transfer, write
 
-    def _wait_for_room(self, beyond: int | None) -> None:
+    def _take(self, nbytes: int, beyond: int | None) -> HostBuffer:
+        """Return a buffer for one more transfer, once there is room for it; `beyond` as in `swap_out`."""
         with self._released:
-            if self._limit is not None and beyond is not None:
-                most = self._limit + beyond
-                self._released.wait_for(lambda: self._kept < most)
-            self._kept += 1
+            if beyond is not None:
+                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + beyond)
+            buffer = self._buffers.take(self, nbytes)
+            self._kept += 1  # only now: a buffer that could not be allocated takes no room
+        return buffer
+
+    def stop_waiting(self) -> None:
+        """Let nobody wait for room from now on: the update thread has failed, and releases no transfer any more."""
+        with self._released:
+            self._limit = None
+            self._released.notify_all()
 
     def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
         """What is on the host already, such as the gradients of a penalty that the user's loss adds."""
@@ -206,10 +212,11 @@ class HostGradients(GradientSums):
     # ---- called by the update thread
 
     def arrive(self, names: Iterable[str]) -> None:
-        """Waits for all that carries a gradient of `names`."""
+        """Waits for all that carries a gradient of `names`; raises what has cut it off."""
         for name in names:
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
+        self.world.check_whole()
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:

@@ -329,6 +329,7 @@ class Updater:
                     promised.set_exception(failure)
                 self._jobs.clear()
                 self._changed.notify_all()
+            self._gradients.stop_waiting()
             return False
         with self._changed:
             self._jobs.remove(entry)

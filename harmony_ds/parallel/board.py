@@ -264,6 +264,14 @@ class Board:
                 return next((self.numbers[other] for other in silent or ended), None)
             time.sleep(_LOOK_SECONDS)
 
+    def gone(self) -> int | None:
+        """The rank in the training of one that takes part in nothing any more: it has ended, given up, or is stopped."""
+        for other in self._others:
+            silent = self.heart.silence_s(other) > heart.SILENCE_S
+            if silent or self._has_ended(other) or self._number(other, _GIVEN_UP):
+                return self.numbers[other]
+        return None
+
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
         """Until `there` of every other process (or of those `among`).
 

@@ -10,9 +10,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from harmony_ds.errors import PeerFailedError
 
 if TYPE_CHECKING:
     from harmony_ds.parallel.board import Board
@@ -22,6 +24,8 @@ _logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 SILENCE_S = 60.0
 """Without a beat for so long a process is taken for stopped: code may hold the interpreter's lock for a while."""
+GONE_BEATS = 4
+"""An exchange with a process that is gone for so many beats never ends: what that one had sent has arrived by then."""
 STOPPED = 75
 """The exit code of a process that was left in a collective: EX_TEMPFAIL, a launcher may start it again."""
 
@@ -36,6 +40,9 @@ class Heart:
         self._board = weakref.ref(board)  # which ends with its engine, though nobody may have said so
         self._seen = dict.fromkeys(others, (-1, 0))  # the others' counts, and since how many beats of ours they stand
         self._exchanging = 0
+        self._gone_beats = 0
+        self.cut_off: Callable[[PeerFailedError], None] | None = None
+        """Ends exchanges that are under way on the device; called, maybe often, while another process is gone."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, name="harmony_ds heartbeat", daemon=True)
         self._thread.start()
@@ -56,6 +63,7 @@ class Heart:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+        self.cut_off = None  # which holds process groups
 
     def _live(self) -> None:
         beats = 0
@@ -76,4 +84,11 @@ class Heart:
                         self.silence_s(other),
                     )
                     os._exit(STOPPED)
+            self._look_for_gone(board)
             del board
+
+    def _look_for_gone(self, board: Board) -> None:
+        gone = board.gone()
+        self._gone_beats = 0 if gone is None else self._gone_beats + 1
+        if gone is not None and self._gone_beats > GONE_BEATS and self.cut_off is not None:
+            self.cut_off(PeerFailedError(gone, "its process is gone, in an exchange between devices"))

@@ -24,6 +24,8 @@ from harmony_ds.errors import PeerFailedError, ProcessesDifferError
 from harmony_ds.parallel.board import Board, PeerStrayed
 
 _BACK = "what the servers say"
+_PIECE_BYTES = 8192
+"""What is handed back in one agreement: a row of the board holds more, however many processes there are."""
 
 
 class Agreeing(Protocol):
@@ -85,12 +87,17 @@ class Servers:
         except ProcessesDifferError as error:
             self._say(_Said(differ=str(error)))
             raise
-        if self.leads:
-            told = self._gathered(_Said(kind, rows))
-            self._board.agree(_BACK, pickle.dumps(told))
-        else:
-            told = pickle.loads(self._board.agree(_BACK, b"")[0])
-        return self._combined(told)
+        told = pickle.dumps(self._gathered(_Said(kind, rows))) if self.leads else b""
+        return self._combined(pickle.loads(self._handed_back(told)))
+
+    def _handed_back(self, told: bytes) -> bytes:
+        """Return what the server's first process hands to the others; `told`: what it is, in that process."""
+        found = b""
+        while True:  # a piece that is not full is the last one
+            piece = self._board.agree(_BACK, told[len(found) : len(found) + _PIECE_BYTES])[0]
+            found += piece
+            if len(piece) < _PIECE_BYTES:
+                return found
 
     def tell_failure(self, message: str) -> None:
         """Instead of the next agreement: this process has failed."""

@@ -211,20 +211,22 @@ class ParameterLink:
             "that assigns storages): copy values into it instead, or initialize again."
         )
 
-    def settle(self) -> None:
+    def settle(self, between_steps: bool = True) -> None:
         """What was written into the parameter by hand reaches its master.
 
         Raises:
             CallChangedError: it was changed unseen while micro-batches wait.
         """
-        # What somebody keeps of it may be written into at any time, and the master has to follow.
+        # The master has to follow what is written into a tensor that somebody keeps of it. No version tells of all of that
+        # (not of `kept.data`, nor of another library's views), so that values are compared: once a step, since parameters
+        # are written between steps.
         kept = self._apart is not None and self.is_held
         self.is_settled = not kept
         if self._handed_out is not None:
             self._check_handed_out()
         if self._seen is not None:
             self.check_unwritten()
-        if self._touched or kept:
+        if self._touched or (kept and between_steps):
             self._touched = False
             if self._apart is not None and not self.owner.is_shared():
                 self.owner.finish()  # the master, too, may be newer on the device

@@ -44,11 +44,11 @@ class ParameterLinks(Added):
                 "trains: leave assign out, so that values are copied into them, or load before initialize."
             )
 
-    def settle(self) -> None:
+    def settle(self, between_steps: bool = True) -> None:
         """Before weights are used: what was written into them by hand reaches their masters."""
         for link in self._links:
             if not link.is_settled:
-                link.settle()
+                link.settle(between_steps)
 
     def check_memory(self) -> None:
         """Before the first call of a step, and before what was called is run.

@@ -107,6 +107,26 @@ class Machine:
             peers_share_link=not self.peer_bytes_per_ms,
         )
 
+    def with_peers(self, bytes_per_ms: float, fixed_ms: float) -> Machine:
+        """The machine as one of several whose exchanges were measured.
+
+        Their way cannot be seen. What is no faster than the link is taken to go through it: a bridge between devices is.
+        """
+        through_link = self.copies_overlap and bytes_per_ms <= self.swap_out_bytes_per_ms
+        return replace(self, peer_bytes_per_ms=bytes_per_ms, peer_ms=fixed_ms, peers_share_link=through_link)
+
+    def slower(self, other: Machine) -> Machine:
+        """Return the machine that is in every respect as slow as the slower of the two."""
+        costs = ("swap_ms", "update_ms", "update_bytes_per_element", "task_ms", "peer_ms", "peers_share_link")
+        apart = ("name", "device_bytes")
+        worst = {
+            f.name: (max if f.name in costs else min)(getattr(self, f.name), getattr(other, f.name))
+            for f in fields(Machine)
+            if f.name not in apart
+        }
+        room = min((m.device_bytes for m in (self, other) if m.device_bytes is not None), default=None)
+        return Machine(name=self.name, device_bytes=room, **worst)
+
     def with_link(self, factor: float) -> Machine:
         """The machine with a link so many times as fast."""
         return replace(

@@ -18,7 +18,7 @@ from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.checkpoint.capture import persistent_buffers
-from harmony_ds.errors import BatchError, ModelError, ProcessesDifferError, UnsupportedError
+from harmony_ds.errors import BatchError, ModelError, UnsupportedError
 from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
@@ -33,9 +33,9 @@ from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.put_forward import PutForward
 from harmony_ds.stepping.runner import Runner
+from harmony_ds.stepping.same_step import check_same_step
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
-_MOST_TOLD = 4096
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
 
@@ -347,7 +347,7 @@ class StepGroup:
         if any(t.is_due and not t.wanted for t in ahead):
             self.catch_up(next(iter(self._queue[end:]), None))
         tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
-        self._check_same(len(tickets), hyper)
+        check_same_step(self._world, len(tickets), hyper)
         if not tickets:
             return False
         # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
@@ -359,16 +359,6 @@ class StepGroup:
         for ticket in tickets:
             ticket.finish_propagation()
         return True
-
-    def _check_same(self, count: int, hyper: Hyper) -> None:
-        """Raises ProcessesDifferError if other processes take another step."""
-        told = self._world.agree(f"take a step of {count} micro-batches", repr(hyper).encode()[:_MOST_TOLD])
-        for rank, other in enumerate(told):
-            if other != told[0]:
-                raise ProcessesDifferError(
-                    f"the optimizer's hyper-parameters of rank {rank} are {other.decode(errors='replace')}, and those of "
-                    f"rank 0 {told[0].decode(errors='replace')}: schedules and changes by hand must be the same everywhere."
-                )
 
     def _run_until_planned(
         self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None

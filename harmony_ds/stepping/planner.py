@@ -47,6 +47,8 @@ _logger = logging.getLogger(__name__)
 _TOP = 10
 _WORTH = 0.02
 """A plan is exchanged for one that is predicted to be so much faster."""
+_MOST_PLANS = 256
+"""So many composed plans are kept: which losses a program looks at may differ from step to step."""
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
@@ -188,10 +190,18 @@ class Planner:
         return reduce(CostTable.worst, (one for one, _, _ in found))
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        assert self.measuring.machine is not None
-        peer_bytes_per_ms, peer_ms = self._parts.world.reduce_rates(self._parts.device)
-        machine = replace(self.measuring.machine, peer_bytes_per_ms=peer_bytes_per_ms, peer_ms=peer_ms)
+        machine = self._machine()
         return self._parts.world.first("plan", lambda: self._chosen(graph, costs, machine, group_size, sizes))
+
+    def _machine(self) -> Machine:
+        """Return the rates that plans are made with: the slowest of all processes, which run one plan."""
+        # They wait for each other at every reduction: a step takes as long as in the slowest of them. What they share
+        # (host memory, cores) they measure at the same time, so that no rate is to be divided or added up.
+        world, machine = self._parts.world, self.measuring.machine
+        assert machine is not None
+        if world.size > 1:
+            machine = machine.with_peers(*world.reduce_rates(self._parts.device))
+        return reduce(Machine.slower, world.all("rates", machine))
 
     def _chosen(
         self, graph: LayerGraph, costs: CostTable, machine: Machine, group_size: int, sizes: Sizes
@@ -297,6 +307,8 @@ class Planner:
         )
         key = (compose, group, policy)
         if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]  # the oldest
             plan, costs = self.choices[0].plan, self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)

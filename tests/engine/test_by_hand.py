@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine, ModelError, OptimizerError, UnsupportedError, UsageError
+from harmony_ds.parameters.link import ParameterLink
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
 from tests.oracle import assert_same
@@ -235,6 +236,26 @@ def test_masters_that_are_read_or_saved_are_those_of_weights_written_by_hand(tmp
         weight = trained(engine)
         engine.load_checkpoint(tmp_path)
         assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))  # type: ignore[arg-type]
+
+
+def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+    take_over = ParameterLink.take_over
+    monkeypatch.setattr(ParameterLink, "take_over", lambda link: (compared.append(link.name), take_over(link)))
+    model = net()
+    with engine_for(model, sgd, config_of(3, **BF16)) as engine:
+        kept = model.state_dict()
+        for value in (0.5, 0.25):
+            kept["head.weight"].data.fill_(value)  # of which no version tells
+            for number in range(3):
+                half_step(engine, number)
+            assert sorted(compared) == sorted(kept)
+            compared.clear()
+            master = safe_get_full_fp32_param(model.head.weight)
+            assert master is not None and (master - value).abs().max() < 0.2
+            compared.clear()
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

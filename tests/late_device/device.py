@@ -309,6 +309,10 @@ class _LateEvent:
             self._device.pass_to(self.stream, self.position)
             self._device.order.join(_HOST, self.clock)
 
+    def query(self) -> bool:
+        with self._device._lock:
+            return self._device._done[self.stream] >= self.position
+
 
 class _Here(threading.local):
     """What the calling thread is doing."""

@@ -194,6 +194,22 @@ def test_after_a_failure_nothing_hangs_and_what_was_queued_behind_it_fails() -> 
             b.updater.norm(Clipping())
 
 
+def test_after_a_failure_nobody_waits_for_room_that_the_thread_would_have_made() -> None:
+    gradients = random_gradients()
+    with bench(limit=1) as b:
+        b.optimizer.before = failing
+        b.optimizer.gate.clear()
+        b.deliver(0, gradients)
+        b.update(0)
+        engine = threading.Thread(target=b.deliver, args=(1, gradients), daemon=True)
+        engine.start()
+        b.optimizer.gate.set()
+        engine.join(30)
+        assert not engine.is_alive()
+        with pytest.raises(NoLuckError):
+            b.update(1)
+
+
 def test_waiting_on_the_thread_itself_does_not_deadlock() -> None:
     with bench() as b:
         waited: list[str] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch import nn
 import harmony_ds
 from harmony_ds.errors import PeerFailedError
 from harmony_ds.parallel import join
+from harmony_ds.parallel.board import Board
+from harmony_ds.parallel.servers import Servers
+from harmony_ds.parallel.shared_memory import make_file
 from tests.parallel.processes import run, run_to_end
 from tests.parallel.test_failures import said
 from tests.parallel.training import (
@@ -131,6 +136,26 @@ def _saved_and_gone_on(places: str, folder: str) -> list[Result]:
 def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> None:
     for expected, found in run(4, _saved_and_gone_on, "aabb", str(tmp_path)):
         assert not differences([found], [expected])
+
+
+class _OneServer(Servers):
+    """A server that speaks for all."""
+
+    def _gathered(self, said: Any) -> list[Any]:
+        return [said]
+
+
+def test_processes_agree_on_more_than_a_row_of_the_board_holds() -> None:
+    file = make_file()
+    boards = [Board(file, rank, [os.getpid()] * 2, 0, timeout_s=20.0) for rank in range(2)]
+    several = [_OneServer(board, [[0, 1]], None, nullcontext) for board in boards]
+    rows = [bytes([rank]) * 12_000 for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(one.agree, "test", row) for one, row in zip(several, rows, strict=True)]
+        assert [one.result(30) for one in found] == [rows, rows]
+    for board in boards:
+        board.close()
+    os.close(file)
 
 
 # ---- failures

@@ -57,3 +57,23 @@ def test_a_foreign_profile_says_what_differs() -> None:
     PROFILE.check({"model": "m", "torch": "2"})
     with pytest.raises(ProfileError, match=r"torch was '2' and is '3' now"):
         PROFILE.check({"model": "m", "torch": "3"})
+
+
+def test_the_slower_of_two_machines_in_every_respect() -> None:
+    a = replace(GPU, swap_in_bytes_per_ms=1.0, swap_ms=2.0, update_ms=0.0, device_bytes=None)
+    b = replace(
+        GPU, swap_in_bytes_per_ms=9.0, swap_ms=1.0, update_ms=5.0, device_bytes=7, name="b", copies_overlap=False
+    )
+
+    assert a.slower(a) == a
+    assert a.slower(b) == replace(a, update_ms=5.0, device_bytes=7, copies_overlap=False)
+    assert b.slower(a) == replace(a.slower(b), name="b")
+
+
+@pytest.mark.parametrize(
+    ("peer", "overlaps", "shared"), [(90.0, True, True), (300.0, True, False), (90.0, False, False)]
+)
+def test_peers_no_faster_than_the_link_are_taken_to_share_it(peer: float, overlaps: bool, shared: bool) -> None:
+    machine = replace(GPU, swap_out_bytes_per_ms=100.0, copies_overlap=overlaps).with_peers(peer, 0.5)
+
+    assert (machine.peer_bytes_per_ms, machine.peer_ms, machine.peers_share_link) == (peer, 0.5, shared)
