@@ -183,10 +183,11 @@ class Measurement(Passes):
     def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
         """Runs a call again: whether that gives what its forward pass gave, and leaves its parameters as they are."""
         calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
-        if self._surprises or recorded.cut is not None or not self._parts.device.has_values:
+        if self._surprises or recorded.cut is not None or copy.buffer.is_meta:
             return
         self._stretch.begin()
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
+        recorded.graph = []
         self._parts.random.switch(self)
         written = self._parts.residency.written(copy)
         if written:
