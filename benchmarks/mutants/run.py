@@ -7,7 +7,8 @@
     python benchmarks/mutants/run.py --check                          # runs no test: is every fault still to be planted?
 
 A mutant is killed by the first test that fails, or by a run that takes longer than 900 s. The tests of the mutant's own
-room run first, with the engine's, then those that see most, then all others. Writes benchmarks/results/mutants.json after every mutant.
+room run first, with the engine's, then those that see most, then all others. Writes benchmarks/results/mutants.json
+after every mutant.
 """
 
 from __future__ import annotations
