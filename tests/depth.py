@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
     "tests/parallel/test_exchange.py": every,
     "tests/parallel/test_failures.py": every,
+    "tests/parallel/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
     "tests/parallel/test_host_room.py": one,
     "tests/parallel/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
     "tests/parallel/test_slots.py": every,
@@ -105,34 +106,50 @@ SLOW = """
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
     benchmarks/vldb22/test_search.py::test_an_answer_fits_and_takes_what_it_says
+    calls/test_compiling.py::test_compiled_by_inductor
     checkpoint/test_resume.py::test_adams_take_each_others_state
     checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved
+    checkpoint/test_resume.py::test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
+    checkpoint/test_resume.py::test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody
+    checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
     cli/test_commands.py::test_a_batch_that_devices_do_not_divide_is_said
     cli/test_commands.py::test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would
     cli/test_commands.py::test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same
     cli/test_commands.py::test_estimate_as_json
     cli/test_commands.py::test_estimate_of_several_devices
+    cli/test_commands.py::test_the_ds_config_is_what_the_engine_would_read
+    cli/test_commands.py::test_the_sequence_is_the_models_longest
+    cli/test_commands.py::test_trace_draws_the_predicted_step
     cli/test_commands.py::test_trace_says_when_nothing_fits_and_exits_with_3
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
     cli/test_commands.py::test_where_the_host_lacks_memory_a_stash_that_fits_the_device_is_a_way_out
     cli/test_commands.py::test_who_has_read_enough_ends_the_command_quietly
+    engine/test_exactness.py::test_plans_differ_by_rounding_only_where_additions_are_regrouped
+    engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
     engine/test_loop.py::test_what_a_look_costs_does_not_depend_on_when_it_is_taken
+    engine/test_planning.py::test_a_kept_profile_is_used_again_and_a_foreign_one_replaced
     engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
+    engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused
     engine/test_planning.py::test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it
     engine/test_precision.py::test_muon_beside_adam
     engine/test_residency.py::test_deepspeeds_optimizers_step_the_cpu_devices_memory_too
+    engine/test_residency.py::test_gradients_accumulated_in_bf16
     engine/test_residency.py::test_shared_weights_are_added_up_as_on_the_host
     engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
+    engine/test_residency.py::test_the_norm_is_that_of_all_gradients
+    engine/test_residency.py::test_the_plan_counts_what_lives_on_the_device
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
+    engine/test_surface.py::test_offloaded_states_come_back_with_the_next_step
+    engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_any_two_switches_together_give_the_same_bits
     engine/test_switches.py::test_losses_that_are_looked_at_early
     engine/test_switches.py::test_models_with_habits
@@ -141,15 +158,23 @@ SLOW = """
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
     late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
+    parallel/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
+    parallel/test_failures.py::test_a_process_that_works_for_long_is_not_taken_for_stopped
     parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
+    parallel/test_failures.py::test_reading_is_right_in_every_process
     parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
     parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
     parallel/test_failures.py::test_who_is_left_in_an_exchange_by_a_stopped_process_ends
+    parallel/test_host_room.py::test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan
     scheduler/test_devices.py::test_bounds_of_the_search_hold_for_several_devices
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
+    simdevice/test_engine_exactness.py::test_so_it_is_with_mechanisms_switched_off
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
+    simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
+    simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
+    simdevice/test_engine_residency.py::test_masters_are_planned_for
     test_config_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
     test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
     test_survey.py::test_a_saved_profile_stands_in_for_measuring

@@ -3,9 +3,9 @@
     python benchmarks/families/run.py                      # all: a table, and benchmarks/results/families.json
     python benchmarks/families/run.py --only qwen2-vl swin
 
-Each variant takes two steps of three clipped micro-batches (SGD, fp32, dropout as configured), in plain PyTorch and on the CPU
-device in packs of one layer; the swap ratio (bytes of weights and gradients over the least possible) is that of a third
-step of 16 micro-batches. "off" is the largest difference of any weight, over its tensor's largest value.
+Each variant takes two steps of three clipped micro-batches (SGD, fp32, dropout as configured), in plain PyTorch and on the
+CPU device in packs of one layer; the swap ratio (bytes of weights and gradients over the least possible) is that of a
+third step of 16 micro-batches. "off" is the largest difference of any weight, over its tensor's largest value.
 """
 
 from __future__ import annotations

@@ -441,6 +441,5 @@ def variants() -> list[Variant]:
     ]
     for name, model_type, settings, batch in LISTENERS:
         found.append(Variant(name, "speech", partial(built, AutoModelForSpeechSeq2Seq, model_type, settings), batch))
-    for one in [v for v in found if v.name in ("llama", "phi3 with longrope", "mixtral", "t5")]:
-        found.append(Variant(f"{one.name} with LoRA", one.kind, partial(with_lora, one.build), one.batch))
-    return found
+    adapted = [one for one in found if one.name in ("llama", "phi3 with longrope", "mixtral", "t5")]
+    return found + [Variant(f"{v.name} with LoRA", v.kind, partial(with_lora, v.build), v.batch) for v in adapted]

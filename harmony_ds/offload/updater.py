@@ -116,7 +116,8 @@ class Updater:
         self._gradients = gradients
         self._world = gradients.world
         self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
-        self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
+        self._jobs: list[tuple[int, int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
+        self._step = 0  # of updates whose norm is asked for: those of later steps come after it
         self._counter = itertools.count()
         self._pending: Counter[int] = Counter()  # updates queued or running, by pack
         self._updating: Counter[str] = Counter()  # and by parameter
@@ -181,9 +182,11 @@ class Updater:
         return self._queue_work((), lambda: GradientNorm.of(self._post_norm(number)(), clipping))
 
     def norm_of_updates(self) -> Future[GradientNorm]:
-        """Queues, behind all updates, the global norm of what they used."""
+        """Queues, behind all updates and before all that are queued from now on, the global norm of what they used."""
         number = self._world.number_norm()
-        return PromisedNorm(self._queue(_LAST, lambda: self._post_norm(number)))
+        promised = PromisedNorm(self._queue(_LAST, lambda: self._post_norm(number)))
+        self._step += 1
+        return promised
 
     def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
         """Queues the update of `names`, the parameters that `pack` owns."""
@@ -283,7 +286,7 @@ class Updater:
         result: Future[_Result] = Future()
         with self._changed:
             self._raise()
-            heapq.heappush(self._jobs, (priority, next(self._counter), job, result))
+            heapq.heappush(self._jobs, (self._step, priority, next(self._counter), job, result))
             self._changed.notify_all()
         return result
 
@@ -318,7 +321,7 @@ class Updater:
             if not self._jobs:
                 return False
             entry = self._jobs[0]
-        _, _, job, result = entry
+        *_, job, result = entry
         try:
             result.set_result(job())
         except BaseException as failure:  # noqa: BLE001 - surfaces in the caller's thread

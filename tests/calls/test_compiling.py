@@ -87,6 +87,10 @@ def assert_trained_like_plain(model: nn.Module, bitwise: bool = True) -> None:
 @pytest.mark.parametrize("compiled", [layers_in_place, whole])
 def test_compiled_by_inductor(compiled: Callable[[Any, str], Any]) -> None:
     """What inductor computes is not bit for bit what eager code does."""
+    try:
+        torch.compile(torch.nn.Linear(8, 8), backend="inductor")(torch.ones(2, 8))
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # as with ATEN_CPU_CAPABILITY=default in torch 2.13
+        pytest.skip(f"inductor compiles nothing here: {error}")
     model = built(Net)
     config = config_of(ACCUMULATION)
     with engine_for(compiled(model, "inductor"), lambda _: adamw(model.parameters()), config) as engine:

@@ -553,7 +553,7 @@ def weight_used_functionally(side: Side) -> Found:
     return trained(side, Tied())
 
 
-@case(*PAIRS)
+@case(*PAIRS, tolerance=REGROUPED)
 def parameter_of_the_model_itself(side: Side) -> Found:
     """A parameter of the root module is used between the blocks (`x * self.scale`, `self.token.expand(...)`)."""
 

@@ -99,6 +99,21 @@ def test_immediate_updates_are_plain_ones_and_their_norm_is_known_behind_them() 
         assert norm.result(30).total == total
 
 
+def test_a_norm_is_that_of_its_own_step_however_late_the_thread_is() -> None:
+    gradients = random_gradients()
+    with bench() as b:
+        b.optimizer.gate.clear()
+        norms = []
+        for pack in (2, 0):  # of two steps: the second one's comes first in the model
+            b.deliver(pack, gradients)
+            b.update(pack)
+            norms.append(b.updater.norm_of_updates())
+        b.optimizer.gate.set()
+        for pack, norm in zip((2, 0), norms, strict=True):
+            total = nn.utils.get_total_norm([gradients[name] for name in PACKS[pack]]).item()
+            assert norm.result(30).total == pytest.approx(total)
+
+
 def test_waiting_for_a_pack_waits_for_no_later_one() -> None:
     gradients = random_gradients()
     with bench() as b:
