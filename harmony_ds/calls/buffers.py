@@ -135,7 +135,7 @@ class DeviceBuffers:
             module
             for module, _, copies in self._installed
             if not self._changed(module, copies)
-            and any(not _equal(copy.device.cpu(), copy.host) for copy in copies.values())
+            and any(not (c.device.is_meta or _equal(c.device.cpu(), c.host)) for c in copies.values())
         }
         self.written_unseen |= found
         return found

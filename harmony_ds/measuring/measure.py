@@ -183,7 +183,8 @@ class Measurement(Passes):
     def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
         """Runs a call again: whether that gives what its forward pass gave, and leaves its parameters as they are."""
         calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
-        if self._surprises or recorded.cut is not None or copy.buffer.is_meta:
+        has_values = self._parts.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
+        if self._surprises or recorded.cut is not None or not has_values:
             return
         self._stretch.begin()
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
