@@ -5,7 +5,8 @@
 
 Each variant takes two steps of three clipped micro-batches (SGD, fp32, dropout as configured), in plain PyTorch and on the
 CPU device in packs of one layer; the swap ratio (bytes of weights and gradients over the least possible) is that of a
-third step of 16 micro-batches. "off" is the largest difference of any weight, over its tensor's largest value.
+third step of 16 micro-batches (below 1.0 where weights are not used). "off" is the largest difference of any weight, over
+its tensor's largest value, or 0.001 if that is less (biases of keys, whose gradients are nothing but rounding).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import harmony_ds
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "families.json"
 STEPS, GROUP, LARGE = 2, 3, 16
 LEARNING_RATE, CLIP, SEED = 0.05, 1.0, 5
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def step(engine: harmony_ds.HarmonyEngine, group: list[Batch], way: str) -> None
 
 def largest_difference(expected: dict[str, torch.Tensor], actual: dict[str, nn.Parameter]) -> float:
     return max(
-        ((actual[name].detach() - one).abs().max() / one.abs().max().clamp(min=1e-12)).item()
+        ((actual[name].detach() - one).abs().max() / one.abs().max().clamp(min=_LEAST)).item()
         for name, one in expected.items()
     )
 
@@ -139,8 +141,8 @@ def main() -> None:
             for row in rows_of(variant):
                 rows.append(row)
                 print(line(row), flush=True)
-    good = sum(not row.error and row.off < 1e-5 and abs(row.ratio - 1.0) < 1e-3 for row in rows)
-    print(f"\n{len(rows)} rows: {good} equal to 1e-5 and with a swap ratio of 1.0")
+    good = sum(not row.error and row.off < 1e-5 and row.ratio < 1.001 for row in rows)
+    print(f"\n{len(rows)} rows: {good} equal to 1e-5 and with a swap ratio of 1.0 at most")
     if not given.only:
         RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

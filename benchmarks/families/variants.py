@@ -194,6 +194,7 @@ AUDIO = {
     "mask_time_prob": 0.3,
     "mask_feature_length": 4,
     "mask_feature_prob": 0.2,
+    "mask_feature_min_masks": 0,
     "ctc_loss_reduction": "mean",
     "num_labels": 2,
 }
@@ -245,7 +246,7 @@ def with_lora(build: Callable[[], nn.Module]) -> nn.Module:
 
     model = build()
     torch.manual_seed(21)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)).train()
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)).train()
 
 
 Spec = tuple[str, str, dict[str, Any]]
@@ -253,7 +254,7 @@ Spec = tuple[str, str, dict[str, Any]]
 
 CAUSAL: list[Spec] = [
     ("gpt2", "gpt2", {}),
-    ("gpt-neo", "gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+    ("gpt-neo", "gpt_neo", {"attention_types": [[["global", "local", "global"], 1]]}),
     ("gptj", "gptj", {"rotary_dim": 4}),
     ("gpt-neox", "gpt_neox", {}),
     ("opt", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
@@ -261,7 +262,7 @@ CAUSAL: list[Spec] = [
     ("falcon", "falcon", {}),
     ("mpt", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
     ("codegen", "codegen", {"rotary_dim": 4}),
-    ("stablelm", "stablelm", {}),
+    ("stablelm", "stablelm", {"num_key_value_heads": 4}),
     ("persimmon", "persimmon", {}),
     ("phi", "phi", {}),
     ("xglm", "xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
@@ -315,6 +316,8 @@ CAUSAL_GROUPED: list[Spec] = [
             "qk_nope_head_dim": 4,
             "v_head_dim": 8,
             "first_k_dense_replace": 1,
+            "head_dim": 4,
+            "num_key_value_heads": 4,
         },
     ),
     ("mamba", "mamba", {"state_size": 4}),
@@ -329,7 +332,13 @@ ENCODERS: list[Spec] = [
     ("mpnet", "mpnet", {}),
     ("modernbert", "modernbert", {"local_attention": 4}),
     ("big-bird", "big_bird", {"attention_type": "original_full"}),
-    ("funnel", "funnel", {"block_sizes": [1, 1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}),
+]
+FUNNEL: list[Spec] = [
+    (
+        "funnel",
+        "funnel",
+        {"vocab_size": WORDS, "block_sizes": [1, 1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48},
+    )
 ]
 TRANSLATORS: list[Spec] = [
     ("bart", "bart", {}),
@@ -355,11 +364,20 @@ T5S: list[Spec] = [
 ]
 PICTURES: list[Spec] = [
     ("vit", "vit", {}),
-    ("deit", "deit", {}),
     ("beit", "beit", {}),
     ("dinov2", "dinov2", {}),
-    ("swin", "swin", {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}),
-    ("swinv2", "swinv2", {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}),
+]
+OWN_PICTURES: list[Spec] = [
+    (
+        "swin",
+        "swin",
+        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4, "image_size": 32},
+    ),
+    (
+        "swinv2",
+        "swinv2",
+        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4, "image_size": 32},
+    ),
     ("convnext", "convnext", {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}),
     ("resnet", "resnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
     ("mobilenet-v2", "mobilenet_v2", {"depth_multiplier": 0.25, "image_size": 32}),
@@ -431,15 +449,17 @@ def variants() -> list[Variant]:
         *_of("causal", AutoModelForCausalLM, CAUSAL, TEXT, causal),
         *_of("causal", AutoModelForCausalLM, CAUSAL_GROUPED, GROUPED, causal),
         *_of("masked", AutoModelForMaskedLM, ENCODERS, TEXT, masked),
+        *_of("masked", AutoModelForMaskedLM, FUNNEL, {}, masked),
         *_of("classified", AutoModelForSequenceClassification, ENCODERS[:1], TEXT, classified),
         *_of("translated", AutoModelForSeq2SeqLM, TRANSLATORS, SEQ2SEQ, translated),
         *_of("translated", AutoModelForSeq2SeqLM, T5S, T5, translated),
         *_of("pictures", AutoModelForImageClassification, PICTURES, VISION, image),
+        *_of("pictures", AutoModelForImageClassification, OWN_PICTURES, {"num_labels": 2}, image),
         *_of("sounds", AutoModelForCTC, SOUNDS, AUDIO, sound),
         *_of("sounds", AutoModelForAudioClassification, SOUNDS[:1], AUDIO, partial(sound, ctc=False)),
         *_qwens(),
     ]
     for name, model_type, settings, batch in LISTENERS:
         found.append(Variant(name, "speech", partial(built, AutoModelForSpeechSeq2Seq, model_type, settings), batch))
-    adapted = [one for one in found if one.name in ("llama", "phi3 with longrope", "mixtral", "t5")]
+    adapted = [one for one in found if one.name in ("gpt2", "llama", "phi3 with longrope", "t5")]
     return found + [Variant(f"{v.name} with LoRA", v.kind, partial(with_lora, v.build), v.batch) for v in adapted]
