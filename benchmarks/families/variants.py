@@ -117,15 +117,6 @@ def seen(index: int) -> Batch:
     }
 
 
-def shown(index: int, tokens: int) -> Batch:
-    """Text with `tokens` words for a picture (Llava)."""
-    ids = words(index, length=8 + tokens)
-    ids[:, 1 : 1 + tokens] = IMAGE
-    pixels = torch.randn(2, 3, 32, 32, generator=random(index))
-    labels = ids.masked_fill(ids == IMAGE, IGNORED)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "labels": labels}
-
-
 # ---- models
 
 TEXT = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.held import held
+from harmony_ds.calls.sameness import equal
 from harmony_ds.device.base import Device
 from harmony_ds.offload.ledger import Kind, Ledger
 
@@ -135,7 +136,7 @@ class DeviceBuffers:
             module
             for module, _, copies in self._installed
             if not self._changed(module, copies)
-            and any(not (c.device.is_meta or _equal(c.device.cpu(), c.host)) for c in copies.values())
+            and any(not (c.device.is_meta or equal(c.device.cpu(), c.host)) for c in copies.values())
         }
         self.written_unseen |= found
         return found
@@ -192,7 +193,3 @@ class DeviceBuffers:
             and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
             for key, buffer in now.items()
         )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

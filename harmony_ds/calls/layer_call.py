@@ -75,10 +75,6 @@ class LayerCalls:
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
         return new
 
-    def has_buffers(self, layer: int) -> bool:
-        """Whether there are any that its calls might change."""
-        return bool(self._layers[layer].buffered)
-
     def copy_inputs(self, layer: int) -> None:
         """From now on, what is kept of calls of `layer` is a copy of what they were given."""
         self._layers[layer].inputs_change = True

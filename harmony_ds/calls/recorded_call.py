@@ -15,6 +15,7 @@ from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.random_streams import State
+from harmony_ds.calls.sameness import is_exact
 from harmony_ds.calls.slices import Cut
 from harmony_ds.calls.targets import GradientTarget, OutputGradient
 from harmony_ds.calls.trees import Contents, Shape
@@ -107,13 +108,9 @@ def norms_of(outputs: list[Tensor]) -> list[float]:
 
 
 def _alike(one: float, other: float, output: Tensor) -> bool:
-    """Kernels of other devices than the host may add up in any order."""
-    exact = output.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return (
-        one == other
-        or (math.isnan(one) and math.isnan(other))
-        or (not exact and math.isclose(one, other, rel_tol=0.02))
-    )
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return True
+    return not is_exact(output.device) and math.isclose(one, other, rel_tol=0.02)
 
 
 class Writes:

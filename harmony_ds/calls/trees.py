@@ -182,10 +182,6 @@ class Shape:
     roots: list[Branch | Same | None]
     mutable: list[Branch]
 
-    def contents(self) -> list[Contents]:
-        """What those hold now."""
-        return [Contents.of(branch, branch.original) for branch in self.mutable]
-
     @property
     def is_fixed(self) -> bool:
         """Whether the trees that were opened are tuples alone: nobody can put anything else into them."""
@@ -241,19 +237,9 @@ class Contents:
             return True
         return any(a is not b for a, b in zip(children, self.children, strict=True))
 
-    def restore(self) -> None:
-        """The container holds again what it held."""
-        self.branch.opener.fill(self.value, self.known, self.children)
-
     def give_back(self, children: list[Any]) -> None:
         """The original holds what this container held, with `children` in the place of its own."""
         self.branch.opener.fill(self.branch.original, self.known, children)
-
-
-def may_change(value: Any) -> bool:
-    """Whether `value` is a number or the like, which may be exchanged, or data that can be changed in place."""
-    opener = _opener_of(type(value))  # type: ignore[arg-type]
-    return isinstance(value, (bool, int, float, str, type(None))) if opener is None else opener.mutable
 
 
 def flatten(tree: Any, same: Mapping[int, Any] | None = None) -> tuple[list[Any], Shape]:
@@ -362,17 +348,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with `function` applied to every tensor."""
     leaves, shape = flatten(tree)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)
-
-
-def exchange(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """As `map_tensors`, but what can be changed in place is: it stays the same object."""
-    leaves, shape = flatten(tree)
-    made: list[Contents] = []
-    fresh = unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape, made)
-    originals = {id(one.value): one.branch.original for one in made}
-    for one in made:
-        one.give_back([originals.get(id(child), child) for child in one.children])
-    return originals.get(id(fresh), fresh)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.recorded_call import RecordedCall, Writes
+from harmony_ds.calls.sameness import equal, is_exact
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.calls.unseen import UnseenError
@@ -197,8 +198,7 @@ class Measurement(Passes):
                 "what is written would be lost. Change parameters between steps (engine.module.parameters()), or compute "
                 "with a changed copy (self.weight.clamp(...))."
             )
-        exact = self._parts.device.torch_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-        if all(map(_equal if exact else close, outputs, again)):
+        if all(map(equal if is_exact(self._parts.device.torch_device) else close, outputs, again)):
             return
         if calls.replay_buffers(layer.index):
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
@@ -388,7 +388,3 @@ def _tensor_of(kept: StashEntry | Kept) -> Tensor:
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Where `tensor` begins; on a device without memory, too."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.sameness import equal, is_exact
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.errors import ModelError
 from harmony_ds.measuring.row_probe import close
@@ -33,6 +33,7 @@ def prove(
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if runner.world.any("compare losses", unlike):
         return False
+    unseen = False
     try:
         with runner.alone() as loss_of:
             for ticket in tickets:
@@ -41,14 +42,13 @@ def prove(
                 if loss is not None:
                     ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, loss)
     except UnseenError:  # the step will find it, too, and measure anew
-        return False
-    return True
+        unseen = True
+    return not runner.world.any("compare losses again", unseen)  # all processes try again, or none
 
 
 def _check(contract: Contract, index: int, alone: Tensor, loss: Tensor) -> None:
-    """Raises ModelError if the two differ. Kernels of other devices may add up in any order."""
-    exact = loss.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    if loss.is_meta or torch.equal(alone, loss) or alone.isnan().all() or (not exact and close(alone, loss)):
+    """Raises ModelError if the two differ."""
+    if loss.is_meta or alone.isnan().all() or (equal if is_exact(loss.device) else close)(alone, loss):
         return
     raise ModelError(
         f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "
