@@ -140,7 +140,10 @@ class Contract:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end."""
+        """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end; so
+        are modes: a Trainer's training_step, which is run to be measured, calls `model.train()`.
+        """
+        modes = self._modes()
         before = [dict(held) for held in self._held]
         contents = [(v, v.copy()) for held in before for k, v in held.items() if _is_container(k, v)]
         try:
@@ -155,6 +158,7 @@ class Contract:
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+            self._put(modes)
 
     # ---- looking
 

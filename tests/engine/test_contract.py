@@ -63,6 +63,24 @@ def test_the_mode_of_one_module_is_that_of_the_call() -> None:
     assert_same(model, plain, bitwise=True)
 
 
+def test_a_forward_that_sets_its_own_mode_has_it_for_all_of_a_micro_batch() -> None:
+    """As a Trainer's training_step does, on a model that was evaluated before."""
+
+    class Training(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.train()
+            return super().forward(x)
+
+    plain, model = build_seeded(Training).eval(), build_seeded(Training).eval()
+    with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
+        engine.train_batch(iter([inputs(number) for number in range(3)]))
+    for number in range(3):
+        torch.manual_seed(seed_of(0, number))
+        (plain(inputs(number)) / 3).backward()
+    sgd(plain.parameters()).step()
+    assert_same(model, plain, bitwise=True)
+
+
 def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode() -> None:
     model = build_seeded(Model).eval()
     with engine_for(model, sgd, config_of(1)) as engine:
