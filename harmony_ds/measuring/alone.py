@@ -24,4 +24,5 @@ class Alone(Passes):
 
     def _loss(self, sample: Sample) -> Tensor | None:
         loss = sample.objective(self._forward(sample))
-        return None if loss is None else loss.detach().clone()
+        # On the host, since it waits for the step, whose device memory is planned.
+        return None if loss is None else loss.detach().to("cpu", copy=True)
