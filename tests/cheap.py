@@ -33,7 +33,6 @@ def install(patch: Patch = setattr) -> None:
     """Make every engine of this process cheap; `patch` is `setattr`, or a MonkeyPatch's, which takes it back."""
     patch(measuring, "measure_rates", constant_rates)
     patch(Timing, "time", constant_times)
-    patch(Planner, "learns", False)  # a constant is not to be corrected by a clock
     patch(executor, "collection_within_steps", lambda: nullcontext)  # to count what conftest has frozen takes 40 ms
 
 

@@ -34,7 +34,7 @@ from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.put_forward import PutForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.same_step import check_same_step
-from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
+from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
@@ -65,19 +65,22 @@ class GroupParts:
     propagate: Callable[[], None]
 
 
-class StepGroup:
-    """Collects micro-batches until the boundary and runs them."""
+class StepGroup(Queue):
+    """Collects micro-batches until the boundary and runs them.
+
+    Attributes:
+        buffers_before: the model's buffers that are saved, before the first forward pass, where those change them.
+    """
 
     def __init__(self, parts: GroupParts, step: int) -> None:
         self._parts = parts
         self._runner = parts.runner
+        self._contract = parts.runner.contract
         self._world = parts.runner.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
         self._called_back = False
         self.buffers_before: dict[str, Tensor] = {}
-        """The model's buffers that are saved, before the first forward pass, where those change them."""
-        self._contract = parts.runner.contract
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -89,17 +92,13 @@ class StepGroup:
         refuse_transforms()
         check_saved_tensors("a call of the engine")
         try:
-            return self._add(Arguments(args, kwargs, take_over=True))
+            ticket = self.queue(Arguments(args, kwargs, take_over=True))
+            kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
+            assert kind is not None
+            if not kind.pending or self._runner.at_their_calls:
+                return ticket.outputs()
         finally:
             self._parts.put_forward.called()
-
-    def _add(self, arguments: Arguments) -> Any:
-        ticket = self.queue(arguments)
-        args, kwargs = ticket.micro_batch.inputs
-        kind = self._parts.kinds.get(args, kwargs)
-        assert kind is not None
-        if not kind.pending or self._runner.at_their_calls:
-            return ticket.outputs()
         loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
         return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
 
@@ -121,26 +120,17 @@ class StepGroup:
         call = call or self._parts.put_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
-        inputs, planner = micro_batch.inputs, self._runner.planner
-        known = self._parts.kinds.get(*inputs) is not None and planner.covers(inputs, micro_batch.modes)
+        inputs = micro_batch.inputs
+        known = self._parts.kinds.get(*inputs) is not None and self._runner.planner.covers(inputs, micro_batch.modes)
         if self._world.any("call the model", redirected or not known):
-            try:
-                self._measure(ticket)
-            except BaseException:
-                if known:  # as if its own forward pass had failed: those behind it draw the numbers that they would
-                    ticket.failed = True
-                    self._append(ticket)
-                raise
-        self._append(ticket)
-        if self._runner.at_their_calls:
-            self._run_own(ticket)
-        return ticket
-
-    def _append(self, ticket: QueuedMicroBatch) -> None:
+            self._measure(ticket)
         if not self._queue and self._runner.changes_buffers:
             buffers = persistent_buffers(self._parts.module)
             self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._queue.append(ticket)
+        if self._runner.at_their_calls:
+            self._forward(ticket)
+        return ticket
 
     def _micro_batch(
         self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
@@ -153,7 +143,6 @@ class StepGroup:
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
-
         if any(tensor.is_nested for tensor in arguments.tensors):
             raise BatchError(
                 f"micro-batch {index} holds a nested tensor, whose size the engine cannot plan with: pass a padded one "
@@ -174,7 +163,6 @@ class StepGroup:
         )
 
     def autocast(self) -> Autocast | None:
-        """The calling thread's, on the device."""
         return Autocast.current(self._parts.calls.device.torch_device.type)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
@@ -217,60 +205,53 @@ class StepGroup:
 
         return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
 
-    # ---- running
+    # ---- looking early
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
-        """Somebody looks at a micro-batch of this group before the boundary."""
         kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
         if kind is not None and kind.pending:
             self._parts.looked()
-        self._run_own(ticket)
-
-    def _run_own(self, ticket: QueuedMicroBatch) -> None:
-        """Its forward pass, whose errors are its own caller's."""
-        self.catch_up(ticket)
-        try:
-            self._run_forward(ticket)
-        except BaseException:
-            ticket.failed = True
-            raise
+        self._forward(ticket)
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
-        """Runs the forward passes that wait (of calls before `until`), if their order matters."""
+        """Runs the forward passes that wait (of calls before `until`), if they change buffers: in the order of the calls."""
         if not self._runner.changes_buffers or self._contract.is_running:
             return
         for ticket in self._queue:
             if ticket is until:
                 return
-            if ticket.is_due:
+            if ticket.stage is Stage.QUEUED:
                 self._run_forward(ticket)
+
+    def _forward(self, ticket: QueuedMicroBatch) -> None:
+        """Its forward pass, whose errors are its own caller's, behind those of earlier calls."""
+        self.catch_up(ticket)
+        try:
+            self._run_forward(ticket)
+        except BaseException:
+            ticket.stage = Stage.FAILED
+            raise
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # whoever wants its outputs may want no gradients of what it does itself
     def _run_forward(self, ticket: QueuedMicroBatch) -> None:
-        for _ in range(_ATTEMPTS):
-            try:
-                self._runner.forward_now(ticket.micro_batch)
-                break
-            except (OffPlanError, UnseenError):
-                self._world.refuse(
-                    "a micro-batch that is looked at before its step takes another way through the model than those before"
-                )
-                self._measure(ticket)
-        else:
-            raise _other_layers_each_time()
+        def strayed(_: Exception) -> None:
+            self._world.refuse(
+                "a micro-batch that is looked at before its step takes another way through the model than those before"
+            )
+
+        self._until_planned(lambda: self._runner.forward_now(ticket.micro_batch), [ticket], strayed)
         ticket.forward_ran()
 
+    # ---- propagating back
+
     def divisor(self) -> int:
-        """What gradients are divided by that come to outputs now."""
         return 1 if EngineBackward.is_under_way() else self._parts.accumulation()
 
     def divided_by_hand(self) -> None:
-        """A loss that the program has divided by the accumulation steps is about to be divided by them again."""
         self._parts.divided_by_hand()
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
-        """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
         self._parts.propagating()
         if not later:
             check_modes("backward from a loss of the engine", self._parts.calls.device.modes)
@@ -286,33 +267,6 @@ class StepGroup:
         self._called_back = False
         self._parts.propagate()
 
-    def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
-        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
-
-        Raises:
-            BaseException: whatever was raised on the way.
-        """
-        try:
-            if self.propagated or self._runner.steps_whole:
-                held_back = clipping or Clipping()
-                ran = self._run(self._runner.until_norm, hyper, held_back, last=True)
-                if not ran and not self.propagated:
-                    return False
-                self._runner.after_norm(hyper, held_back)
-                return True
-            return self._run(self._runner.step, hyper, clipping, last=True)
-        finally:
-            self.abandon()
-
-    def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
-        """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
-
-        Returns:
-            Whether there are gradients.
-        """
-        self._run(self._runner.until_norm, hyper, clipping)
-        return self.propagated
-
     @property
     def propagated(self) -> bool:
         """Whether forward and backward of some are done, and the updates are not."""
@@ -326,58 +280,99 @@ class StepGroup:
     @property
     def propagated_from(self) -> int:
         """How many micro-batches somebody has propagated back from."""
-        return sum(ticket.wanted or ticket.propagated for ticket in self._queue)
+        return sum(ticket.wanted or ticket.stage is Stage.PROPAGATED for ticket in self._queue)
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch is queued whose backward pass has not run."""
-        return any(not ticket.propagated for ticket in self._queue)
+        return any(ticket.stage is not Stage.PROPAGATED for ticket in self._queue)
 
     @property
     def waits(self) -> bool:
         """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
-        return any(not t.wanted and not t.propagated for t in self._queue)
+        return any(not t.wanted and t.stage is not Stage.PROPAGATED for t in self._queue)
 
-    def _run(self, step: Callable[..., None], hyper: Hyper, clipping: Clipping | None, last: bool = False) -> bool:
+    # ---- running
+
+    def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
+        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
+
+        Raises:
+            BaseException: whatever was raised on the way.
+        """
+        runner = self._runner
+        try:
+            if not self.propagated and not runner.steps_whole:
+                return self._run(lambda part: runner.step(part, hyper, clipping), hyper, last=True)
+            clipping = clipping or Clipping()
+            ran = self._run(lambda part: runner.part(part, hyper, clipping), hyper, last=True)
+            if ran or self.propagated:
+                runner.end(hyper, clipping)
+                return True
+            return False
+        finally:
+            self.abandon()
+
+    def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
+        """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
+
+        Returns:
+            Whether there are gradients.
+        """
+        self._run(lambda part: self._runner.part(part, hyper, clipping), hyper)
+        return self.propagated
+
+    def _run(self, run: Callable[[Sequence[MicroBatch]], None], hyper: Hyper, last: bool = False) -> bool:
         """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
-        # Calls that nobody propagates back from may change something, too. Those behind the last that is may wait.
+        # Forward passes that nobody propagates back from change buffers, too; those behind the last that is may wait.
         wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
-        ahead = self._queue[:end]
-        if any(t.is_due and not t.wanted for t in ahead):
+        if any(ticket.stage is Stage.QUEUED and not ticket.wanted for ticket in self._queue[:end]):
             self.catch_up(next(iter(self._queue[end:]), None))
-        tickets = [t for t in self._queue if t.wanted or (last and t.micro_batch.forwarded and not t.propagated)]
+        tickets = [t for t in self._queue if t.wanted or (last and t.stage is Stage.FORWARDED)]
         check_same_step(self._world, len(tickets), hyper)
         if not tickets:
             return False
-        # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         if not self._runner.proven and len(tickets) > 1:
             self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
-        parts = [[ticket] for ticket in tickets] if self._runner.has_gathered else [tickets]
-        for part in parts:
-            self._run_until_planned(step, part, hyper, clipping)
+        # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
+        for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
+            self._run_part(run, part)
         for ticket in tickets:
             ticket.finish_propagation()
         return True
 
-    def _run_until_planned(
-        self, step: Callable[..., None], tickets: Sequence[QueuedMicroBatch], hyper: Hyper, clipping: Clipping | None
-    ) -> None:
+    def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
-        part = self._runner.has_gathered
-        retry = not self._world.any("begin a step", any(m.forwarded for m in micro_batches))
+        behind_others = self.propagated
+        once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
+
+        def strayed(error: Exception) -> None:
+            if once or (behind_others and not self.propagated):
+                raise error if isinstance(error, PeerStrayed) else _strayed_beside_looks() from None
+            if not isinstance(error, PeerStrayed):
+                self._world.strayed()
+
+        # The micro-batches draw the same random numbers again, and so take the same way through the model.
+        self._until_planned(lambda: run(micro_batches), tickets, strayed)
+
+    def _until_planned(
+        self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], strayed: Callable[[Exception], None]
+    ) -> None:
+        """Calls `run`. Where it meets what was not measured, and `strayed` does not raise, measures `tickets` and does so
+        again.
+        """
         for _ in range(_ATTEMPTS):
             try:
-                return step(micro_batches, hyper, clipping)
-            except (OffPlanError, UnseenError, PeerStrayed) as strayed:
-                if not retry or (part and not self._runner.has_gathered):
-                    raise strayed if isinstance(strayed, PeerStrayed) else _strayed_beside_looks() from None
-                if not isinstance(strayed, PeerStrayed):
-                    self._world.strayed()
-                # The micro-batches draw the same random numbers again, and so take the same way through the model.
+                return run()
+            except (OffPlanError, UnseenError, PeerStrayed) as error:
+                strayed(error)
                 for ticket in tickets:
                     self._measure(ticket)
-        raise _other_layers_each_time()
+        raise ModelError(
+            f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
+            "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+        )
 
     def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
         """Losses of micro-batches, without gradients."""
@@ -414,11 +409,4 @@ def _strayed_beside_looks() -> UnsupportedError:
         "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code that depends "
         "on data), in a step of which losses or outputs were looked at: such a step is not run again. Nothing has been "
         "updated. Look at losses behind engine.step(), or at all of a step's before its boundary."
-    )
-
-
-def _other_layers_each_time() -> ModelError:
-    return ModelError(
-        f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
-        "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
-from harmony_ds.stepping.lessons import Lessons
 from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
 
@@ -43,9 +42,8 @@ class Runner:
         self._said = False
         self.proven = False
         """Whether micro-batches that run together have given the losses that they give alone."""
-        self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
+        self._end: Plan | None = None  # of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
-        self._lessons = Lessons(parts.timeline, self.planner.learn, self._finish_updates)
         self.executor = Executor(parts)
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
@@ -165,7 +163,6 @@ class Runner:
         Raises:
             RuntimeError: another one is open.
         """
-        self._lessons.forget()
         with self._parts.timeline.recording(self._finish_updates) as steps:
             yield steps
 
@@ -182,17 +179,14 @@ class Runner:
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        self._lessons.learn(self.planner.plan)
-        begun = self.executor.begun
-        plan = self.planner.step(micro_batches, begun)
+        plan = self.planner.step(micro_batches, self.executor.begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            lesson = self._lesson(plan) if as_planned and not begun else nullcontext()
-            with lesson, self._parts.timeline.step(plan):
+            with self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.updates.promise_norm()
             self._note_proven(micro_batches)
@@ -205,44 +199,35 @@ class Runner:
         if len(micro_batches) > 1:
             self._parts.layer_calls.proving = False
 
-    def _lesson(self, plan: Plan) -> AbstractContextManager[None]:
-        """Around a step by `plan`, from which the planner may learn if it is a full one."""
-        whole = self.planner.plan
-        assert whole is not None
-        if not self.planner.learns or (plan.micro_batches, plan.policy) != (whole.micro_batches, whole.policy):
-            return nullcontext()
-        return self._lessons.step(whole, self.planner.choices[0].prediction.step_ms)
-
-    def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
-        """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
+    def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
+        """Forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step.
 
         Raises: as `step`.
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        first = self._after_norm is None
-        part, rest = self.planner.part_of_step(micro_batches, self.executor.begun, first)
+        part, end = self.planner.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
             self._note_proven(micro_batches)
-            self._after_norm = rest
+            self._end = end
 
     @property
     def has_gathered(self) -> bool:
         """Whether gradients of a part of a step wait."""
-        return self._after_norm is not None
+        return self._end is not None
 
-    def after_norm(self, hyper: Hyper, clipping: Clipping) -> None:
-        """The norm and the updates of the step that `until_norm` ran the parts of."""
+    def end(self, hyper: Hyper, clipping: Clipping) -> None:
+        """The norm and the updates of the step that `part` ran the parts of."""
         self.check_usable()
-        rest, self._after_norm = self._after_norm, None
-        assert rest is not None
+        end, self._end = self._end, None
+        assert end is not None
         with self._recovering(()):
             if self.steps_whole:
-                self.executor.run(rest.until(TaskKind.NORM), (), hyper, clipping)
+                self.executor.run(end.until(TaskKind.NORM), (), hyper, clipping)
                 step_whole(self._parts, self.executor.gathered, clipping, self.executor.updates.outcome)
             else:
-                self.executor.run(rest, (), hyper, clipping)
+                self.executor.run(end, (), hyper, clipping)
         self.executor.gathered.used()
 
     @property
@@ -324,6 +309,6 @@ class Runner:
     def _drop(self) -> None:
         """Frees the device, and drops the gradients, of a step that will not be taken."""
         self.executor.abandon()
-        self._after_norm = None
+        self._end = None
         if self.failed is None and self._parts.updater is not None:
             self._parts.updater.discard()

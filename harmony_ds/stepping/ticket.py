@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -22,6 +23,18 @@ DESTROYED = (
     "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train it "
     "further."
 )
+
+
+class Stage(enum.Enum):
+    """What of a micro-batch has run."""
+
+    QUEUED = enum.auto()
+    FORWARDED = enum.auto()
+    """Its forward pass, on its own: somebody looked at what comes of it."""
+    FAILED = enum.auto()
+    """Its forward pass, which has raised something that its caller has got."""
+    PROPAGATED = enum.auto()
+    """Both passes."""
 
 
 class Queue(Protocol):
@@ -66,11 +79,9 @@ class QueuedMicroBatch:
         self._value: Tensor | None = None
         self._attached: Tensor | None = None
         self._objectives: list[Callable[[Tensor], Tensor]] = []
-        self._alone = False  # its forward pass ran before the group's
         self.expected: Callable[[Tensor], None] | None = None  # checks its loss, in the first step
-        self.failed = False  # its forward pass has raised something, which its caller has got
-        self.received = False  # a gradient has come to outputs that were computed on their own
-        self.propagated = False  # its backward pass is done
+        self.stage = Stage.QUEUED
+        self._received = False  # a gradient has come to outputs that were computed on their own
         # Who propagates back expects the gradients of what came in as soon as that is done.
         self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
@@ -88,14 +99,9 @@ class QueuedMicroBatch:
         return self._value is not None
 
     @property
-    def is_due(self) -> bool:
-        """Whether its forward pass is still to run, though nobody may want anything of it."""
-        return not self.micro_batch.forwarded and not self.failed
-
-    @property
     def wanted(self) -> bool:
         """Whether somebody propagates back from it, and that has not been done."""
-        return (bool(self._objectives) or self.received) and not self.propagated
+        return (bool(self._objectives) or self._received) and self.stage is not Stage.PROPAGATED
 
     def backward(self, loss: PendingLoss) -> None:
         group = self._open_group()
@@ -112,7 +118,7 @@ class QueuedMicroBatch:
             return gradient
         self.check_not_propagated()
         group = self._open_group()
-        self.received = True
+        self._received = True
         self._note_caller()
         group.propagating(self, later=True)
         divisor = group.divisor()
@@ -136,7 +142,7 @@ class QueuedMicroBatch:
         """Raises UsageError if its backward pass is over, or its engine destroyed."""
         if self._destroyed:
             raise UsageError(DESTROYED)
-        if self.propagated:
+        if self.stage is Stage.PROPAGATED:
             raise UsageError(
                 "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
                 "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
@@ -146,7 +152,7 @@ class QueuedMicroBatch:
         """As `backward(loss / divisor * scale)`."""
         self._note_caller()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
-        if self._alone:
+        if self.stage is Stage.FORWARDED:
             self._backward_now()
 
     def outputs(self) -> Any:
@@ -156,14 +162,12 @@ class QueuedMicroBatch:
         return self.micro_batch.outputs
 
     def _forward_now(self) -> None:
-        if self._group is None or self.propagated:
+        propagated = self.stage is Stage.PROPAGATED
+        if self._group is None or propagated:
             if self._destroyed:
                 raise UsageError(DESTROYED)
-            why = (
-                "its backward pass is over"
-                if self.propagated
-                else "it was never propagated back from, and its step is over"
-            )
+            over = "its backward pass is over"
+            why = over if propagated else "it was never propagated back from, and its step is over"
             raise BatchError(
                 f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
                 "engine.step(), or run the engine under torch.no_grad()."
@@ -180,7 +184,7 @@ class QueuedMicroBatch:
 
     def objective(self, outputs: Any) -> Tensor | None:
         """What the fused pack propagates back from: nothing, if the forward pass ran on its own."""
-        if self._alone:
+        if self.stage is Stage.FORWARDED:
             return None
         loss = self.take_loss(outputs)
         terms = [objective(loss) for objective in self._objectives]
@@ -213,7 +217,7 @@ class QueuedMicroBatch:
             )
 
     def _keep_graph(self) -> None:
-        self._alone = True
+        self.stage = Stage.FORWARDED
         try:
             self._attached = self.take_loss(self.micro_batch.outputs)
         except BatchError:
@@ -223,7 +227,7 @@ class QueuedMicroBatch:
         """Its backward pass is done; the value of its loss stays."""
         self._attached = None
         self._objectives.clear()
-        self.propagated = True
+        self.stage = Stage.PROPAGATED
 
     def _backward_now(self) -> None:
         """Runs what `backward` noted before the forward pass was run on its own."""
@@ -232,7 +236,7 @@ class QueuedMicroBatch:
         self._objectives.clear()
         with EngineBackward.entered(), backward_of_engine():
             sum(terms[1:], terms[0]).backward()
-        self.received = True
+        self._received = True
 
     def close(self, destroyed: bool = False) -> None:
         """The step is over, or its engine is `destroyed`: the value stays; graph, outputs and inputs go."""
