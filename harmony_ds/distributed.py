@@ -41,20 +41,11 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     asked = max(world_size, launched_size())
     if not dist.is_initialized():
         _leave_at_exit()
-    if not dist.is_initialized() and asked > 1:
-        ranks: dict[str, Any] = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
-        try:
-            if init_method is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-                ranks = _of_this_attempt()
-            dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)
-        except ValueError as error:
-            raise UnsupportedError(
-                f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with "
-                "a launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
-            ) from error
-    elif not dist.is_initialized():
-        # A store in memory: no port, no address, nobody else who could join.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        if asked > 1:
+            ranks: dict[str, Any] = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
+            _join_others(asked, backend, init_method, timeout, ranks)
+        else:  # a store in memory: no port, no address, nobody else who could join
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if asked > 1 and dist.get_world_size() == 1:
         raise UnsupportedError(
             f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
@@ -62,6 +53,19 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         )
     _check_accelerates_count()
     _init_deepspeeds(dist_backend)
+
+
+def _join_others(asked: int, backend: str, init_method: str | None, timeout: Any, ranks: dict[str, Any]) -> None:
+    """Joins `asked` processes; UnsupportedError: they cannot be found."""
+    try:
+        if init_method is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            ranks = _of_this_attempt()
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{asked} processes were asked for (WORLD_SIZE), and they cannot be found: {error}. Start the script with "
+            "a launcher (torchrun --nproc_per_node), or unset WORLD_SIZE."
+        ) from error
 
 
 def _leave_at_exit() -> None:

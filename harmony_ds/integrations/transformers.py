@@ -38,7 +38,6 @@ from harmony_ds.errors import UnsupportedError, UsageError
 
 _NOTES = ("_metrics", "_textual_logs")  # of TRL's trainers: appended to while a loss is computed
 
-
 _losses: ContextVar[list[Tensor] | None] = ContextVar("losses of a micro-batch's training_step", default=None)
 _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
 
@@ -74,8 +73,7 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         self._step_of_trainer = weakref.WeakMethod(step)
 
     def step(self) -> None:
-        step = self._step_of_trainer()
-        if step is not None:
+        if (step := self._step_of_trainer()) is not None:
             step()
 
 
@@ -89,8 +87,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         in_front = cls.__mro__[: cls.__mro__.index(HarmonyMixin)]
-        plain = (one for one in in_front if issubclass(one, Trainer) and not issubclass(one, HarmonyMixin))
-        before = next(plain, None)
+        before = next((one for one in in_front if issubclass(one, Trainer) and not issubclass(one, HarmonyMixin)), None)
         if before is not None:
             raise UsageError(
                 f"class {cls.__name__}: HarmonyMixin stands behind {before.__name__}, where it does nothing. Put it first: "
@@ -123,8 +120,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
         # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.
         self.args.deepspeed = self.args.deepspeed_plugin = None
-        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        return {**arguments, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
+        theirs = super()._build_accelerator_args(**kwargs)
+        return {**theirs, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, whose backward only notes what the engine is to propagate back from."""
@@ -194,9 +191,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         """The ds_config, its "auto" values filled as Hugging Face fills them."""
         args = self.args
         config = copy.deepcopy(dict(self._ds_config or {}))
-        config.setdefault("train_micro_batch_size_per_gpu", "auto")
-        config.setdefault("gradient_accumulation_steps", "auto")
-        config.setdefault("gradient_clipping", "auto")
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            config.setdefault(key, "auto")
         for name, wanted in (("bf16", args.bf16), ("fp16", args.fp16)):
             if wanted:
                 config.setdefault(name, {"enabled": "auto"})
@@ -206,8 +202,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             filler.trainer_config_finalize(args, self.model, max_steps)
         finally:
             unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
-        filled: dict[str, Any] = filler.config
-        return filled
+        return dict(filler.config)
 
     def _destroy_engine(self) -> None:
         if self._engine is not None:
@@ -300,7 +295,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
         instead: list[Item] = [(self.model.__dict__, "generate", generate)]
         if _prepares_inputs(type(self)):
-            instead.append((self.__dict__, "_prepare_inputs", _as_it_is))
+            instead.append((self.__dict__, "_prepare_inputs", lambda batch: batch))
         with held(instead):
             yield
 
@@ -336,8 +331,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         assert self._engine is not None
         if not self._step_waits:
             return self._engine.get_global_grad_norm()
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
@@ -381,9 +375,9 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         strict = not _is_peft_model(self.model)
         path, _ = self._engine.load_checkpoint(best, load_module_strict=strict, load_module_only=True)
         if path is None:
+            processes = f"load_best_model_at_end in {self._engine.world_size} processes"
             raise UsageError(
-                f"load_best_model_at_end in {self._engine.world_size} processes needs a whole checkpoint, and {best} holds "
-                "weights alone: leave save_only_model off."
+                f"{processes} needs a whole checkpoint: {best} holds weights alone, leave save_only_model off."
             )
 
 
@@ -404,7 +398,3 @@ def _prepares_inputs(trainer: type) -> bool:
     """Whether a class other than Hugging Face's own has a `_prepare_inputs`: TRL's GRPO and RLOO generate there."""
     own = (base for base in trainer.__mro__ if not base.__module__.startswith("transformers."))
     return any("_prepare_inputs" in vars(base) for base in own)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

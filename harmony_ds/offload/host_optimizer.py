@@ -45,28 +45,14 @@ class HostOptimizer:
         Raises:
             OptimizerError: `optimizer` needs all parameters at once, or knows one that is not the model's.
         """
-        row = of_class(type(optimizer).__mro__)
-        if row is not None and row.whole:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} does not treat parameters one by one, so it cannot be stepped layer by "
-                "layer on the host. Use an elementwise optimizer such as torch.optim.AdamW, or name one in the ds_config."
-            )
+        _check_elementwise(optimizer)
         self.optimizer = optimizer
-        names = {id(master): name for name, master in masters.items()}
-        self._names = names
+        self._names = names = {id(master): name for name, master in masters.items()}
         self._look: Callable[[str | None], None] | None = None
         self._masters = masters
         self._apart = frozenset(apart)
         self._stepped: dict[str, nn.Parameter] = {}
-        self._group_of: dict[str, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise OptimizerError(
-                        f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} "
-                        "that is not one of the model's trainable parameters: build it from model.parameters()."
-                    )
-                self._group_of[names[id(parameter)]] = index
+        self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
         self.own_step: Callable[[], Any] | None = None
         """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
@@ -328,3 +314,27 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 def _frozen(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise OptimizerError if `optimizer` is known to need all parameters at once."""
+    row = of_class(type(optimizer).__mro__)
+    if row is not None and row.whole:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} does not treat parameters one by one, so it cannot be stepped layer by "
+            "layer on the host. Use an elementwise optimizer such as torch.optim.AdamW, or name one in the ds_config."
+        )
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, int]:
+    """Return the parameter group of each parameter of `optimizer`, by its name; OptimizerError: one has none."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise OptimizerError(
+                    f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} "
+                    "that is not one of the model's trainable parameters: build it from model.parameters()."
+                )
+            found[names[id(parameter)]] = index
+    return found

@@ -214,7 +214,7 @@ class StepGroup(Queue):
         self._forward(ticket)
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
-        """Runs the forward passes that wait (of calls before `until`), if they change buffers: in the order of the calls."""
+        """Runs forward passes that wait (of calls before `until`), in order, if they change buffers."""
         if not self._runner.changes_buffers or self._contract.is_running:
             return
         for ticket in self._queue:

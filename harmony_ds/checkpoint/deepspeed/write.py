@@ -195,22 +195,11 @@ def _write_zero(
     numels = [[snapshot.parameters[name].numel for name in names] for names in vectors]
     half = any(source.dtype == torch.bfloat16 for source in snapshot.parameters.values())
     for rank in range(processes):
-
-        def own(index: int, vector: Any, rank: int = rank) -> Any:
-            """This process's part of what there is for one vector."""
-            return form.part(numels[index], vector, rank, processes)[0] if _is_flat(vector) else vector
-
-        paddings = [form.part(n, v, rank, processes)[1] for n, v in zip(numels, flat, strict=True)]
-        parts = [own(index, vector) for index, vector in enumerate(flat)]
+        base, parts, paddings = _part_of_rank(form, numels, flat, found, rank, processes)
         states = {
             **_common(snapshot, form.stage),
-            form.base: {
-                "state": {
-                    i: {key: own(i, value) for key, value in state.items()} for i, state in found.items() if state
-                },
-                "param_groups": _param_groups(optimizer, vectors_of),
-            },
-            form.flat: [part[: len(part) - padding] for part, padding in zip(parts, paddings, strict=True)],
+            form.base: {"state": base, "param_groups": _param_groups(optimizer, vectors_of)},
+            form.flat: parts,
             "partition_count": processes if form is ZERO3 else [processes] * len(vectors),
         }
         if form is ZERO2:
@@ -224,6 +213,25 @@ def _write_zero(
             {"optimizer_state_dict": states, "ds_config": {}, "ds_version": states["ds_version"]},
             folder / f"{'bf16_' if half else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
+
+
+def _part_of_rank(
+    form: ZeroForm,
+    numels: list[list[int]],
+    flat: list[Tensor],
+    found: dict[int, dict[str, Any]],
+    rank: int,
+    processes: int,
+) -> tuple[dict[int, dict[str, Any]], list[Tensor], list[int]]:
+    """Return one process's parts: of the states, of the vectors, and the paddings of these."""
+
+    def own(index: int, vector: Any) -> Any:
+        return form.part(numels[index], vector, rank, processes)[0] if _is_flat(vector) else vector
+
+    states = {i: {key: own(i, value) for key, value in state.items()} for i, state in found.items() if state}
+    paddings = [form.part(n, v, rank, processes)[1] for n, v in zip(numels, flat, strict=True)]
+    parts = [own(index, vector) for index, vector in enumerate(flat)]
+    return states, [part[: len(part) - padding] for part, padding in zip(parts, paddings, strict=True)], paddings
 
 
 def _is_flat(value: Any) -> bool:
