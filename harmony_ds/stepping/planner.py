@@ -27,26 +27,19 @@ from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
-from harmony_ds.scheduler.correct import correct
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
-from harmony_ds.scheduler.spans import Span
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
-from harmony_ds.scheduler.validate import validate
-from harmony_ds.stepping.lessons import Lesson
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
-_WORTH = 0.02
-"""A plan is exchanged for one that is predicted to be so much faster."""
 _MOST_PLANS = 256
 """So many composed plans are kept: which losses a program looks at may differ from step to step."""
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
@@ -78,8 +71,6 @@ class Planner:
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
-        self.lesson: Lesson | None = None
-        """The last that was learned from steps."""
         profile = None if config.harmony.profile is None else Path(config.harmony.profile)
         dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
@@ -312,8 +303,6 @@ class Planner:
             plan, costs = self.choices[0].plan, self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)
-            if compose is compose_step:
-                validate(plan.packing, tasks, group, policy)
             if compose is compose_evaluation:  # keeps nothing
                 calls = tuple(replace(cost, stash_bytes=0) for cost in costs.costs)
                 costs = replace(costs, costs=calls, held_bytes=0)
@@ -342,31 +331,6 @@ class Planner:
         )
         self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
         self._outgrown = True
-
-    @property
-    def learns(self) -> bool:
-        """Whether plans follow what steps take: several processes run one plan, and do not agree on times here."""
-        return self._settings.learn and self._saved is None and self._parts.world.size == 1
-
-    def learn(self, step_ms: float, steps: Sequence[Sequence[Span]]) -> None:
-        """Plans with what `steps`, which took `step_ms`, show costs to be; exchanges the plan only if that is worth it."""
-        assert self._costs is not None and self.measuring.machine is not None
-        known = self.choices[0]
-        self._costs, machine = correct(known.plan, self._costs, self.measuring.machine, steps)
-        self.measuring.machine = machine
-        kept = replace(known, prediction=simulate(known.plan, self._costs, machine))
-        try:
-            found = self._choose(self._graph, self._costs, self._group_size, self._sizes)
-        except DoesNotFitError:  # a margin that some step has called for leaves no room, which the next plan is to say
-            found = (kept,)
-        found_ms, kept_ms = found[0].prediction.step_ms, kept.prediction.step_ms
-        exchanged = found_ms < kept_ms * (1 - _WORTH)
-        if exchanged:
-            self._plans.clear()
-        others = [one for one in found if one.plan.packing != known.plan.packing]
-        self.choices = found if exchanged else (kept, *others[: _TOP - 1])
-        self.lesson = Lesson(known.prediction.step_ms, step_ms, kept_ms, found_ms, exchanged)
-        _logger.info("%s", self.lesson)
 
     def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
         """The predicted step, and beside it the executed one, as a Chrome trace."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
-from harmony_ds.stepping.lessons import Lessons
 from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
 
@@ -45,7 +44,6 @@ class Runner:
         """Whether micro-batches that run together have given the losses that they give alone."""
         self._after_norm: Plan | None = None  # what is left of a step whose gradients are being looked at
         self.planner = Planner(parts, decomposition, graph, config, saved)
-        self._lessons = Lessons(parts.timeline, self.planner.learn, self._finish_updates)
         self.executor = Executor(parts)
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
@@ -165,7 +163,6 @@ class Runner:
         Raises:
             RuntimeError: another one is open.
         """
-        self._lessons.forget()
         with self._parts.timeline.recording(self._finish_updates) as steps:
             yield steps
 
@@ -182,17 +179,14 @@ class Runner:
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        self._lessons.learn(self.planner.plan)
-        begun = self.executor.begun
-        plan = self.planner.step(micro_batches, begun)
+        plan = self.planner.step(micro_batches, self.executor.begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(micro_batches):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
-            lesson = self._lesson(plan) if as_planned and not begun else nullcontext()
-            with lesson, self._parts.timeline.step(plan):
+            with self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.updates.promise_norm()
             self._note_proven(micro_batches)
@@ -204,14 +198,6 @@ class Runner:
         """Layers have been recomputed, while others' forward passes had run in between."""
         if len(micro_batches) > 1:
             self._parts.layer_calls.proving = False
-
-    def _lesson(self, plan: Plan) -> AbstractContextManager[None]:
-        """Around a step by `plan`, from which the planner may learn if it is a full one."""
-        whole = self.planner.plan
-        assert whole is not None
-        if not self.planner.learns or (plan.micro_batches, plan.policy) != (whole.micro_batches, whole.policy):
-            return nullcontext()
-        return self._lessons.step(whole, self.planner.choices[0].prediction.step_ms)
 
     def until_norm(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `after_norm` ends the step.
