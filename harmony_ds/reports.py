@@ -99,7 +99,6 @@ class PlanReport:
         swapped_bytes: weights, gradients and stash in the last step, both ways.
         sent_bytes: what this process's device sent to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
-        lesson: what was learned from steps that took something else than predicted, if anything; it prints.
     """
 
     choices: tuple[Choice, ...]
@@ -108,7 +107,6 @@ class PlanReport:
     swapped_bytes: int
     sent_bytes: int
     planned: Swaps
-    lesson: object | None = None
 
     @property
     def predicted_step_ms(self) -> float:
@@ -142,8 +140,6 @@ class PlanReport:
             f"({self.peak_error:+.1%})",
             f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
-        if self.lesson is not None:
-            lines.append(f"  learned       {self.lesson}")
         if self.planned.sent:
             lines.append(
                 f"  between       {self.planned.sent:,} bytes to other devices planned, {self.sent_bytes:,} counted"

@@ -86,13 +86,11 @@ RULES: dict[str, Rule] = {
     "tests/parallel/test_slots.py": every,
     "tests/scheduler": each_value,
     "tests/scheduler/test_budgets.py": none,
-    "tests/scheduler/test_correct.py": none,
     "tests/scheduler/test_search.py": one,
     "tests/simdevice": one,
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
         "way"
     ),
-    "tests/stepping/test_lessons.py": none,
     "tests/test_forecast.py": one,
     "tests/test_survey.py": one,
 }

@@ -97,7 +97,6 @@ def test_the_harmony_block_is_read() -> None:
         "plan": None,
         "reproducible": True,
         "profile": None,
-        "learn": True,
         "unknown_keys": "error",
     }
     assert settings.budget_bytes == 2**29

@@ -38,7 +38,6 @@ class HarmonySettings(PlanSwitches):
     reduce: str = "auto"
     plan: str | None = None
     profile: str | None = None
-    learn: bool = True
     unknown_keys: str = "error"
 
     @property

@@ -117,7 +117,6 @@ class StepRecord:
             swapped,
             self._sent_bytes,
             self._planner.swaps,
-            self._planner.lesson,
         )
 
     def memory_report(self) -> MemoryReport:

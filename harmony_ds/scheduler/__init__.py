@@ -1,1 +1,1 @@
-"""From measured costs to a `Plan`: packs, tasks, memory, validation. Never imports torch."""
+"""From measured costs to a `Plan`: packs, tasks, memory. Never imports torch."""

@@ -10,7 +10,6 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
-from harmony_ds.scheduler.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +94,8 @@ def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> in
 
 
 def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
-    """The plan over given packs, validated, with its peak."""
+    """The plan over given packs, with its peak."""
     plan = draft_plan(packing, costs, request, policy)
-    validate(packing, plan.tasks, Group.of(request.micro_batches), policy)
     walked = walk_memory(packing.packs, plan.tasks, costs)
     peak = plan.resident_bytes + walked.peak_bytes
     return replace(plan, peak_bytes=peak, activation_bytes=walked.activation_bytes)

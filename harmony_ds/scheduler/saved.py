@@ -13,11 +13,16 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy
+from harmony_ds.scheduler.resident import closed
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
 _AMONG_DEVICES = ("devices", "servers", "shared", "reduce_on_host")
 """Of a policy: a plan that was made for one device may be run on several."""
+_CONTRADICTS = (
+    "harmony.plan contradicts itself: its packs do not cover the calls of both passes once and in order, or one is "
+    "resident and shares a parameter with another that is not. Plan again."
+)
 
 
 def adopt(
@@ -26,17 +31,12 @@ def adopt(
     """The choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
 
     Raises:
-        ConfigError: it was made for another model, other dtypes or another kind of update.
+        ConfigError: it was made for another model, other dtypes or another kind of update, or contradicts itself.
         DoesNotFitError: with what was measured now, it does not fit.
     """
     ways = among_devices(request, machine)
     request = next((one for one in ways if one.policy.reduce_on_host == plan.policy.reduce_on_host), ways[0])
-    packing = _rebuilt(
-        plan.packing,
-        plan.policy.resident,
-        Packer(graph, costs, element, request.policy),
-        len(graph.calls),
-    )
+    packing = _rebuilt(plan, Packer(graph, costs, element, request.policy), len(graph.calls))
     _check_policy(plan.policy, request.policy)
     wanted = request.policy
     adopted = make_plan(
@@ -51,12 +51,21 @@ def adopt(
     return Choice(adopted, simulate(adopted, costs, machine), "as saved")
 
 
-def _rebuilt(packing: Packing, resident: tuple[int, ...], packer: Packer, calls: int) -> Packing:
+def _rebuilt(plan: Plan, packer: Packer, calls: int) -> Packing:
     """The same packs of this model, which makes so many calls."""
-    saved = packing.fused.positions[-1] + 1
-    if saved != calls:
-        raise ConfigError(f"harmony.plan was made for a model of {saved} layer calls; this one makes {calls}.")
-    rebuilt = packer.packing(_bounds(packing, packing.backward), _bounds(packing, packing.forward))
+    packing, resident = plan.packing, plan.policy.resident
+    try:
+        backward, forward = _bounds(packing, packing.backward), _bounds(packing, packing.forward)
+        fused_at = packing.fused.positions[0]
+    except IndexError:
+        raise ConfigError(_CONTRADICTS) from None
+    if backward[-1] != calls:
+        raise ConfigError(f"harmony.plan was made for a model of {backward[-1]} layer calls; this one makes {calls}.")
+    rebuilt = packer.packing(backward, forward)
+    same = (packing.forward, packing.backward) == (rebuilt.forward, rebuilt.backward)
+    stays = set(resident).issubset(rebuilt.backward) and closed(rebuilt, resident) == resident
+    if not (same and stays and forward[-1] == fused_at and len(packing.covering) == len(rebuilt.covering)):
+        raise ConfigError(_CONTRADICTS)
     for pack, now in zip(packing.covering, rebuilt.covering, strict=True):
         if _compared(pack, pack.index in resident) != _compared(now, pack.index in resident):
             raise ConfigError(
@@ -94,6 +103,4 @@ def _compared(pack: Pack, resident: bool) -> Pack:
 
 
 def _bounds(packing: Packing, numbers: Sequence[int]) -> tuple[int, ...]:
-    if not numbers:
-        return (0,)
     return (0, *(packing.packs[index].positions[-1] + 1 for index in numbers))

@@ -124,7 +124,7 @@ def _search_one(
 
 
 def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
-    """The same choice with its plan validated and its memory walked in full."""
+    """The same choice with its plan's memory walked in full."""
     plan = make_plan(choice.plan.packing, costs, request, choice.plan.policy)
     assert plan.peak_bytes == choice.plan.peak_bytes, (plan.peak_bytes, choice.plan.peak_bytes)
     return replace(choice, plan=plan)

@@ -36,7 +36,6 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
-from harmony_ds.scheduler.validate import validate
 
 _logger = logging.getLogger(__name__)
 
@@ -304,8 +303,6 @@ class Planner:
             plan, costs = self.choices[0].plan, self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)
-            if compose is compose_step:
-                validate(plan.packing, tasks, group, policy)
             if compose is compose_evaluation:  # keeps nothing
                 calls = tuple(replace(cost, stash_bytes=0) for cost in costs.costs)
                 costs = replace(costs, costs=calls, held_bytes=0)

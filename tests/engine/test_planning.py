@@ -95,6 +95,29 @@ def test_a_saved_plan_that_does_not_match_is_refused(tmp_path: Path) -> None:
         train(plan=str(path))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("packing.forward", [0, 9]),
+        ("packing.forward", [0, 2]),
+        ("packing.backward", []),
+        ("packing.packs.0.positions", []),
+        ("packing.packs.1.positions", [4, 5]),
+        ("policy.resident", [9]),
+    ],
+)
+def test_a_saved_plan_that_contradicts_itself_is_refused(tmp_path: Path, path: str, value: list[int]) -> None:
+    engine, _ = train(pack_layers=3)
+    data = part = json.loads(engine.plan.to_json())
+    *keys, last = path.split(".")
+    for key in keys:
+        part = part[int(key) if key.isdecimal() else key]
+    part[last] = value
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"harmony.plan contradicts itself"):
+        train(plan=str(tmp_path / "plan.json"))
+
+
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         train(plan=str(tmp_path / "missing.json"))

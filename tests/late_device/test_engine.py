@@ -315,7 +315,7 @@ def test_slices() -> None:
 def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() -> None:
     lengths = [5, 12, 3, 9, 12, 7, 4, 11, 6, 12, 8, 10]
     generator = torch.Generator().manual_seed(2)
-    harmony = {"pack_layers": 1, "stash": "host", "residency": 1, "learn": False}
+    harmony = {"pack_layers": 1, "stash": "host", "residency": 1}
     config, device = config_of(2, 0.5, harmony), LateDevice(1)
     with late_engine(LLAMA.build(0.0), config, device=device) as engine:
         known: list[set[int]] = []

@@ -21,8 +21,8 @@ from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
 from harmony_ds.scheduler.time_bounds import TimeBounds
-from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, reused, text
+from tests.scheduler.validate import PlanError, validate
 
 COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
@@ -36,7 +36,9 @@ def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Pl
     graph = graph_of([NUMEL] * layers)
     costs = costs_of(graph.calls, COST)
     packing = Packer(graph, costs, FP32, policy).packing(tuple(range(layers + 1)))
-    return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy), costs
+    plan = make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy)
+    validate(packing, plan.tasks, Group.of(micro_batches), policy)
+    return plan, costs
 
 
 def test_every_device_has_whole_grains_of_each_parameter() -> None:

@@ -16,8 +16,8 @@ from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.resident import resident_packs, why_not_resident
 from harmony_ds.scheduler.search import search
-from harmony_ds.scheduler.validate import PlanError, validate
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, pack_uniformly, packs_of, reused, text
+from tests.scheduler.validate import PlanError, validate
 
 
 def tied(count: int = 4) -> Packing:
@@ -48,7 +48,7 @@ def test_a_pack_that_the_forward_pass_cuts_otherwise_is_not_resident() -> None:
 def test_a_resident_pack_that_shares_a_parameter_with_a_swapped_one_is_refused() -> None:
     group = Group((0,))
     tasks = compose_step(tied(), group, Policy(resident=(3,)))
-    with pytest.raises(PlanError, match="pack 3 is resident and shares p0 with pack 0, which is not"):
+    with pytest.raises(PlanError, match="a resident pack shares a parameter"):
         validate(tied(), tasks, group, Policy(resident=(3,)))
 
 

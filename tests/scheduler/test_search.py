@@ -17,6 +17,7 @@ from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import packings, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.compose import Group
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -25,6 +26,7 @@ from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.cover import pairs
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly, reused
+from tests.scheduler.validate import validate
 
 
 def _with_state(graph: LayerGraph) -> LayerGraph:
@@ -61,7 +63,12 @@ def request(
 
 
 def choose(wanted: PlanRequest) -> Plan:
-    return search(GRAPH, COSTS, GPU, FP32, wanted)[0].plan
+    return valid(search(GRAPH, COSTS, GPU, FP32, wanted)[0].plan)
+
+
+def valid(plan: Plan) -> Plan:
+    validate(plan.packing, plan.tasks, Group.of(plan.micro_batches), plan.policy)
+    return plan
 
 
 def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
@@ -117,7 +124,7 @@ def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: 
     for packing in every_cut(wanted, graph, costs):
         few = policies(packing, GPU.copies_overlap, wanted)
         for place, bound_ms in enumerate(bounds.tighter(packing, few)):
-            plan = make_plan(packing, costs, wanted, few[place])
+            plan = valid(make_plan(packing, costs, wanted, few[place]))
             predicted = simulate(plan, costs, GPU).step_ms
             assert bound_ms <= predicted * (1 + 1e-9)
             if plan.peak_bytes <= budget:
@@ -264,7 +271,7 @@ def test_bounds_and_peaks_hold_with_mechanisms_switched_off(
         least, tight = peaks.at_least(packing, few), bounds.tighter(packing, few)
         for place in range(0, len(few), 31):
             policy = few[place]
-            plan = make_plan(packing, COSTS, wanted, policy)
+            plan = valid(make_plan(packing, COSTS, wanted, policy))
             prediction = simulate(plan, COSTS, machine)
             assert bounds.of(packing, policy) <= prediction.step_ms * (1 + 1e-9)
             assert tight[place] <= prediction.step_ms * (1 + 1e-9)
