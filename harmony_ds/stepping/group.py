@@ -100,8 +100,8 @@ class StepGroup:
         assert kind is not None
         if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
-        loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
-        return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
+        loss = PendingLoss(frozenset([ticket]), kind.dtype, self._parts.calls.device.torch_device)
+        return kind.outputs(loss, ticket.outputs)
 
     def queue(
         self,
