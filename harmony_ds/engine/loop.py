@@ -47,7 +47,7 @@ class Loop:
         """
         if not torch.is_grad_enabled():
             with self.streaming():
-                return self._open.calls.now(self._model, args, kwargs)
+                return self._open.calls.run(self._model, Arguments(args, kwargs))
         with self._world.together():
             self._open.settle()
             return self._open.group.add(args, kwargs)
@@ -73,7 +73,7 @@ class Loop:
         scaled = self._scaler.scaled(loss)
         with self._scaler.backward(), EngineBackward.entered():
             if isinstance(scaled, PendingLoss):
-                scaled.propagate()
+                scaled.backward()
             else:
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
@@ -260,7 +260,7 @@ class Loop:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
-            return self._open.calls.now(self._model.generate, args, kwargs)  # type: ignore[arg-type]
+            return self._open.calls.run(self._model.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

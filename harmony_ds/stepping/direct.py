@@ -14,6 +14,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from harmony_ds.calls.boundary import nodes_behind
+
 
 class EngineBackward:
     """Counts the calls of `engine.backward` that are under way, of whichever engine: one may lead through another."""
@@ -47,15 +49,14 @@ def divided(tensor: Tensor, divisor: int) -> Tensor:
 
 def behind_others(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of those `outputs` that others were computed from."""
-    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    edges: set[tuple[Node, int]] = set()
-    todo, seen = list(roots), set(roots)
+    made = [(output.grad_fn, output.output_nr, id(output)) for output in outputs if output.grad_fn is not None]
+    todo = [node for node, *_ in made]
+    edges: set[tuple[Node | None, int]] = set()
+    seen: set[Node] = set()
     while todo:
-        for following, place in todo.pop().next_functions:
-            if following is None:
-                continue
-            edges.add((following, place))
-            if following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            edges.update(node.next_functions)
+            todo += nodes_behind(node)
+    return {output for node, number, output in made if (node, number) in edges}

@@ -99,8 +99,8 @@ class StepGroup(Queue):
                 return ticket.outputs()
         finally:
             self._parts.put_forward.called()
-        loss = PendingLoss.of(ticket, kind.dtype, self._parts.calls.device.torch_device)
-        return loss if kind.form is None else kind.form.pending(loss, ticket.outputs)
+        loss = PendingLoss(frozenset([ticket]), kind.dtype, self._parts.calls.device.torch_device)
+        return kind.outputs(loss, ticket.outputs)
 
     def queue(
         self,

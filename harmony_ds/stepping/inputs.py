@@ -25,12 +25,11 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
         """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
-        self._names = tuple(kwargs)
-        leaves, self._shape = flatten((args, tuple(kwargs.values())))
+        leaves, self._shape = flatten((args, kwargs))
         if take_over:
-            _refuse_once_only(leaves)
-        own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
-        self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
+            own = {id(leaf): _own(leaf) for leaf in leaves}
+            leaves = [own[id(leaf)] for leaf in leaves]
+        self._leaves = leaves
         self._shape.forget_originals()
 
     @property
@@ -41,20 +40,17 @@ class Arguments:
     @property
     def tree(self) -> Inputs:
         """Positional and keyword arguments, in fresh containers."""
-        return self._build(self._leaves)
+        return self.mapped(lambda tensor: tensor)
 
     def mapped(self, to_device: Callable[[Tensor], Tensor]) -> Inputs:
         """The arguments with every tensor as `to_device` makes it, once however often it is there."""
-        copies = {id(leaf): to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves}
-        return self._build([copies[id(leaf)] for leaf in self._leaves])
+        copies = {id(tensor): to_device(tensor) for tensor in self.tensors}
+        args, kwargs = unflatten([copies.get(id(leaf), leaf) for leaf in self._leaves], self._shape)
+        return args, kwargs
 
     def forget(self) -> None:
         """Lets go of everything."""
         self._leaves = []
-
-    def _build(self, leaves: list[Any]) -> Inputs:
-        args, values = unflatten(leaves, self._shape)
-        return args, dict(zip(self._names, values, strict=True))
 
 
 def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:
@@ -64,9 +60,7 @@ def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Argume
         BatchError: `data` would begin anew with every step.
         StopIteration: there is none.
     """
-    if isinstance(data, (list, tuple)):
-        data = iter(data)
-    elif not isinstance(data, Iterator):
+    if not isinstance(data, (list, tuple, Iterator)):
         raise BatchError(
             f"the micro-batches are to come from an iterator or a list of them, not from {type(data).__name__}: "
             "pass iter(loader), made once, so that the next step goes on where this one ends."
@@ -84,17 +78,12 @@ def _arguments_of(batch: Any) -> Arguments:
     return Arguments(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
 
 
-def _refuse_once_only(leaves: Sequence[Any]) -> None:
-    """Raises BatchError for what one pass uses up: forward passes run more often than they are called, and later."""
-    for leaf in leaves:
-        if isinstance(leaf, Iterator):
-            raise BatchError(
-                f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
-                "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
-            )
-
-
 def _own(leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        raise BatchError(
+            f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
+            "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
+        )
     if isinstance(leaf, Tensor) and not isinstance(leaf, PendingLoss):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -18,22 +18,12 @@ from harmony_ds.stepping.inputs import Arguments
 
 @dataclass(frozen=True, slots=True)
 class ModelCalls:
-    """Calls the model, or what stands for it.
-
-    Attributes:
-        autocast: the ds_config's, around every call.
-        casts: whether positional floating-point arguments become fp16, as `fp16.auto_cast` says (in DeepSpeed, too, the
-            caller's keyword arguments stay what they are).
-    """
+    """Calls the model, or what stands for it."""
 
     device: Device
     ledger: Ledger
-    autocast: Autocast | None = None
-    casts: bool = False
-
-    def now(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `call` returns, with tensors on the device, whatever they are in."""
-        return self.run(call, Arguments(args, kwargs))
+    autocast: Autocast | None = None  # the ds_config's, around every call
+    casts: bool = False  # positional arguments to fp16, as `fp16.auto_cast` says (DeepSpeed leaves keywords alone, too)
 
     def run(self, call: Callable[..., Any], arguments: Arguments) -> Any:
         """What `call` returns for copies of `arguments`, into which it may write."""

@@ -1,32 +1,58 @@
-"""What a model returns, by the form of its call: whether its loss can stay pending."""
+"""What a model returns, by the form of its call, and what stands for it until it is computed.
+
+The loss of pending outputs stays pending, by whichever way it is got at; whatever else is done with them computes them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.stepping.pending_output import OutputForm
+from harmony_ds.stepping.pending import PendingLoss
 
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """What calls of one form (these keyword arguments and switches among them, that many positional ones) return.
+    """What calls of one form (these keyword arguments and switches among them, that many positional ones) return."""
 
-    Attributes:
-        pending: whether the loss can stay pending: there is a scalar loss among the outputs.
-        bare: whether the output is that scalar itself.
-        dtype: of the loss.
-        form: of outputs that hold a loss and can wait for it.
-    """
+    cls: Any
+    pending: bool = False  # whether the loss can be: it is a scalar, and not in a tuple, which may be unpacked at once
+    dtype: torch.dtype = torch.float32  # of the loss
+    named: bool = False  # whether the loss is an attribute
+    keys: tuple[str | int, ...] = ()  # the loss is found by, of "loss" and 0
 
-    pending: bool
-    bare: bool
-    dtype: torch.dtype
-    form: OutputForm | None = None
+    @staticmethod
+    def of(outputs: Any) -> OutputKind:
+        """The kind of `outputs`."""
+        try:
+            loss = loss_of(outputs)
+        except BatchError:
+            return OutputKind(type(outputs))
+        keys = () if outputs is loss else tuple(key for key in ("loss", 0) if _item(outputs, key) is loss)
+        named = getattr(outputs, "loss", None) is not None
+        return OutputKind(type(outputs), not isinstance(outputs, tuple), loss.dtype, named, keys)
+
+    def outputs(self, loss: PendingLoss, compute: Callable[[], Any]) -> Any:
+        """What stands for the outputs that `compute` returns, among them `loss`."""
+        if issubclass(self.cls, Tensor):
+            return loss
+        outputs = object.__new__(_pending_class(self.cls))
+        object.__setattr__(outputs, "_harmony", _Pending(self, loss, compute))
+        return outputs
+
+
+def _item(outputs: Any, key: Any) -> Any:
+    with suppress(TypeError, LookupError, AttributeError):
+        return outputs[key]
 
 
 class OutputKinds:
@@ -36,25 +62,77 @@ class OutputKinds:
         self._known: dict[object, OutputKind] = {}
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputKind | None:
-        return self._known.get(self._form(args, kwargs))
+        return self._known.get(_form(args, kwargs))
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """A call of these arguments returned `outputs`."""
-        try:
-            loss = loss_of(outputs)
-            bare = outputs is loss
-            # A tuple may be unpacked at once, so it cannot stay pending.
-            form = None if bare else OutputForm.of(outputs, loss)
-            kind = OutputKind(bare or form is not None, bare, loss.dtype, form)
-        except BatchError:
-            kind = OutputKind(False, False, torch.float32)
-        self._known[self._form(args, kwargs)] = kind
+        self._known[_form(args, kwargs)] = OutputKind.of(outputs)
 
-    @staticmethod
-    def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        switches = {key: value for key, value in kwargs.items() if isinstance(value, bool)}
-        return (
-            len(args),
-            frozenset(key for key, value in kwargs.items() if value is not None),
-            frozenset(switches.items()),
-        )
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    switches = frozenset((key, value) for key, value in kwargs.items() if isinstance(value, bool))
+    return len(args), frozenset(key for key, value in kwargs.items() if value is not None), switches
+
+
+@dataclass(slots=True)
+class _Pending:
+    kind: OutputKind
+    loss: PendingLoss
+    compute: Callable[[], Any]
+    computed: Any = None
+
+    def outputs(self) -> Any:
+        """The outputs themselves."""
+        if self.computed is None:
+            self.computed = self.compute()
+        return self.computed
+
+    def is_loss(self, key: Any) -> bool:
+        """Whether `outputs[key]` is the loss, still pending."""
+        return self.computed is None and key in self.kind.keys
+
+
+class _PendingOutputs:
+    """Passes for an instance of the model's class, and hands on to one."""
+
+    __slots__ = ("_harmony",)
+    _harmony: _Pending
+
+    def __getattr__(self, name: str) -> Any:
+        pending = self._harmony
+        if pending.computed is None:
+            if name == "loss" and pending.kind.named:
+                return pending.loss
+            if name == "get" and "loss" in pending.kind.keys:
+                return functools.partial(Mapping.get, self)
+            if name.startswith("__") and not hasattr(pending.kind.cls, name):  # somebody asks for a protocol
+                raise AttributeError(name)
+        return getattr(pending.outputs(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._harmony.loss if self._harmony.is_loss(key) else self._harmony.outputs()[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return (key == "loss" and self._harmony.is_loss(key)) or key in self._harmony.outputs()
+
+
+_SPECIAL = (
+    "__bool__ __delattr__ __delitem__ __eq__ __hash__ __iter__ __len__ __or__ __reduce_ex__ __repr__ __reversed__ __ror__ "
+    "__setattr__ __setitem__".split()
+)
+
+
+@functools.cache
+def _pending_class(cls: Any) -> type[_PendingOutputs]:
+    """Has the special methods that `cls` has: Python looks for them in the class alone."""
+    namespace: dict[str, Any] = {name: _handing_on(name) for name in _SPECIAL if hasattr(cls, name)}
+    namespace |= {"__slots__": (), "__class__": cls, "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs)}
+    if is_dataclass(cls):
+        namespace["__dataclass_fields__"] = cls.__dataclass_fields__
+    made = type(cls.__name__, (_PendingOutputs,), namespace)
+    register_pytree_node(made, lambda outputs: ([outputs._harmony.outputs()], None), lambda one, _: next(iter(one)))
+    return made
+
+
+def _handing_on(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._harmony.outputs(), name)(*args)

@@ -106,7 +106,7 @@ class QueuedMicroBatch:
     def backward(self, loss: PendingLoss) -> None:
         group = self._open_group()
         divisor = group.divisor()
-        if divisor > 1 and loss.is_divided_by(divisor):
+        if divisor > 1 and divisor in loss.divisors:
             group.divided_by_hand()
         self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
         self._note_caller()

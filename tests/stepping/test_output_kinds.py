@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from harmony_ds.errors import ModelError
+from harmony_ds.stepping.output_kinds import OutputKind
 from harmony_ds.stepping.pending import PendingLoss
-from harmony_ds.stepping.pending_output import OutputForm
 from tests.stepping.test_pending import pending
 
 
@@ -57,9 +56,7 @@ def waiting(cls: Any) -> tuple[Any, Any, list[str]]:
     looked: list[str] = []
     loss, _ = pending()
     real = cls(loss=torch.tensor(6.0), logits=torch.ones(2))
-    form = OutputForm.of(real, real["loss"] if isinstance(real, dict) else real.loss)
-    assert form is not None
-    return form.pending(loss, lambda: looked.append("outputs") or real), real, looked
+    return OutputKind.of(real).outputs(loss, lambda: looked.append("outputs") or real), real, looked
 
 
 def logits_of(outputs: Any) -> Any:
@@ -92,7 +89,6 @@ def test_the_loss_is_found_without_a_look(cls: Any, way: Callable[[Any], Any]) -
 
     assert isinstance(way(output), PendingLoss)
     assert isinstance(output, Plain) or "loss" in output
-    assert repr(output).startswith(f"{cls.__name__}(loss=PendingLoss(")
     assert not looked
 
 
@@ -134,13 +130,3 @@ def test_what_the_outputs_do_not_have_is_their_error() -> None:
     assert not looked
     with pytest.raises(KeyError, match="hidden"):
         _ = output.hidden
-
-
-def test_a_model_that_returns_something_else_later_says_so() -> None:
-    loss, _ = pending()
-    real = Plain(torch.tensor(6.0), torch.ones(2))
-    form = OutputForm.of(real, real.loss)
-    assert form is not None
-    output = form.pending(loss, lambda: Object(torch.tensor(6.0), torch.ones(2)))
-    with pytest.raises(ModelError, match="returned a Object where it returned a Plain"):
-        _ = output.logits
