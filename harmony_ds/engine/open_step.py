@@ -40,7 +40,7 @@ class OpenStep:
         self._first_times = FirstTimes()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
-        self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, weakref.proxy(self))
+        self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
         self._parts = GroupParts(
             module=training.model,
             calls=ModelCalls(
@@ -126,7 +126,6 @@ class OpenStep:
         optimizer = self._assembly.host_optimizer
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
-        self.links.settle()
         self.settle()
         if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.own.are_there():
             self._world.refuse(

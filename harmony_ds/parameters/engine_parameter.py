@@ -7,10 +7,10 @@ from copy import deepcopy
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
@@ -95,8 +95,16 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return first.replace(args[1])
     if name in ("requires_grad", "requires_grad_"):
         first.check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    with ungated():
-        result = func(*args, **kwargs)
+    try:
+        with ungated():
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if func is not torch.autograd.grad or "not have been used" not in str(error):
+            raise
+        raise UnsupportedError(
+            "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
+            "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
+        ) from error
     if len(links) == 1 and isinstance(result, Tensor):
         first.note_alias(result)
     return result
@@ -108,30 +116,19 @@ def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
     return in_place or operator or name == "__setitem__" or descriptor == "__set__" or kwargs.get("out") is not None
 
 
-class ParameterLinks(Added):
+class ParameterLinks:
     """Gives every parameter of a model its link, and takes them back."""
 
-    def __init__(self, model: nn.Module, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
-        self._model = model
+    def __init__(self, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
         self._owner = owner
         self._parameters = store.parameters
         self._links = [ParameterLink(name, store, optimizer, owner) for name in store.parameters]
-        leave_out_added(model)
         for link, parameter in zip(self._links, store.parameters.values(), strict=True):
             parameter.__dict__["_hp_mapping"] = link
             parameter.__class__ = EngineParameter
-        self._hook = model.register_load_state_dict_pre_hook(self._check_load)
-
-    def _check_load(self, module: nn.Module, *arguments: Any) -> None:
-        metadata: dict[str, Any] = arguments[2]
-        if metadata.get("assign_to_params_buffers"):
-            raise UnsupportedError(
-                f"load_state_dict(assign=True) would replace the parameters of {type(module).__name__}, which an engine "
-                "trains: leave assign out, so that values are copied into them, or load before initialize."
-            )
 
     def settle(self) -> None:
-        """Before a step's first call, and before its update: masters follow what was written into weights by hand.
+        """Between steps: masters follow what was written into weights by hand.
 
         Raises:
             ModelError: a parameter has been given other memory.
@@ -139,20 +136,20 @@ class ParameterLinks(Added):
         with ungated():
             for link in self._links:
                 link.check_memory()
-        if any(link.is_touched for link in self._links):
+        ahead = [link for link in self._links if link.is_ahead]
+        if ahead:
             self._owner.finish()  # masters, too, may be newer on the device
-        for link in self._links:
+        for link in ahead:
             link.update_master()
 
     def show_kept(self) -> None:
         """After a step: what shares a parameter's memory shows the update, as in plain PyTorch."""
         for link in self._links:
-            link.show_kept()
+            if link.is_kept:
+                self._owner.materialize(link.name)
 
     def remove(self) -> None:
         """Leaves the parameters as plain ones."""
-        self._hook.remove()
-        copy_all(self._model)
         for parameter in self._parameters.values():
             parameter.__class__ = nn.Parameter
             parameter.__dict__.pop("_hp_mapping", None)

@@ -33,10 +33,9 @@ class ParameterLink:
         self._weight = store.weight(name)
         self._optimizer = optimizer
         self._master = store.masters[name] if optimizer is not None and optimizer.trains(name) else None
-        self._follows = self._master is not None and self._master is not self._parameter
+        self._apart = None if self._master is self._parameter else self._master  # the master that follows the weight
         self._aliases = WeakIdKeyDictionary()  # the tensors that share its memory, as long as somebody keeps them
-        self.is_touched = False
-        """Whether it may have been written since its master, a tensor of another dtype, followed."""
+        self._is_touched = False  # it may have been written since its master followed
 
     # ---- the gate
 
@@ -45,7 +44,7 @@ class ParameterLink:
         if writes:
             self.owner.before_write(self.name)
         self.owner.materialize(self.name)
-        self.is_touched = self._follows
+        self._is_touched = True
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
@@ -68,21 +67,25 @@ class ParameterLink:
         if result is not self._parameter and _same_memory(result, self._weight):
             self._aliases[result] = None
 
-    def show_kept(self) -> None:
-        """After an update: whoever keeps a tensor that shares the parameter's memory finds it there, and may write."""
-        if self._aliases:
-            self.before()
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody keeps a tensor that shares its memory."""
+        return len(self._aliases) > 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its master may have to follow it: no version tells of all writes into memory that somebody keeps."""
+        return self._apart is not None and (self._is_touched or self.is_kept)
 
     @torch.no_grad()
     def update_master(self) -> None:
-        """Makes the master follow what may have been written into the parameter. Both are true on the host."""
-        master, weight = self._master, self._weight
-        if master is None or not self.is_touched:
-            return
-        self.is_touched = False
-        changed = weight != master.to(weight.dtype)
-        if changed.any():
-            master.copy_(torch.where(changed, weight.to(master.dtype), master))
+        """Makes the master follow what was written into the parameter. Both are true on the host."""
+        self._is_touched = False
+        master, weight = self._apart, self._weight
+        if master is not None:
+            changed = weight != master.to(weight.dtype)
+            if changed.any():
+                master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
     def check_memory(self) -> None:
         """Raises ModelError if the parameter has been given other memory. To be called ungated."""
