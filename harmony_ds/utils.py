@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.parameters import link_of
+from harmony_ds.parameters import EngineParameter
 
 _DEEPSPEEDS = ("RepeatingLoader", "logger", "log_dist")
 
@@ -43,15 +43,13 @@ def __getattr__(name: str) -> Any:
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> Tensor | None:
     """A copy of the fp32 master of `param`."""
-    link = link_of(param)
-    return None if link is None else link.get_full_hp_param()
+    return param.get_full_hp_param() if isinstance(param, EngineParameter) else None
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: Tensor) -> None:
     """Replaces the master of `param`, and `param` with it."""
-    link = link_of(param)
-    if link is not None:
-        link.set_full_hp_param(value)
+    if isinstance(param, EngineParameter):
+        param.set_full_hp_param(value)
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -60,28 +58,24 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     Raises:
         ValueError: there is none of that name, or no step has been taken yet.
     """
-    link = link_of(param)
-    return None if link is None else link.get_full_hp_param(optim_state_key)
+    return param.get_full_hp_param(optim_state_key) if isinstance(param, EngineParameter) else None
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Replaces the optimizer's state of `param`."""
-    link = link_of(param)
-    if link is not None:
-        link.set_full_hp_param(value, optim_state_key)
+    if isinstance(param, EngineParameter):
+        param.set_full_hp_param(value, optim_state_key)
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> Tensor | None:
     """A copy of the gradient of `param` in fp32, as it has gathered since the last step; None if there is none."""
-    link = link_of(param)
-    return param.grad if link is None else link.get_full_hp_grad()
+    return param.get_full_hp_grad() if isinstance(param, EngineParameter) else param.grad
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: Tensor) -> None:
     """Replaces the gradient of `param`, before it is clipped and used."""
-    link = link_of(param)
-    if link is not None:
-        link.set_full_hp_grad(value)
+    if isinstance(param, EngineParameter):
+        param.set_full_hp_grad(value)
     elif param.grad is not None:
         param.grad.copy_(value)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
-
-from harmony_ds.parameters import links_of, take_over
 
 Parameters = nn.Parameter | Iterable[nn.Parameter] | None
 
@@ -29,11 +27,11 @@ class Init:
         """Nothing to partition."""
 
 
-class GatheredParameters:
-    """A context in which `params` can be read and changed in place.
+class GatheredParameters(nullcontext[None]):
+    """A context in which `params` can be read and changed in place, as they can be everywhere.
 
-    Reading waits for pending updates. What is changed becomes the weights that training goes on with: masters, and
-    copies that live on the device, follow on exit. (DeepSpeed keeps changes only if `modifier_rank` is given.)
+    What is changed becomes the weights that training goes on with: masters, and copies that live on the device, follow.
+    (DeepSpeed keeps changes only if `modifier_rank` is given.) The arguments have no effect.
     """
 
     def __init__(
@@ -43,14 +41,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        chosen = [] if params is None else [params] if isinstance(params, torch.Tensor) else list(params)
-        self._params = chosen if enabled else []
-
-    def __enter__(self) -> None:
-        links_of(self._params)
-
-    def __exit__(self, *_: object) -> None:
-        take_over(self._params)
+        super().__init__()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -1,23 +1,19 @@
 """Copies and pickles of a model that an engine trains are as its user made it.
 
-They have their own forward, and no hooks or attributes of the engine's, so that a process without harmony_ds reads them.
+They have their own forward, and no attributes of the engine's, so that a process without harmony_ds reads them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_load_state_dict_post_hooks", "_load_state_dict_pre_hooks")
-
 
 class Added:
-    """What an engine puts into a user's object: itself, or its methods. `before`: what was in its place (None: nothing)."""
+    """What an engine puts into a user's object. `before`: what was in its place (None: nothing)."""
 
     before: Any = None
 
@@ -31,13 +27,7 @@ class PlainState(Added):
     def __call__(self) -> Any:
         of_class = getattr(type(self._owner), "__getstate__", None)  # before Python 3.11 only of those that define it
         state = self._owner.__dict__ if of_class is None else of_class(self._owner)
-        if not isinstance(state, dict):
-            return state
-        plain = _without_added(state)
-        for hooks in _HOOKS:
-            if hooks in plain:
-                plain[hooks] = OrderedDict(_without_added(plain[hooks]))
-        return plain
+        return _without_added(state) if isinstance(state, dict) else state
 
 
 class PlainWhenCopied(dict[str, Any]):
@@ -68,10 +58,8 @@ def copy_all(owner: nn.Module) -> None:
 def _without_added(held: Mapping[Any, Any]) -> dict[Any, Any]:
     plain = {}
     for key, value in held.items():
-        hook = getattr(value, "hook", value)  # as torch wraps it
-        owner = hook.__self__ if isinstance(hook, MethodType) else hook
-        if not isinstance(owner, Added):
+        if not isinstance(value, Added):
             plain[key] = value
-        elif owner.before is not None:
-            plain[key] = owner.before
+        elif value.before is not None:
+            plain[key] = value.before
     return plain

@@ -105,7 +105,6 @@ class Checkpoints:
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        self._open.links.forget()
         self._go_on_from(snapshot.progress, wanted.module_only)
         return str(folder), snapshot.client_state
 
@@ -219,7 +218,6 @@ class Checkpoints:
         """Loads `checkpoint["module"]` into the model; masters follow."""
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self._training.model)
-            self._open.links.take_over()
         else:
             self._training.model.load_state_dict(checkpoint["module"], strict=strict)
 

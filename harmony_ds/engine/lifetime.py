@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from harmony_ds.assembly import Assembly
 from harmony_ds.engine.by_hand import OptimizerByHand
-from harmony_ds.parameters import Owner, ParameterLinks
+from harmony_ds.parameters import ParameterLinks
 
 
 def let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Assembly) -> None:
@@ -33,14 +33,3 @@ def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if living is None else living(*args)
 
     return call
-
-
-class _WhileAlive:
-    def __init__(self, owner: Owner) -> None:
-        asked = (name for name in vars(Owner) if not name.startswith("_"))
-        vars(self).update({name: while_alive(getattr(owner, name)) for name in asked})
-
-
-def asked_while_alive(owner: Owner) -> Owner:
-    """Asks `owner` while that lives: a model's parameters must not keep their engine alive."""
-    return cast(Owner, _WhileAlive(owner))

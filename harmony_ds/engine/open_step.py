@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.first_times import DIVIDED_TWICE, EARLY_LOOK, FirstTimes
-from harmony_ds.engine.lifetime import asked_while_alive, while_alive
+from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import CallChangedError, NoOptimizerError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parameters import Owner, ParameterLinks
+from harmony_ds.parameters import ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
@@ -26,7 +27,7 @@ from harmony_ds.stepping.put_forward import PutForward
 _logger = logging.getLogger("harmony_ds")
 
 
-class OpenStep(Owner):
+class OpenStep:
     """Its group runs as a whole, or in parts when gradients are wanted before; the model's parameters ask it."""
 
     def __init__(self, training: Training) -> None:
@@ -39,7 +40,7 @@ class OpenStep(Owner):
         self._first_times = FirstTimes()
         self._running = False  # the step, or a part of it
         self.gradients = StepGradients(assembly, scaler)
-        self.links = ParameterLinks(training.model, assembly.store, assembly.host_optimizer, asked_while_alive(self))
+        self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
         self._parts = GroupParts(
             module=training.model,
             calls=ModelCalls(
@@ -103,10 +104,8 @@ class OpenStep(Owner):
         Raises:
             ModelError, CallChangedError: it cannot be.
         """
-        between_steps = not self.group
-        if between_steps:
-            self.links.check_memory()
-        self.links.settle(between_steps)
+        if not self.group:
+            self.links.settle()
         if self._assembly.interception.follow() and self.group.is_open:
             raise CallChangedError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
@@ -119,10 +118,7 @@ class OpenStep(Owner):
             ran = self._run()
         finally:
             self.renew()
-        held = self.links.held()
-        if held:  # what shares a parameter's memory shows the update, as it does in plain PyTorch
-            self._assembly.looks.at_weights(tuple(held))
-            self.links.watch(held)
+        self.links.show_kept()
         return ran
 
     def _run(self) -> bool:
@@ -130,7 +126,6 @@ class OpenStep(Owner):
         optimizer = self._assembly.host_optimizer
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
-        self.links.check_memory()
         self.settle()
         if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.own.are_there():
             self._world.refuse(
@@ -186,7 +181,7 @@ class OpenStep(Owner):
         self.gradients.used.clear()
         self.gradients.drop(self.propagate())
 
-    # ---- what the model's parameters ask, see `Owner`
+    # ---- what the model's parameters ask, see `parameters.link.Owner`
 
     def finish(self) -> None:
         self._assembly.finish_updates()
@@ -194,43 +189,35 @@ class OpenStep(Owner):
     def materialize(self, name: str) -> None:
         self._assembly.looks.at_weights((name,))
 
-    def run_queued(self, why: str) -> None:
-        """As `propagate`, since `why` is about to happen.
+    def before_write(self, name: str) -> None:
+        """As `propagate`, since the values of `name` are about to be changed.
 
         Raises:
+            UnsupportedError: several processes share them.
             UsageError: a micro-batch is queued that has not been propagated back from.
         """
+        self._world.refuse(f"changing {name} by hand, which every process would do again")
         if self._running or not self.group:
             return
         self.propagate()
         if self.group.waits:
             raise UsageError(
-                f"{why}, while a micro-batch that was handed over with the values before is still to be propagated back "
-                "from: call engine.backward(loss) first, or change parameters behind engine.step()."
+                f"{name} is about to be changed, while a micro-batch that was handed over with the values before is still "
+                "to be propagated back from: call engine.backward(loss) first, or change parameters behind engine.step()."
             )
-
-    def is_shared(self) -> bool:
-        return self._world.size > 1
-
-    def refuse_shared(self, what: str) -> None:
-        self._world.refuse(what)
-
-    def has_queued(self) -> bool:
-        return not self._running and self.group.is_open
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of `name`, itself, not scaled: what has gathered since the last step, or was used by it."""
-        if self.propagate():
-            return self.gradients.show(name)
-        return self.gradients.used.show(name, self._assembly.store.parameters[name])
+        return self.gradients.read(name, self.propagate())
 
-    def is_updating(self, name: str) -> bool:
-        return self._assembly.parts.own.is_updating(name)
-
-    def drop(self, name: str) -> None:
+    def put_gradient(self, name: str, value: Tensor | None) -> None:
+        """Uses `value` in the place of what has gathered for `name`."""
         self.gradients.used.drop(name)
         if self.propagate():
             self._runner.executor.gathered.drop((name,))
+        if value is not None:
+            self.materialize(name)  # behind a pending update, which takes away what is there
+        self._assembly.parts.own.put(name, value)
 
 
 def _refuse_backward() -> None:

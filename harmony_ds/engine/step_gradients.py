@@ -29,7 +29,21 @@ class StepGradients:
         """Those that `optimizer.step()` by hand has used."""
 
     @torch.no_grad()
-    def show(self, name: str) -> Tensor | None:
+    def read(self, name: str, gathered: bool) -> Tensor | None:
+        """What is on the `.grad` of `name`: it is used as it is changed.
+
+        Args:
+            gathered: some gradients wait for their update.
+        """
+        total = self._show(name) if gathered else self.used.show(name, self._store.parameters[name])
+        own = self._own.find(name)
+        if total is None or own is None:
+            return own if total is None else total
+        total.add_(own)
+        self._own.put(name, None)
+        return total
+
+    def _show(self, name: str) -> Tensor | None:
         """The gradient of `name` that waits for its update, to be looked at and changed; not scaled meanwhile."""
         gradient = self._gathered.find(name)
         if gradient is not None and name not in self._shown:

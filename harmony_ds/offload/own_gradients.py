@@ -34,6 +34,17 @@ class OwnGradients:
                     taken[name], parameter.grad = parameter.grad, None
         return taken
 
+    def find(self, name: str) -> Tensor | None:
+        """That of `name`, if there is one."""
+        with ungated():
+            return None if self.is_updating(name) else self._store.parameters[name].grad
+
+    def put(self, name: str, value: Tensor | None) -> None:
+        """Puts `value` in its place."""
+        if not self.is_updating(name):
+            with ungated():
+                self._store.parameters[name].grad = value
+
     def is_updating(self, name: str) -> bool:
         """Whether what is on the `.grad` of `name` is an update's."""
         return self._updater is not None and self._updater.is_updating(name)

@@ -1,38 +1,42 @@
-"""The class of parameters while an engine has them: every use passes their links."""
+"""A model's parameters while an engine has them: every use passes their links."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.offload.host_store import ungated
-from harmony_ds.parameters.link import ParameterLink
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.parameters.link import Owner, ParameterLink
 
-ATTRIBUTES = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 _DESCRIPTIONS = frozenset(
     "shape dtype device layout is_leaf ndim requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "itemsize nbytes names name _version output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks numel size "
     "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
-    "_has_compatible_shallow_copy_type is_same_size".split()
+    "_has_compatible_shallow_copy_type is_same_size register_hook".split()
 )
 """What says nothing about a parameter's values."""
-_ALIASES = frozenset("data detach numpy __array__ data_ptr untyped_storage storage __dlpack__".split())
-"""What hands out memory that can be written behind the parameter's back."""
 _REFUSED = {
     "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
     "read .grad between backward() and step()",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
+_past_gate = threading.local()
+"""Whether this thread is past it: what a link does to its parameter is not asked again."""
 
 
 class EngineParameter(nn.Parameter):
-    """A parameter while an engine has it. Copies and pickles of it are plain parameters."""
+    """A parameter while an engine has it. Copies and pickles of it, and what its class makes, are plain parameters."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -43,80 +47,67 @@ class EngineParameter(nn.Parameter):
         descriptor = name if name in ("__get__", "__set__", "__delete__") else ""
         if descriptor:
             name = func.__self__.__name__
-        if _passing.active or (name in _DESCRIPTIONS and descriptor != "__set__"):
+        if getattr(_past_gate, "active", False) or (name in _DESCRIPTIONS and descriptor != "__set__"):
             with ungated():
                 return func(*args, **kwargs)
-        _passing.active = True
+        _past_gate.active = True
         try:
             return _pass(func, name, descriptor, args, kwargs)
         finally:
-            _passing.active = False
+            _past_gate.active = False
+
+    # DeepSpeed's names
+    get_full_hp_param = property(attrgetter("_hp_mapping.get_full_hp_param"))
+    set_full_hp_param = property(attrgetter("_hp_mapping.set_full_hp_param"))
+    get_full_hp_grad = property(attrgetter("_hp_mapping.get_full_hp_grad"))
+    set_full_hp_grad = property(attrgetter("_hp_mapping.set_full_hp_grad"))
+
+    def _plain(self) -> nn.Parameter:
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update((key, value) for key, value in self.__dict__.items() if key != "_hp_mapping")
+        return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo.get(id(self))
-        if copied is None:
-            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            copied.__dict__.update(deepcopy(_of_the_user(self), memo))
-        return copied
+        return deepcopy(self._plain(), memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
+        return repr(self._plain())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.__dict__.update(_of_the_user(self))
-        return plain.__reduce_ex__(protocol)
-
-
-def _of_the_user(parameter: EngineParameter) -> dict[str, Any]:
-    return {key: value for key, value in parameter.__dict__.items() if key not in ("_hp_mapping", *ATTRIBUTES)}
-
-
-class _Passing(threading.local):
-    active = False  # this thread is past the gate: what a link does to its parameter is not asked again
-
-
-_passing = _Passing()
+        return self._plain().__reduce_ex__(protocol)
 
 
 def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    links = list(_links_in((*args, *kwargs.values())))
-    if descriptor and name == "grad" and links:
-        return links[0].read_grad() if descriptor == "__get__" else links[0].write_grad(*args[1:2])
+    links: list[ParameterLink] = [
+        leaf.__dict__["_hp_mapping"] for leaf in tree_iter((args, kwargs)) if isinstance(leaf, EngineParameter)
+    ]
+    first = links[0]
+    if descriptor and name == "grad":
+        if descriptor == "__get__":
+            return first.owner.gradient(first.name)
+        return first.owner.put_gradient(first.name, args[1] if descriptor == "__set__" else None)
     if name in _REFUSED:
-        raise UnsupportedError(f"{name}() of {links[0].name}, which an engine trains: {_REFUSED[name]}.")
-    if name == "register_hook":  # backward passes that were asked for before do not see it
-        links[0].owner.gradient(links[0].name)
-        with ungated():
-            return func(*args, **kwargs)
-    if descriptor == "__set__" and name == "data":
-        return links[0].replace(args[1])
+        raise UnsupportedError(f"{name}() of {first.name}, which an engine trains: {_REFUSED[name]}.")
     writes = _writes(name, descriptor, kwargs)
     for link in links:
-        link.before(writes, name in _ALIASES)
+        link.before(writes)
+    if descriptor == "__set__" and name == "data":
+        return first.replace(args[1])
     if name in ("requires_grad", "requires_grad_"):
-        links[0].check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    with ungated():
-        if func is torch.autograd.grad:
-            return _gradients_of_host_graph(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if len(links) == 1 and isinstance(result, Tensor):
-            links[0].note_alias(result)
-        elif name in _ALIASES:
-            links[0].note_address()
-        return result
-
-
-def _gradients_of_host_graph(*args: Any, **kwargs: Any) -> Any:
+        first.check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     try:
-        return torch.autograd.grad(*args, **kwargs)
+        with ungated():
+            result = func(*args, **kwargs)
     except RuntimeError as error:
-        if "not have been used" not in str(error):
+        if func is not torch.autograd.grad or "not have been used" not in str(error):
             raise
         raise UnsupportedError(
             "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
             "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
         ) from error
+    if len(links) == 1 and isinstance(result, Tensor):
+        first.note_alias(result)
+    return result
 
 
 def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
@@ -125,11 +116,40 @@ def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
     return in_place or operator or name == "__setitem__" or descriptor == "__set__" or kwargs.get("out") is not None
 
 
-def _links_in(values: Iterable[Any]) -> Iterator[ParameterLink]:
-    for value in values:
-        if isinstance(value, EngineParameter):
-            link = value.__dict__.get("_hp_mapping")
-            if link is not None:
-                yield link
-        elif isinstance(value, (list, tuple)):
-            yield from _links_in(value)
+class ParameterLinks:
+    """Gives every parameter of a model its link, and takes them back."""
+
+    def __init__(self, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
+        self._owner = owner
+        self._parameters = store.parameters
+        self._links = [ParameterLink(name, store, optimizer, owner) for name in store.parameters]
+        for link, parameter in zip(self._links, store.parameters.values(), strict=True):
+            parameter.__dict__["_hp_mapping"] = link
+            parameter.__class__ = EngineParameter
+
+    def settle(self) -> None:
+        """Between steps: masters follow what was written into weights by hand.
+
+        Raises:
+            ModelError: a parameter has been given other memory.
+        """
+        with ungated():
+            for link in self._links:
+                link.check_memory()
+        ahead = [link for link in self._links if link.is_ahead]
+        if ahead:
+            self._owner.finish()  # masters, too, may be newer on the device
+        for link in ahead:
+            link.update_master()
+
+    def show_kept(self) -> None:
+        """After a step: what shares a parameter's memory shows the update, as in plain PyTorch."""
+        for link in self._links:
+            if link.is_kept:
+                self._owner.materialize(link.name)
+
+    def remove(self) -> None:
+        """Leaves the parameters as plain ones."""
+        for parameter in self._parameters.values():
+            parameter.__class__ = nn.Parameter
+            parameter.__dict__.pop("_hp_mapping", None)

@@ -72,7 +72,7 @@ REFUSED = [
     (assign, ModelError, "'weight' is assigned"),
     (other_dtype, ModelError, r"blocks\.0\.weight is to become .*float16"),
     (other_shape, ModelError, r"head\.weight is to become \(5, 8\)"),
-    (load_by_assignment, UnsupportedError, "assign=True"),
+    (load_by_assignment, RuntimeError, "'weight' is assigned"),
     (post_accumulate, UnsupportedError, "register_post_accumulate_grad_hook"),
 ]
 
@@ -242,8 +242,8 @@ def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[str] = []
-    take_over = ParameterLink.take_over
-    monkeypatch.setattr(ParameterLink, "take_over", lambda link: (compared.append(link.name), take_over(link)))
+    update_master = ParameterLink.update_master
+    monkeypatch.setattr(ParameterLink, "update_master", lambda link: (compared.append(link.name), update_master(link)))
     model = net()
     with engine_for(model, sgd, config_of(3, **BF16)) as engine:
         kept = model.state_dict()

@@ -66,18 +66,6 @@ def load_state_dict(side: Side) -> Found:
 
 
 @case()
-def load_state_dict_with_assign(side: Side) -> Found:
-    """`load_state_dict(state, assign=True)` after two steps."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    start = copy.deepcopy(model.state_dict())
-    train(engine, batches(2 * side.accumulation))
-    model.load_state_dict(start, assign=True)
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
 def state_dict_kept(side: Side) -> Found:
     """`state = model.state_dict()` is taken once, not copied, and read after each step: it is alive in plain PyTorch."""
     model = Net()

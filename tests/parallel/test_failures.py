@@ -218,7 +218,7 @@ def doors() -> dict[str, tuple[str, str]]:
 
     def gathered(engine: Any, weight: Any) -> None:
         with harmony_ds.zero.GatheredParameters([weight], modifier_rank=0):
-            weight.data.mul_(2.0 + engine.global_rank)
+            torch.nn.init.constant_(weight, 2.0 + engine.global_rank)
 
     def gradient(engine: Any, weight: Any) -> None:
         engine.backward(engine(**batches()[0]))
@@ -230,7 +230,6 @@ def doors() -> dict[str, tuple[str, str]]:
 
     several: dict[str, Callable[[Any, Any], Any]] = {
         "add_": add,
-        "data": lambda engine, weight: weight.data.mul_(2.0),
         "data=": lambda engine, weight: setattr(weight, "data", torch.zeros_like(weight)),
         "GatheredParameters": gathered,
         "load_state_dict": lambda engine, weight: engine.module.load_state_dict(build("mlp").state_dict()),
