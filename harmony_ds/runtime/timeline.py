@@ -33,9 +33,14 @@ class _Entry:
     begin_ms: float
     end_ms: float = 0.0
     device_bytes: int = 0
-    copies: list[tuple[Stream, Moment, Moment]] = field(default_factory=list)
+    issued: dict[Stream, tuple[Moment, Moment]] = field(default_factory=dict)  # from the first begin to the last end
     computes: Moment | None = None
     host_ms: list[tuple[float, float]] = field(default_factory=list)  # appended by the update thread
+
+    def note(self, stream: Stream, begin: Moment, end: Moment) -> None:
+        """It has issued on `stream` from `begin` to `end`."""
+        first, _ = self.issued.get(stream, (begin, end))
+        self.issued[stream] = first, end
 
 
 @dataclass(slots=True)
@@ -106,7 +111,7 @@ class StepTimeline:
             yield
         finally:
             if entry.computes is not None:
-                entry.copies.append((Stream.COMPUTE, entry.computes, self._device.moment(Stream.COMPUTE)))
+                entry.note(Stream.COMPUTE, entry.computes, self._device.moment(Stream.COMPUTE))
             entry.end_ms = _now_ms()
             entry.device_bytes = self._device.allocated_bytes()
             self._open = None
@@ -131,7 +136,7 @@ class StepTimeline:
             try:
                 yield
             finally:
-                entry.copies.append((stream, begin, self._device.moment(stream)))
+                entry.note(stream, begin, self._device.moment(stream))
 
     def host_work(self) -> AbstractContextManager[object]:
         """To be put around work that is queued now, when it is done."""
@@ -160,16 +165,10 @@ class StepTimeline:
 
     def _device_spans(self, step: _Step) -> Iterator[Span]:
         """One span for all that a task did on a stream."""
-        marks = [mark for entry in step.entries for _, begin, end in entry.copies for mark in (begin, end)]
-        times = iter([ms - step.begin_ms for ms in self._device.read_moments(marks)])
-        for entry in step.entries:
-            first: dict[Stream, float] = {}
-            last: dict[Stream, float] = {}
-            for stream, _, _ in entry.copies:
-                first.setdefault(stream, next(times))
-                last[stream] = next(times)
-            for stream, begin in first.items():
-                yield Span(_TRACKS[stream], begin, last[stream], (entry.task,))
+        issued = [(entry.task, stream, moments) for entry in step.entries for stream, moments in entry.issued.items()]
+        times = iter(self._device.read_moments([moment for _, _, moments in issued for moment in moments]))
+        for task, stream, _ in issued:
+            yield Span(_TRACKS[stream], next(times) - step.begin_ms, next(times) - step.begin_ms, (task,))
 
 
 @contextmanager
