@@ -105,16 +105,13 @@ class Contract:
     @contextmanager
     def running(self) -> Iterator[None]:
         """While open, the engine runs the model: what changes is forward's own doing. Said once."""
-        if self.is_running:
-            yield
-            return
-        before = self.take().attributes
+        outer, before = self.is_running, self.take().attributes
         self.is_running = True
         try:
             yield
         finally:
-            self.is_running = False
-            if not self._is_as_seen():
+            self.is_running = outer
+            if not outer and not self._is_as_seen():
                 self._look()
                 self._note_written(_changed(before, self._attributes))
 

@@ -49,13 +49,9 @@ class Lane:
         grad: bool,
         autocast: Autocast | None,
         device: Device,
-        context: contextvars.Context | None = None,
+        context: contextvars.Context,
     ) -> None:
-        """A lane that has not begun.
-
-        Args:
-            context: to run in; None: a copy of the caller's.
-        """
+        """A lane that has not begun, and will run in `context`."""
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -67,7 +63,7 @@ class Lane:
         self._reply: Any = None  # to the call that it waits at; nobody else holds it while the lane runs on
         self._aborted = False
         self._greenlet = greenlet(self._run)
-        self._greenlet.gr_context = context or contextvars.copy_context()
+        self._greenlet.gr_context = context
 
     @property
     def finished(self) -> bool:

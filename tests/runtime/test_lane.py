@@ -30,7 +30,7 @@ def model_and_lane(
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     interception = Interception(find_layers(model).layers, model)
-    lane = Lane(lambda: forward(model), grad, autocast, device or CpuDevice())
+    lane = Lane(lambda: forward(model), grad, autocast, device or CpuDevice(), contextvars.copy_context())
     try:
         yield lane
     finally:
