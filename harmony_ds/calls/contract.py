@@ -29,11 +29,13 @@ _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_fla
 """Attributes that others look after: parameters, buffers, hooks, modes; what engines and wrappers put on modules."""
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
 
-Attributes = list[dict[str, tuple[Any, int]]]
-"""The attributes and buffers of each module at one time, and how often tensors had been written to."""
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
+Attributes = dict[Key, tuple[Any, int]]
+"""The attributes and buffers of all modules at one time, and how often tensors had been written to."""
+_ABSENT = object(), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,11 @@ class CallState:
 
 
 class Contract:
-    """Takes what calls of one model see, and puts their modes in place again."""
+    """Takes what calls of one model see, and puts their modes in place again.
+
+    Attributes:
+        is_running: the engine runs the model now.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         names = dict(model.named_modules())
@@ -67,19 +73,17 @@ class Contract:
         self._held = [module.__dict__ for module in self._modules]
         self._parameters = list(model.parameters())
         self._written: set[Key] = set()  # by forward
-        self._running = False
+        self.is_running = False
         self._look()
         self._newest = CallState(self._modes(), self._attributes)
 
     def take(self) -> CallState:
-        """What a call made now sees; the same object as long as nothing changes."""
-        if self._running:
-            return self._newest
-        if not self._is_as_seen():
-            self._look()
-        modes = self._modes()
-        if modes != self._newest.modes or self._attributes is not self._newest.attributes:
-            self._newest = CallState(self._newest.modes if modes == self._newest.modes else modes, self._attributes)
+        """What a call made now sees; its `modes` and `attributes` are the same objects as long as nothing changes."""
+        if not self.is_running:
+            if not self._is_as_seen():
+                self._look()
+            modes, newest = self._modes(), self._newest.modes
+            self._newest = CallState(newest if modes == newest else modes, self._attributes)
         return self._newest
 
     def check(self, states: Sequence[CallState | None]) -> None:
@@ -89,11 +93,11 @@ class Contract:
             CallChangedError: an attribute was changed by the program since, so that they would see it too.
         """
         now = self.take().attributes
-        for attributes in {id(s.attributes): s.attributes for s in states if s is not None}.values():
-            changed = set() if attributes is now else _changed(attributes, now) - self._written
-            for number, key in sorted(changed):
+        for seen in [state.attributes for state in states if state is not None]:
+            changed = set() if seen is now else _changed(seen, now) - self._written
+            if changed:
                 raise CallChangedError(
-                    f"{self._name(number, key)} was changed between the calls of a step, whose micro-batches run later "
+                    f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
                     "than they are called and would all see it as it is now. Change it before the first micro-batch of a "
                     "step, or look at the loss of those that wait (loss.item()), and put it back before engine.step()."
                 )
@@ -101,25 +105,15 @@ class Contract:
     @contextmanager
     def running(self) -> Iterator[None]:
         """While open, the engine runs the model: what changes is forward's own doing. Said once."""
-        if self._running:
-            yield
-            return
-        self.take()
-        self._running = True
+        outer, before = self.is_running, self.take().attributes
+        self.is_running = True
         try:
             yield
         finally:
-            self._running = False
-            if not self._is_as_seen():
-                before = self._attributes
+            self.is_running = outer
+            if not outer and not self._is_as_seen():
                 self._look()
-                self._note_written(_changed(before, self._attributes) - self._written)
-                self.take()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine runs the model now."""
-        return self._running
+                self._note_written(_changed(before, self._attributes))
 
     def is_in_place(self, state: CallState | None) -> bool:
         """Whether the modes of `state` are those that there are anyway."""
@@ -143,22 +137,28 @@ class Contract:
         """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end; so
         are modes: a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """
-        modes = self._modes()
-        before = [dict(held) for held in self._held]
-        contents = [(v, v.copy()) for held in before for k, v in held.items() if _is_container(k, v)]
+        modes, before = self._modes(), self._snapshot()
+        items = [(key, value) for held in self._held for key, value in held.items() if key not in _STRUCTURE]
+        contents = [(value, value.copy()) for _, value in items if type(value) in _CONTAINERS]
         try:
             yield
         finally:
-            if not self._is_as_seen():
-                self._note_written(_changed(self._attributes, self._snapshot()) - self._written)
-            for held, known in zip(self._held, before, strict=True):
-                for key in [key for key in held if key not in known and key not in _NOT_PLAIN]:
-                    del held[key]
-                held.update((key, value) for key, value in known.items() if key not in _NOT_PLAIN)
+            changed = _changed(before, self._snapshot())
+            self._note_written(changed)
+            for number, key in changed:
+                held = self._held[number]
+                if (number, key) not in before:
+                    held.pop(key, None)
+                elif key not in held["_buffers"]:
+                    held[key] = before[number, key][0]
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
             self._put(modes)
+
+    def written(self) -> str:
+        """The attributes that forward has been seen to set, in words."""
+        return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
     # ---- looking
 
@@ -177,66 +177,51 @@ class Contract:
         self._attributes = self._snapshot()
         self._values = self._all_values()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]
-
-    def _snapshot(self) -> Attributes:
-        return [
-            {
-                key: (value, value._version if isinstance(value, Tensor) else 0)
-                for key, value in (*held.items(), *held["_buffers"].items())
-                if key not in _NOT_PLAIN
-            }
-            for held in self._held
-        ]
-
-    def _all_values(self) -> list[Any]:
-        buffers = [held["_buffers"] for held in self._held]
-        return [*chain.from_iterable(map(dict.values, (*self._held, *buffers)))]
+        self._versions = list(map(_version, self._tensors))
 
     def _is_as_seen(self) -> bool:
         """The comparison that every call makes: quick, and sometimes wrong about what is not plain."""
         values = self._all_values()
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return same and self._versions == [tensor._version for tensor in self._tensors]
+        return same and self._versions == list(map(_version, self._tensors))
 
-    def _note_written(self, new: set[Key]) -> None:
+    def _all_values(self) -> list[Any]:
+        buffers = [held["_buffers"] for held in self._held]
+        return [*chain.from_iterable(map(dict.values, (*self._held, *buffers)))]
+
+    def _snapshot(self) -> Attributes:
+        return {
+            (number, key): (value, _version(value) if isinstance(value, Tensor) else 0)
+            for number, held in enumerate(self._held)
+            for key, value in (*held.items(), *held["_buffers"].items())
+            if key not in _NOT_PLAIN
+        }
+
+    def _note_written(self, keys: set[Key]) -> None:
+        new = sorted(keys - self._written)
         if new and not self._written:
-            names = ", ".join(self._name(*key) for key in sorted(new)[:4])
             _logger.warning(
                 "the model's forward sets %s%s: since micro-batches run later than they are called, what it has set is "
                 "there when engine.step() or a look at a loss has run them.",
-                names,
+                ", ".join(map(self._name, new[:4])),
                 ", ..." if len(new) > 4 else "",
             )
-        self._written |= new
+        self._written.update(new)
 
-    def written(self) -> str:
-        """The attributes that forward has been seen to set, in words."""
-        return ", ".join(self._name(*key) for key in sorted(self._written)) or "none that was seen"
+    def _name(self, key: Key) -> str:
+        return ".".join(filter(None, (self._names[key[0]], key[1])))
 
-    def _name(self, number: int, key: str) -> str:
-        return ".".join(filter(None, (self._names[number], key)))
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _changed(before: Attributes, now: Attributes) -> set[Key]:
-    return {
-        (number, key)
-        for number, (one, other) in enumerate(zip(before, now, strict=True))
-        for key in _differing(one, other)
-    }
-
-
-def _differing(before: dict[str, tuple[Any, int]], now: dict[str, tuple[Any, int]]) -> list[str]:
     """Those that are not the same object, nor equal numbers or texts, or that were written to."""
-    keys = (*before, *(key for key in now if key not in before))
-    return [key for key in keys if key not in before or key not in now or not _same(before[key], now[key])]
+    return {key for key in before.keys() | now.keys() if not _same(before.get(key, _ABSENT), now.get(key, _ABSENT))}
 
 
 def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     if one[0] is other[0]:
         return one[1] == other[1]
     return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
-
-
-def _is_container(key: str, value: Any) -> bool:
-    return key not in ("_parameters", "_buffers", "_modules") and type(value) in _CONTAINERS

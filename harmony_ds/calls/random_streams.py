@@ -65,8 +65,7 @@ class RandomStreams:
     def close(self) -> None:
         """Gives the program its generators back as they were, and forgets all streams."""
         assert self._ambient is not None
-        self._device.set_random_state(self._ambient.device)
-        _write_others(self._ambient.others)
+        self._go_to(self._ambient)
         self._ambient = self._current = self._seeded = None
         self._states.clear()
 
@@ -88,7 +87,7 @@ class RandomStreams:
         """Goes on where `stream` was left."""
         if self._current is not stream:
             self._leave()
-            self.rewind(self._states[stream])
+            self._go_to(self._states[stream])
             self._current = stream
 
     def check_drawn(self) -> None:
@@ -104,10 +103,9 @@ class RandomStreams:
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""
         self._leave()
-        self.rewind(state)
+        self._go_to(state)
 
-    def rewind(self, state: State) -> None:
-        """Goes back to `state` in whatever stream is current."""
+    def _go_to(self, state: State) -> None:
         self._device.set_random_state(state.device)
         if state.others:
             _write_others(state.others)

@@ -56,7 +56,7 @@ class Streamer:
         self._observer = observer or Observer(parts)
         self._unlayered: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
-        self._ahead: tuple[int, DeviceCopy] | None = None
+        self._ahead: dict[int, DeviceCopy] = {}  # of the layer that comes next
         self._fetched: dict[str, DeviceCopy] = {}
         self._open = False
 
@@ -91,12 +91,10 @@ class Streamer:
         finally:
             self._installation.fetch = None
             self._open = False
-            for fetched in (copy, *self._fetched.values()):
-                self._residency.evict(fetched)
+            for left in (copy, *self._fetched.values(), *self._ahead.values()):
+                self._residency.evict(left)
             self._fetched.clear()
-            if self._ahead is not None:
-                self._residency.evict(self._ahead[1])
-                self._ahead = None
+            self._ahead.clear()
 
     def call(self, request: Request) -> Any:
         """Runs one layer call at once."""
@@ -105,7 +103,7 @@ class Streamer:
         try:
             following = self._next.get(request.layer)
             if following is not None and following != request.layer:
-                self._ahead = (following, self._swap_in(following))
+                self._ahead[following] = self._swap_in(following)
             copy.wait(self._device)
             self._observer.swapped_in(copy)
             with handled_by(None):  # it is no code between layers that runs
@@ -125,12 +123,10 @@ class Streamer:
         return self._fetched[name].leaves[name].detach()
 
     def _take(self, layer: int) -> DeviceCopy:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == layer:
-            return ahead[1]
-        if ahead is not None:
-            self._residency.evict(ahead[1])
-        return self._swap_in(layer)
+        copy = self._ahead.pop(layer, None)
+        while self._ahead:
+            self._residency.evict(self._ahead.popitem()[1])
+        return self._swap_in(layer) if copy is None else copy
 
     def _swap_in(self, layer: int) -> DeviceCopy:
         names = self._layers[layer].parameters

@@ -7,11 +7,9 @@ has called runs with the lane's own modes and switches.
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,149 +20,88 @@ from torch.utils import _python_dispatch as dispatch
 from harmony_ds.calls.switches import read_switches, set_switches
 from harmony_ds.device.base import Device
 
-_PutBack = Callable[[], object]
-
-_innermost_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-_functions: Any = torch._C._len_torch_function_stack
-_dispatches: Any = torch._C._len_torch_dispatch_stack
 _C: Any = torch._C
-_subclasses: Any = _C._get_torch_function_state
-_disabled_hooks: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+_hooks: Any = _C._autograd
+_innermost_hooks = partial(_hooks._top_saved_tensors_default_hooks, True)
+_STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode),
+    (_C._len_torch_dispatch_stack, dispatch._pop_mode, dispatch._push_mode),
+)
+"""Of each stack of torch's modes: its depth, and what takes the innermost mode off and puts one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnTop:
+    """What a suspended lane has set on top of the engine's.
+
+    Attributes:
+        put_back: closed when the lane goes on, which finds there again what it had set.
+        around_layer: a context in which a layer runs as its caller would have run it; None: it does so anyway.
+    """
+
+    put_back: ExitStack
+    around_layer: Callable[[], AbstractContextManager[None]] | None
 
 
 class ThreadState:
-    """As they are now: grad mode, inference mode, autocast, open modes, hooks on saved tensors, torch's switches, the
-    running event loop, how deep calls may go, and the stream that is issued on.
-    """
-
-    __slots__ = ("_device", "_state")
+    """Inference and grad mode, hooks on saved tensors, open modes, torch's switches, autocast, and the current stream."""
 
     def __init__(self, device: Device) -> None:
-        """`device`: whose autocast may be on beside the host's, and whose stream is meant."""
-        self._device = device
-        self._state = _read(device)
+        """`device`: whose autocast may be on beside the host's, and whose stream is the current one."""
+        values: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+            (read_switches, set_switches),
+            (torch.is_grad_enabled, _C._set_grad_enabled),
+            (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+            (device.current, device.make_current),
+        ]
+        for kind in filter(torch.amp.is_autocast_available, {"cpu", device.torch_device.type}):
+            values.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
+            values.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
+        self._reads = [read for read, _ in values]
+        self._writes = [write for _, write in values]
 
-    @property
-    def is_now(self) -> bool:
-        """Whether everything is as it was."""
-        return _read(self._device) == self._state
+    def read(self) -> tuple[Any, ...]:
+        """As it is now."""
+        depths = [depth() for depth, _, _ in _STACKS]
+        return torch.is_inference_mode_enabled(), _innermost_hooks(), depths, [read() for read in self._reads]
 
-    def follow(self, began: ThreadState | None = None) -> None:
-        """What is otherwise now of the process's own, and was when a lane `began`, stays."""
-        now = _of_process()
-        if now != (began or self)._state[-2]:
-            self._state = (*self._state[:-2], now, self._state[-1])
+    def restore(self, engines: tuple[Any, ...]) -> OnTop | None:
+        """Makes everything what it was when `engines` was read; returns what was otherwise."""
+        now = self.read()
+        return None if now == engines else self._exchange(now, engines)  # as it mostly is
 
-    def restore(self) -> Own | None:
-        """Makes everything what it was; returns what was otherwise."""
-        now = _read(self._device)
-        return None if now == self._state else self._restore(now)  # as it mostly is
+    def _exchange(self, lanes: tuple[Any, ...], engines: tuple[Any, ...]) -> OnTop:
+        inference, hooks, depths, values = engines
+        put_back, modes = ExitStack(), []
+        put_back.callback(self._write, lanes[-1])  # the last to be put back, and the last to be restored
+        if lanes[0] != inference:
+            put_back.enter_context(torch.inference_mode(inference))
+        while (pair := _innermost_hooks()) is not None and pair != hooks:
+            _hooks._pop_saved_tensors_default_hooks()
+            put_back.callback(_hooks._push_saved_tensors_default_hooks, *pair)
+        for (depth, pop, push), engines_depth in zip(_STACKS, depths, strict=True):
+            while depth() > engines_depth:
+                modes.append((pop, push, pop()))
+                put_back.callback(push, modes[-1][-1])
+        self._write(values)
+        switches = lanes[-1][0]
+        as_it_is = not modes and switches == values[0]
+        return OnTop(put_back, None if as_it_is else partial(_within, switches, modes[::-1]))
 
-    def _restore(self, now: tuple[Any, ...]) -> Own:
-        inference, functions, dispatches, hooks, *_, process, place = self._state
-        switches = now[-2][-1]
-        own = Own(partial(self._set_flags, now), switches if switches != process[-1] else None)
-        if now[-1] != place:
-            self._device.make_current(place)
-            own.put_back.append(partial(self._device.make_current, now[-1]))
-        if torch.is_inference_mode_enabled() != inference:
-            guard = torch._C._InferenceMode(inference)
-            guard.__enter__()
-            own.put_back.append(partial(guard.__exit__, None, None, None))
-        while _dispatches() > dispatches:
-            own.take_mode(dispatch._push_mode, dispatch._pop_mode)
-        while _functions() > functions:
-            own.take_mode(overrides._push_mode, overrides._pop_mode)
-        while (pair := _innermost_hooks(True)) is not None and pair != hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            own.put_back.append(partial(torch._C._autograd._push_saved_tensors_default_hooks, *pair))
-        self._set_flags(self._state)
-        return own
+    def _write(self, values: list[Any]) -> None:
+        for write, value in zip(self._writes, values, strict=True):
+            write(value)
 
-    def _set_flags(self, state: tuple[Any, ...]) -> None:
-        *_, grad, host, device, caches, subclasses, disabled, loop, (anomaly, depth, switches), _ = state
-        torch._C._set_grad_enabled(grad)
-        torch.set_autocast_cache_enabled(caches)
-        for kind, autocast in (("cpu", host), (self._device.torch_device.type, device)):
-            if autocast is not None:
-                torch.set_autocast_enabled(kind, autocast[0])
-                torch.set_autocast_dtype(kind, autocast[1])
-        _C._set_torch_function_state(subclasses)
-        if disabled is None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-        else:
-            torch._C._autograd._saved_tensors_hooks_disable(disabled)
-        asyncio._set_running_loop(loop)
-        torch.set_anomaly_enabled(*anomaly)
-        sys.setrecursionlimit(depth)
+
+@contextmanager
+def _within(
+    switches: tuple[Any, ...], modes: list[tuple[Callable[[], Any], Callable[[Any], object], Any]]
+) -> Iterator[None]:
+    """While open, torch's switches are set so and `modes` are open, the last one innermost."""
+    with ExitStack() as stack:
+        stack.callback(set_switches, read_switches())
         set_switches(switches)
-
-
-class Own:
-    """What a lane has put on top of the engine's.
-
-    Attributes:
-        put_back: puts it there again, the last one first.
-    """
-
-    def __init__(self, put_back: _PutBack, switches: tuple[Any, ...] | None) -> None:
-        """`switches`: torch's, if they are the lane's own."""
-        self.put_back = [put_back]
-        self._switches = switches
-        self._modes: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []  # the innermost first
-
-    def take_mode(self, push: Callable[[Any], object], pop: Callable[[], Any]) -> None:
-        """Closes the innermost mode of a kind."""
-        mode = pop()
-        self.put_back.append(partial(push, mode))
-        self._modes.append((push, pop, mode))
-
-    def again(self) -> None:
-        """Everything is the lane's again."""
-        for put_back in reversed(self.put_back):
-            put_back()
-
-    @property
-    def around_layer(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """A context in which a layer runs as its caller would have run it; None: it does so anyway."""
-        return self._around_layer if self._modes or self._switches is not None else None
-
-    @contextmanager
-    def _around_layer(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._switches is not None:
-                stack.callback(set_switches, read_switches())
-                set_switches(self._switches)
-            for push, pop, mode in reversed(self._modes):
-                push(mode)
-                stack.callback(pop)
-            yield
-
-
-def _read(device: Device) -> tuple[Any, ...]:
-    kind, beside = device.torch_device.type, None
-    if kind != "cpu" and _has_autocast(kind):
-        beside = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return (
-        torch.is_inference_mode_enabled(),
-        _functions(),
-        _dispatches(),
-        _innermost_hooks(True),
-        torch.is_grad_enabled(),
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        beside,
-        torch.is_autocast_cache_enabled(),
-        _subclasses(),
-        _disabled_hooks(),
-        asyncio._get_running_loop(),
-        _of_process(),
-        device.current(),
-    )
-
-
-def _of_process() -> tuple[Any, ...]:
-    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    return anomaly, sys.getrecursionlimit(), read_switches()
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+        for pop, push, mode in modes:
+            push(mode)
+            stack.callback(pop)
+        yield

@@ -12,6 +12,7 @@ come back to the device holds that wait.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,20 +23,18 @@ from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, U
 from harmony_ds.scheduler.trace import ExecutedStep
 
 _TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT, Stream.PEER: PEER}
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One task: when it was issued, and what it did on which stream."""
+    """One task: when it was issued, and between which moments it did what; the first and the last one count."""
 
     task: Task
     begin_ms: float
     end_ms: float = 0.0
     device_bytes: int = 0
-    copies: list[tuple[Stream, Moment, Moment]] = field(default_factory=list)
-    computes: Moment | None = None
-    host_ms: list[tuple[float, float]] = field(default_factory=list)  # appended by the update thread
+    moments: dict[Stream, list[Moment]] = field(default_factory=lambda: defaultdict(list))
+    host_ms: list[float] = field(default_factory=list)  # appended by the update thread
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class StepTimeline:
         recorded = self._steps = []
         executed: list[ExecutedStep] = []
         try:
-            with self._device.copies_watched(self._copies_of_task):
+            with self._device.copies_watched(self._watched):
                 yield executed
         finally:
             self._steps = None
@@ -94,22 +93,20 @@ class StepTimeline:
         finally:
             self._step = self._open = None
 
-    def task(self, task: Task) -> AbstractContextManager[None]:
-        """Around the handler of `task`."""
-        return _NOTHING if self._step is None else self._entry(self._step, task)
-
     @contextmanager
-    def _entry(self, step: _Step, task: Task) -> Iterator[None]:
-        entry = self._open = _Entry(task, _now_ms())
-        step.entries.append(entry)
-        try:
+    def task(self, task: Task) -> Iterator[None]:
+        """Around the handler of `task`."""
+        if self._step is None:
             yield
-        finally:
-            if entry.computes is not None:
-                entry.copies.append((Stream.COMPUTE, entry.computes, self._device.moment(Stream.COMPUTE)))
-            entry.end_ms = _now_ms()
-            entry.device_bytes = self._device.allocated_bytes()
-            self._open = None
+            return
+        entry = self._open = _Entry(task, _now_ms())
+        self._step.entries.append(entry)
+        yield
+        if Stream.COMPUTE in entry.moments:
+            self.computes()
+        entry.end_ms = _now_ms()
+        entry.device_bytes = self._device.allocated_bytes()
+        self._open = None
 
     def waited(self) -> None:
         """The task that is open had to wait until now for an earlier update."""
@@ -117,32 +114,30 @@ class StepTimeline:
             self._open.begin_ms = _now_ms()
 
     def computes(self) -> None:
-        """From here on the task that is open issues work on the compute stream."""
+        """From here on the task that is open issues work on the compute stream, to its end."""
         if self._open is not None:
-            self._open.computes = self._device.moment(Stream.COMPUTE)
-
-    def _copies_of_task(self, stream: Stream, issuing: Issuing) -> Issuing:
-        return issuing if self._open is None else self._copies(self._open, stream, issuing)
+            self._open.moments[Stream.COMPUTE].append(self._device.moment(Stream.COMPUTE))
 
     @contextmanager
-    def _copies(self, entry: _Entry, stream: Stream, issuing: Issuing) -> Iterator[None]:
+    def _watched(self, stream: Stream, issuing: Issuing) -> Iterator[None]:
+        """Around copies that are issued on `stream`."""
+        moments = None if self._open is None else self._open.moments[stream]
         with issuing:
-            begin = self._device.moment(stream)
-            try:
-                yield
-            finally:
-                entry.copies.append((stream, begin, self._device.moment(stream)))
+            if moments is not None:
+                moments.append(self._device.moment(stream))
+            yield
+            if moments is not None:
+                moments.append(self._device.moment(stream))
 
-    def host_work(self) -> AbstractContextManager[object]:
+    def host_work(self) -> AbstractContextManager[None]:
         """To be put around work that is queued now, when it is done."""
-        return _NOTHING if self._open is None else _host_work(self._open)
+        return nullcontext() if self._open is None else _timed(self._open.host_ms)
 
     # ---- afterwards
 
     def _read(self, step: _Step) -> ExecutedStep:
         begin = step.begin_ms
-        spans = [span for entry in step.entries for span in self._host_spans(entry, begin)]
-        spans += self._device_spans(step)
+        spans = [*self._host_spans(step), *self._device_spans(step)]
         return ExecutedStep(
             plan=step.plan,
             issued_ms=tuple((entry.begin_ms - begin, entry.end_ms - begin) for entry in step.entries),
@@ -150,35 +145,29 @@ class StepTimeline:
             spans=tuple(sorted(spans, key=lambda span: (span.begin_ms, span.end_ms))),
         )
 
-    def _host_spans(self, entry: _Entry, step_ms: float) -> Iterator[Span]:
-        # Where nothing overlaps, the host's part in a task is the task itself.
-        if self._device.copies_overlap:
-            yield Span(HOST, entry.begin_ms - step_ms, entry.end_ms - step_ms, (entry.task,))
-        if entry.host_ms:
-            begin, end = entry.host_ms[0][0], entry.host_ms[-1][1]
-            yield Span(UPDATE, begin - step_ms, end - step_ms, (entry.task,))
+    def _host_spans(self, step: _Step) -> Iterator[Span]:
+        for entry in step.entries:
+            # Where nothing overlaps, the host's part in a task is the task itself.
+            if self._device.copies_overlap:
+                yield Span(HOST, entry.begin_ms - step.begin_ms, entry.end_ms - step.begin_ms, (entry.task,))
+            if entry.host_ms:
+                yield Span(UPDATE, entry.host_ms[0] - step.begin_ms, entry.host_ms[-1] - step.begin_ms, (entry.task,))
 
     def _device_spans(self, step: _Step) -> Iterator[Span]:
         """One span for all that a task did on a stream."""
-        marks = [mark for entry in step.entries for _, begin, end in entry.copies for mark in (begin, end)]
-        times = iter([ms - step.begin_ms for ms in self._device.read_moments(marks)])
-        for entry in step.entries:
-            first: dict[Stream, float] = {}
-            last: dict[Stream, float] = {}
-            for stream, _, _ in entry.copies:
-                first.setdefault(stream, next(times))
-                last[stream] = next(times)
-            for stream, begin in first.items():
-                yield Span(_TRACKS[stream], begin, last[stream], (entry.task,))
+        parts = [(entry.task, stream, times) for entry in step.entries for stream, times in entry.moments.items()]
+        ends = self._device.read_moments([moment for _, _, times in parts for moment in (times[0], times[-1])])
+        for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
+            yield Span(_TRACKS[stream], begin - step.begin_ms, end - step.begin_ms, (task,))
 
 
 @contextmanager
-def _host_work(entry: _Entry) -> Iterator[None]:
-    begin = _now_ms()
+def _timed(host_ms: list[float]) -> Iterator[None]:
+    host_ms.append(_now_ms())
     try:
         yield
     finally:
-        entry.host_ms.append((begin, _now_ms()))
+        host_ms.append(_now_ms())
 
 
 def _now_ms() -> float:

@@ -252,6 +252,10 @@ def test_what_forward_sets_is_there_after_the_step_and_costs_no_grouping(caplog:
                 engine.step()
         assert engine.swap_report().ratio == 1.0
         assert torch.equal(model.deltas, inputs(5).mean(1))
+        engine.eval()
+        with torch.inference_mode():  # such tensors do not tell how often they have been written to
+            engine(inputs(6))
+        assert torch.equal(model.deltas, inputs(6).mean(1))
     assert len([record for record in caplog.records if "sets deltas" in record.getMessage()]) == 1
 
 

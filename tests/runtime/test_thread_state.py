@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from greenlet import getcurrent
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.calls.intercept import Autocast, Request
+from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device import CpuDevice
 from harmony_ds.runtime.thread_state import ThreadState
 from tests.runtime.test_lane import model_and_lane
@@ -33,7 +32,7 @@ class Dispatches(TorchDispatchMode):
 
 def state() -> tuple[Any, ...]:
     """What code that runs now would see."""
-    return ThreadState(CpuDevice())._state
+    return ThreadState(CpuDevice()).read()
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -75,27 +74,6 @@ def test_what_a_lane_opens_around_a_layer_is_the_lanes_alone(context: Context) -
             assert state() == outside
         assert first.finished and second.finished
     assert seen == [True] * 4
-
-
-@each
-def test_the_engine_answers_in_a_lane_only_where_the_lane_has_set_nothing_of_its_own(context: Context) -> None:
-    outside, engines, found = state(), getcurrent(), []
-
-    def opening(model: nn.Module) -> None:
-        model[0](torch.empty(1, 2))
-        with context():
-            model[1](torch.empty(1, 2))
-        model[2](torch.empty(1, 2))
-
-    def answer(request: Request) -> Any:
-        found.append((getcurrent() is engines, state() == outside))
-        return torch.empty(1, 2)
-
-    with model_and_lane(opening) as lane:
-        lane.resume()
-        lane.run_on(answer)
-        assert lane.finished
-    assert found == [(True, True), (True, True), (False, True)]
 
 
 @pytest.mark.parametrize("outer", CONTEXTS.values(), ids=CONTEXTS)
