@@ -221,6 +221,7 @@ class Loop:
     ) -> list[Tensor]:
         """One optimizer step, or a part of one, over what `queue` queues, each loss divided by `divisor`; the losses."""
         counts = self._counts
+        self._open.settle()
         try:
             queued = queue()
             for micro_batch in queued:

@@ -238,6 +238,35 @@ def test_masters_that_are_read_or_saved_are_those_of_weights_written_by_hand(tmp
         assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))  # type: ignore[arg-type]
 
 
+def average_for_a_while(weight: Any, value: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(value)
+    kept = weight.data
+    weight.data = torch.zeros_like(value)
+    assert not weight.any()
+    weight.data = kept
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight, value: setattr(weight, "data", value),
+        lambda weight, value: weight.data.copy_(value),
+        lambda weight, value: nn.init.constant_(weight, float(value.flatten()[0])),
+        average_for_a_while,
+    ],
+    ids=["data=", "data.copy_", "init", "kept and put back"],
+)
+def test_masters_follow_what_is_written_before_a_batch(write: Any) -> None:
+    model = net().bfloat16()
+    with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
+        half_step(engine, 0)
+        write(model.head.weight, torch.full_like(model.head.weight, 0.5).detach())
+        engine.train_batch([(batch(1)[0].bfloat16(),)], loss_fn=lambda out: out.float().square().mean())
+        master = safe_get_full_fp32_param(model.head.weight)
+        assert master is not None and 0.0 < (master - 0.5).abs().max() < 0.2
+
+
 def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
