@@ -88,13 +88,7 @@ class StepGroup:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
         check_saved_tensors("a call of the engine")
-        try:
-            return self._add(Arguments(args, kwargs, take_over=True))
-        finally:
-            self._parts.put_forward.called()
-
-    def _add(self, arguments: Arguments) -> Any:
-        ticket = self.queue(arguments)
+        ticket = self.queue(Arguments(args, kwargs, take_over=True))
         args, kwargs = ticket.micro_batch.inputs
         kind = self._parts.kinds.get(args, kwargs)
         assert kind is not None
@@ -263,7 +257,7 @@ class StepGroup:
 
     def divisor(self) -> int:
         """What gradients are divided by that come to outputs now."""
-        return 1 if EngineBackward.is_under_way() else self._parts.accumulation()
+        return 1 if EngineBackward.under_way else self._parts.accumulation()
 
     def divided_by_hand(self) -> None:
         """A loss that the program has divided by the accumulation steps is about to be divided by them again."""
