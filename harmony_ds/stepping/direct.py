@@ -20,22 +20,17 @@ from harmony_ds.calls.boundary import nodes_behind
 class EngineBackward:
     """Counts the calls of `engine.backward` that are under way, of whichever engine: one may lead through another."""
 
-    _under_way: ClassVar[int] = 0
+    under_way: ClassVar[int] = 0
 
     @classmethod
     @contextmanager
     def entered(cls) -> Iterator[None]:
         """Around a backward pass whose loss has been divided."""
-        cls._under_way += 1
+        cls.under_way += 1
         try:
             yield
         finally:
-            cls._under_way -= 1
-
-    @classmethod
-    def is_under_way(cls) -> bool:
-        """Whether gradients that come now have been divided."""
-        return cls._under_way > 0
+            cls.under_way -= 1
 
 
 def divided(tensor: Tensor, divisor: int) -> Tensor:

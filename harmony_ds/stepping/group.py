@@ -91,14 +91,11 @@ class StepGroup(Queue):
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
         check_saved_tensors("a call of the engine")
-        try:
-            ticket = self.queue(Arguments(args, kwargs, take_over=True))
-            kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
-            assert kind is not None
-            if not kind.pending or self._runner.at_their_calls:
-                return ticket.outputs()
-        finally:
-            self._parts.put_forward.called()
+        ticket = self.queue(Arguments(args, kwargs, take_over=True))
+        kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
+        assert kind is not None
+        if not kind.pending or self._runner.at_their_calls:
+            return ticket.outputs()
         loss = PendingLoss(frozenset([ticket]), kind.dtype, self._parts.calls.device.torch_device)
         return kind.outputs(loss, ticket.outputs)
 
@@ -246,7 +243,7 @@ class StepGroup(Queue):
     # ---- propagating back
 
     def divisor(self) -> int:
-        return 1 if EngineBackward.is_under_way() else self._parts.accumulation()
+        return 1 if EngineBackward.under_way else self._parts.accumulation()
 
     def divided_by_hand(self) -> None:
         self._parts.divided_by_hand()

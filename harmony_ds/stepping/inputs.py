@@ -26,10 +26,8 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
         """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
         leaves, self._shape = flatten((args, kwargs))
-        if take_over:
-            own = {id(leaf): _own(leaf) for leaf in leaves}
-            leaves = [own[id(leaf)] for leaf in leaves]
-        self._leaves = leaves
+        own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
+        self._leaves = [own[id(leaf)] for leaf in leaves]
         self._shape.forget_originals()
 
     @property

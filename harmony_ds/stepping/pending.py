@@ -2,8 +2,7 @@
 
 What stays pending: arithmetic with numbers, other pending losses and scalars without a graph, `detach`, `float`, `clone`,
 `mean`, ... and `backward`. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`,
-comparisons, formatting, collectives of `torch.distributed`, and adding it in place to a plain tensor (`total += loss`),
-because nobody could tell that tensor's other owners later.
+comparisons, formatting, collectives of `torch.distributed`, adding it in place to a plain tensor (`total += loss`).
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from harmony_ds.errors import UnsupportedError
 
 _LAZY = frozenset(
-    "add sub rsub mul div true_divide neg positive exp float double half bfloat16 to cpu clone detach data mean sum "
-    "__rsub__ __rdiv__".split()
+    "add sub mul div neg exp float double half bfloat16 to cpu clone detach data mean sum __rsub__ __rdiv__".split()
 )
-_DIVISIONS = frozenset(["div", "true_divide"])
 _METADATA = frozenset("shape dtype device ndim layout dim size numel is_floating_point is_cuda".split())
 
 
@@ -148,7 +145,7 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
     loss = PendingLoss(tickets, like.dtype, like.device, like.requires_grad)
     loss._function, loss._operands = function, operands
     loss.divisors = pending[0].divisors.union(*(one.divisors for one in pending))
-    if func.__name__ in _DIVISIONS and not others:
+    if func.__name__ == "div" and not others:
         loss.divisors |= {operands[-1]}
     return loss
 

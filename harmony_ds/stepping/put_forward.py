@@ -26,7 +26,7 @@ class PutForward:
         return _code(self._standing()) not in self._left
 
     def call(self) -> Callable[..., Any]:
-        """Calls the module by what stands there now."""
+        """Calls the module by what stands there now, which stands there no more if it takes itself away."""
         put = self._standing()
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -35,14 +35,10 @@ class PutForward:
             self._left.setdefault(_code(put), self._standing())
             return outputs
 
-        return self._module if put is None else call
-
-    def called(self) -> None:
-        """A call was made: what takes itself away stands there no more, though it may run later."""
-        put = self._standing()
         left = self._left.get(_code(put), put)
         if _code(left) != _code(put):
             self._stand(left)
+        return self._module if put is None else call
 
     def _standing(self) -> Any:
         put = self._module.__dict__.get("forward")

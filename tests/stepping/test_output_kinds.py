@@ -130,3 +130,11 @@ def test_what_the_outputs_do_not_have_is_their_error() -> None:
     assert not looked
     with pytest.raises(KeyError, match="hidden"):
         _ = output.hidden
+
+
+def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
+    real = Outputs(logits=torch.ones(2), loss=torch.tensor(6.0))
+    output = OutputKind.of(real).outputs(pending()[0], lambda: real)
+
+    assert isinstance(output["loss"], PendingLoss)
+    assert output[0] is real["logits"]
