@@ -8,7 +8,7 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.measuring.measuring import SEVERAL
-from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
@@ -197,16 +196,13 @@ def _see(
     measuring, wanted = planner.measuring, planner.wanted_sizes
     measuring.machine = machine
 
-    def few(rows: int) -> Callable[[], Any]:
-        return lambda: call(**few_rows(dict(inputs), rows))
-
     autocast = Autocast.of(assembly.device.torch_device.type, config.autocast_dtype)
 
-    def call(**named: Any) -> Any:
+    def call(named: dict[str, Any]) -> Any:
         with Autocast.entered(autocast):
             return model(**named)
 
-    profile = measuring.profile(Sample(inputs, lambda: call(**inputs), few, loss_of, seed=0), wanted)
+    profile = measuring.profile(Sample(dict(inputs), call, loss_of, seed=0), wanted)
     graph = planner.graph_with(profile.calls)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, wanted or WHOLE)

@@ -99,7 +99,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
         measurement = Measurement(Setup(made.parts, made.layers))
         try:
-            return measurement.measure(Sample(inputs, lambda: model(**inputs), lambda rows: lambda: None, loss_of, 0))
+            return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))
         finally:
             made.destroy()
 

@@ -26,7 +26,7 @@ from harmony_ds.calls.trees import tensors_in
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.errors import ModelError, ParameterOutsideLayerError, RecomputeError
+from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.routing import RoutingWatch, extremes
@@ -34,7 +34,7 @@ from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.costs import CallCost, CostTable
 
 _logger = logging.getLogger(__name__)
 
@@ -62,38 +62,27 @@ class Measurement(Passes):
         """Costs of its forward pass and of propagating its objective.
 
         Raises:
-            ParameterOutsideLayerError: a parameter was used outside its layer; `Installation.touched` has its name.
-            UnseenError: a layer does something that was not known of it, and is now: to be measured again.
+            UnseenError: the model does something that was not known of it, and is now: to be measured again.
             RecomputeError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
-            BaseException: whatever the model or the objective raised.
+            BaseException: whatever the model or the objective raised; perhaps for what `Installation.touched` names.
         """
-        touched = self._parts.installation.touched
-        try:
-            with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
-                _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
-                self._resident_leaves = copy.leaves
-                with self._lent(copy), self._parts.device.probe() as probe:
-                    self._stretch = _Stretch(probe)
-                    self._base = probe.live_bytes()
-                    self._measure(sample)
-        except Exception as error:
-            if touched and not isinstance(error, (ParameterOutsideLayerError, torch.OutOfMemoryError)):
-                raise ParameterOutsideLayerError(str(error)) from error
-            raise
-        return replace(self._seen.table(), in_slices=self._rows.cuts)
+        with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
+            _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
+            self._resident_leaves = copy.leaves
+            with self._parts.device.probe() as probe:
+                self._stretch = _Stretch(probe)
+                self._base = probe.live_bytes()
+                self._measure(sample)
+        return replace(self._seen.table(), in_slices=self._setup.rows.cuts)
 
     def _measure(self, sample: Sample) -> None:
-        seen, touched = self._seen, self._parts.installation.touched
+        seen = self._seen
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         self._stretch.begin()
         outputs = self._forward(sample)
-        self._check_seen()
         loss = sample.objective(outputs)
-        if touched:
-            raise ParameterOutsideLayerError(
-                f"{', '.join(sorted(touched))}: used outside the calls of the layers that own them."
-            )
+        self._check_seen()
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
             with backward_of_engine():
@@ -101,14 +90,12 @@ class Measurement(Passes):
         # The loss is scaled before it is propagated.
         seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
         del outputs, loss
-        seen.tail.taken = [*self._take_gradients()]
+        seen.tail.taken.extend(self._take_gradients())
         seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
         held = max(0, self._stretch.alive() - self._base)
-        for stashed in self._stashed:
-            if stashed.storage.expired():
-                seen.calls[stashed.number].gone += stashed.nbytes
-        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        for stashed in self._pop_freed():
+            seen.calls[stashed.number].gone += stashed.nbytes
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
@@ -136,7 +123,8 @@ class Measurement(Passes):
         self._just_taken = {id(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is let go at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
-        seen.calls.append(SeenCall(request.layer, max(0, stretch.alive() - self._base - stashed), stashed))
+        alive = max(0, stretch.alive() - self._base - stashed)
+        seen.calls.append(SeenCall(request.layer, CallCost(alive_bytes=alive, alive_and_stashed_bytes=stashed)))
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, measured, and propagates through it at once."""
@@ -168,7 +156,7 @@ class Measurement(Passes):
     # ---- what nobody knew of the model
 
     def _check_seen(self) -> None:
-        """Behind the forward pass; raises UnseenError."""
+        """Behind the forward pass and the objective; raises UnseenError."""
         calls = self._parts.layer_calls
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
             calls.copy_inputs(layer)
@@ -178,6 +166,7 @@ class Measurement(Passes):
             if not unseen.isdisjoint(one.module.modules()):
                 calls.replay_buffers(one.index)
                 self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
+        self._surprises += [f"{name} is used outside its layer's calls." for name in self._parts.installation.touched]
         if self._surprises:
             raise UnseenError(" ".join(self._surprises))
 
@@ -216,22 +205,29 @@ class Measurement(Passes):
         self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
         just_taken = {_place(t) for t in self._inputs if id(t) in self._just_taken}
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
+        first = again = again_at_cut = 0
         bases: dict[int, int] = {}
         for entry in recorded.entries:
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
+            memory = StorageWeakRef(storage)
             if _place(entry.device_tensor) in just_taken:
-                call.stash_again_at_cut += entry.nbytes
-            elif StorageWeakRef(storage).cdata in earlier:
-                call.stash_again += entry.nbytes
+                again_at_cut += entry.nbytes
+            elif memory.cdata in earlier:
+                again += entry.nbytes
             else:
-                call.stash += entry.nbytes
-                self._stashed.append(_Stashed(StorageWeakRef(storage), storage.nbytes(), recorded.number))
-                key = StorageWeakRef(storage).cdata
-                bases[key] = bases.get(key, storage.nbytes()) - entry.nbytes
-        call.stash_base = sum(max(0, nbytes) for nbytes in bases.values())
-        call.needs_backward = True
-        call.made = [output_gradient for output_gradient in recorded.output_gradients if output_gradient is not None]
+                first += entry.nbytes
+                self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
+                bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
+        call.cost = replace(
+            call.cost,
+            stash_bytes=first,
+            stash_again_bytes=again,
+            stash_again_at_cut_bytes=again_at_cut,
+            stash_base_bytes=sum(max(0, nbytes) for nbytes in bases.values()),
+            needs_backward=True,
+        )
+        call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
         call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
 
     def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
@@ -243,7 +239,8 @@ class Measurement(Passes):
         if self._parts.residency.accumulates_in_place:
             _gather_from_zero(copy)
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
-            call.gradients = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
+            nbytes = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
+            call.cost = replace(call.cost, gradient_bytes=nbytes)
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
@@ -273,7 +270,7 @@ class Measurement(Passes):
             self._stretch.begin()
             if recorded.cut is None:
                 self._parts.layer_calls.recompute(recorded, copy.leaves, self._parts.random.replay)
-                call.kept = max(call.kept, self._stretch.left())
+                call.cost = replace(call.cost, kept_bytes=max(call.cost.kept_bytes, self._stretch.left()))
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
@@ -281,7 +278,8 @@ class Measurement(Passes):
             target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
         }
         if not self._parts.residency.accumulates_in_place:
-            call.leaf = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
+            nbytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
+            call.cost = replace(call.cost, leaf_bytes=nbytes)
         gather()
 
     # ---- the code between the calls
@@ -311,18 +309,18 @@ class Measurement(Passes):
         stashed = 0
         while self._recorded:
             number = self._recorded.pop().number
-            stashed += sum(s.nbytes for s in self._stashed if s.storage.expired() and s.number <= number)
-            self._stashed = [s for s in self._stashed if not s.storage.expired()]
+            stashed += sum(s.nbytes for s in self._pop_freed() if s.number <= number)
         return stashed
+
+    def _pop_freed(self) -> list[_Stashed]:
+        """What was stashed and nothing holds any more; forgets it."""
+        freed = [s for s in self._stashed if s.storage.expired()]
+        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        return freed
 
     def _take_gradients(self) -> list[OutputGradient]:
         """The outputs whose gradients came into being since the last time; drops those."""
-        return [
-            output_gradient
-            for call in self._seen.calls
-            for output_gradient in call.made
-            if output_gradient.take() is not None
-        ]
+        return [gradient for call in self._seen.calls for gradient in call.made if gradient.take() is not None]
 
     def _given_to_unlayered(self) -> dict[str, int]:
         """Bytes of the unlayered parameters whose gradients have changed since the last time."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
 
 _Gradient = OutputGradient | InterLayerGradient
+_NOTHING_KNOWN = CallCost()
 
 
 @dataclass(slots=True, eq=False)
@@ -17,15 +18,13 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        alive, alive_and_stashed: before it, beyond what was there before the first call: what is not stashed, and what is.
+        cost: what is known of its `CallCost` at once, without the other calls.
         gone: inputs that no earlier call took, and that nothing held any more when the forward pass was over.
         forward: the most while its forward ran.
         graph: what was left when its forward returned.
-        kept: what its graph held then, its inputs and outputs apart.
         inter_layer, inter_layer_kept: the most in the code behind it, up to the next call, and what is left of that.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
-        leaf, gradients, stash...: see `_cost`, and what `CallCost` says of them.
         unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that come of propagating through it.
@@ -33,24 +32,15 @@ class SeenCall:
     """
 
     layer: int = -1
-    alive: int = 0
-    alive_and_stashed: int = 0
+    cost: CallCost = _NOTHING_KNOWN
     gone: int = 0
     forward: int = 0
     graph: int = 0
-    kept: int = 0
     inter_layer: int = 0
     inter_layer_kept: int = 0
     backward: int = 0
     settle: int = 0
-    leaf: int = 0
-    stash: int = 0
-    stash_again: int = 0
-    stash_again_at_cut: int = 0
-    stash_base: int = 0
-    gradients: int = 0
     unlayered: dict[str, int] = field(default_factory=dict)
-    needs_backward: bool = False
     made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
     settled: list[OutputGradient] = field(default_factory=list)
@@ -94,7 +84,7 @@ class Seen:
         call = self.calls[position]
         forward = max(call.forward, call.graph + call.inter_layer)
         if position == 0:
-            forward = max(forward, self.lead - call.alive)
+            forward = max(forward, self.lead - call.cost.alive_bytes)
         later = self._later(position + 1)
         settle = 0
         if call.settle:
@@ -105,23 +95,14 @@ class Seen:
         waiting = self._waiting(self._later(position), position)
         if position == 0:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
-        return CallCost(
-            alive_bytes=call.alive,
-            alive_and_stashed_bytes=call.alive_and_stashed,
-            alive_after_forward_bytes=max(0, call.alive - call.gone),
-            stash_bytes=call.stash,
-            stash_again_bytes=call.stash_again,
-            stash_again_at_cut_bytes=call.stash_again_at_cut,
-            stash_base_bytes=call.stash_base,
+        return replace(
+            call.cost,
+            alive_after_forward_bytes=max(0, call.cost.alive_bytes - call.gone),
             shared_bytes=waiting,
             forward_bytes=forward,
             graph_bytes=call.graph + call.inter_layer_kept,
-            kept_bytes=call.kept,
             settle_bytes=settle,
-            backward_bytes=backward if call.needs_backward or position == 0 else 0,
-            leaf_bytes=call.leaf,
-            gradient_bytes=call.gradients,
-            needs_backward=call.needs_backward,
+            backward_bytes=backward if call.cost.needs_backward or position == 0 else 0,
             keeps_graph=any(first < position <= last for first, last in self.spans),
         )
 
@@ -145,13 +126,11 @@ class Seen:
                 ends.setdefault(gradient.deadline, []).append(gradient)
         for deadline, targets in ends.items():
             call = self.calls[deadline] if deadline >= 0 else self.tail
-            at_tensors = self._nbytes(targets)
-            at_outputs = self._nbytes(
-                output_gradient for output_gradient in call.settled if id(output_gradient) not in due
-            )
-            users = sum(
-                any(_due(g) == deadline and isinstance(g, InterLayerGradient) for g in c.taken) for c in self.calls
-            )
+            at_tensors, at_outputs = self._nbytes(targets), self._nbytes(g for g in call.settled if id(g) not in due)
+            ending = [
+                [g for g in c.taken if isinstance(g, InterLayerGradient) and g.deadline == deadline] for c in self.calls
+            ]
+            users = sum(map(bool, ending))
             total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
         return total
 

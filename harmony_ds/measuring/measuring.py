@@ -7,27 +7,25 @@ measured anew.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.trees import tensors_in
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import HarmonyError
-from harmony_ds.measuring.alone import Alone
-from harmony_ds.measuring.budget import measured_within_budget
+from harmony_ds.device.base import Device
+from harmony_ds.errors import DoesNotFitError, HarmonyError
 from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.passes import Setup
+from harmony_ds.measuring.passes import Passes, Setup
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
 from harmony_ds.measuring.rates import measure_rates
-from harmony_ds.measuring.row_probe import Found, RowProbe
-from harmony_ds.measuring.sample import Sample
+from harmony_ds.measuring.row_probe import RowProbe
+from harmony_ds.measuring.sample import Sample, shapes_of
 from harmony_ds.measuring.timing import Timing
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
@@ -39,7 +37,6 @@ _logger = logging.getLogger(__name__)
 
 SEVERAL = "of several sizes"
 """In the key of a profile: its tables are of one micro-batch in slices of different sizes."""
-Shapes = tuple[tuple[int, ...], ...]
 
 _ATTEMPTS = 16
 _MOST_COUNTED = 8
@@ -53,7 +50,7 @@ class Measuring:
         self._parts = parts
         self._file = file
         self._setup = Setup(parts, layers, graph.unlayered)
-        self._found: Found | None = None
+        self._found: Rows | None = None  # which layers can be cut
         self._probed_calls: tuple[int, ...] = ()
         self.machine: Machine | None = None
 
@@ -71,7 +68,7 @@ class Measuring:
         if sizes == WHOLE:
             return WHOLE_CALLS
         assert self._found is not None
-        return self._found.rows(sizes.forward, sizes.backward)
+        return replace(self._found, forward=sizes.forward, backward=sizes.backward)
 
     def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
         """Bytes and times of `sample` in slices of `sizes`; None: of 1, 2, 4, ... rows and whole, as far as the device
@@ -82,22 +79,24 @@ class Measuring:
             BaseException: whatever the model or the objective raised.
         """
         with self._within_budget():
-            return self._of_several_sizes(sample) if sizes is None else self._of_one_size(sample, sizes)
+            profile = self._of_several_sizes(sample) if sizes is None else self._of_one_size(sample, sizes)
+        self.machine = profile.machine
+        return profile
 
     def _of_one_size(self, sample: Sample, sizes: Sizes) -> Profile:
         table = self._observe(sample, sizes)
         key = self._key(table.calls, sample, sizes)
-        known = self._load(key)
+        known = self._file.load(key)
         # Whoever has other processes may wait for them within the model: all make as many forward passes.
         if not self._parts.world.any("measure the model", known is None):
             assert known is not None
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
-        return self._save(((sample.rows, self._time(table, sample, sizes)),), key)
+        return self._saved(((sample.rows, self._time(table, sample, sizes)),), key)
 
     def _of_several_sizes(self, sample: Sample) -> Profile:
         self._probe(sample)
         key = self._key(self._probed_calls, sample, None)
-        known = self._load(key)
+        known = self._file.load(key)
         if known is not None:
             return known
         tables: list[tuple[int, CostTable]] = []
@@ -113,7 +112,7 @@ class Measuring:
                     raise
                 _logger.info("slices of %d rows do not fit on the device; larger ones are not tried", size)
                 break
-        return self._save(tuple(tables), key)
+        return self._saved(tuple(tables), key)
 
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
         """Bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them.
@@ -123,18 +122,9 @@ class Measuring:
         with self._within_budget():
             return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
 
-    def alone(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
-        """See `Alone.open`; layer calls are cut into `rows`."""
-        return Alone(replace(self._setup, rows=rows)).open()
-
-    @contextmanager
-    def _within_budget(self) -> Iterator[None]:
-        with measured_within_budget(self._parts.device):
-            try:
-                yield
-            except torch.OutOfMemoryError:
-                self._parts.stash.abandon()
-                raise
+    def losses(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
+        """See `Passes.losses`; layer calls are cut into `rows`."""
+        return Passes(replace(self._setup, rows=rows)).losses()
 
     def _probe(self, sample: Sample) -> None:
         """Which layers can be cut; found out once, and said."""
@@ -142,80 +132,90 @@ class Measuring:
             return
         # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
+        refused: dict[int, str] = {}
         try:
-            self._probed_calls = self._observe(replace(sample, forward=sample.few(more)), WHOLE).calls
+            self._probed_calls = self._observe(sample.few(more), WHOLE).calls
             with self._parts.contract.undone():
-                self._found = RowProbe(self._setup).probe(sample, (few, more))
+                self._found, refused = RowProbe(self._setup).probe(sample, (few, more))
         except (HarmonyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
             self._probed_calls = self._observe(sample, WHOLE).calls
-            self._found = Found()
+            self._found = WHOLE_CALLS
             _logger.warning(
                 "all layers run with whole micro-batches: the model does not take %d of a micro-batch's rows (%r)",
                 more,
                 error,
             )
-        for layer, reason in self._found.refused.items():
+        for layer, reason in refused.items():
             if reason:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._setup.layers[layer].name, reason)
 
     def _observe(self, sample: Sample, sizes: Sizes) -> CostTable:
-        """Bytes, measured until nothing about the model comes as a surprise.
-
-        Parameters that turn out to be used between layers join the unlayered ones, and the model is measured again; so it
-        is when a layer turns out to change its input.
+        """Bytes, measured until nothing about the model comes as a surprise: parameters that turn out to be used between
+        layers join the unlayered ones.
         """
         if sizes != WHOLE:
             self._probe(sample)
-        setup = replace(self._setup, rows=self.rows(sizes))
         with self._parts.contract.undone():
             for _ in range(_ATTEMPTS):
                 try:
-                    costs = Measurement(setup).measure(sample)
-                    break
-                except UnseenError:
-                    pass  # it is remembered
-                except Exception:
-                    found = self._parts.installation.touched - set(setup.unlayered)
-                    if not found:
+                    return Measurement(replace(self._setup, rows=self.rows(sizes))).measure(sample)
+                except Exception as error:
+                    found = self._parts.installation.touched.difference(self.unlayered)
+                    if not found and not isinstance(error, UnseenError):
                         raise
-                    setup = replace(setup, unlayered=(*setup.unlayered, *sorted(found)))
-            else:
-                raise AssertionError("the model shows something new each time it is measured")
-        self._setup = replace(setup, rows=WHOLE_CALLS)
-        return costs
+                    self.join_unlayered((*self.unlayered, *sorted(found)))
+        raise AssertionError("the model shows something new each time it is measured")
 
     def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
         parts = self._parts
         timing = Timing(replace(self._setup, rows=self.rows(sizes)))
-        with self._parts.contract.undone():
+        with parts.contract.undone():
             timed = timing.time(table, sample)
         if self.machine is None:
             threads = None if parts.updater is None else parts.updater.threads
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps, threads)
         return timed
 
-    # ---- the file
-
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
         """What a profile depends on; `sizes`: of its slices, None: several."""
         key = self._file.key(calls, shapes_of(sample.inputs))
         return key if sizes == WHOLE else {**key, "pieces": SEVERAL if sizes is None else str(sizes)}
 
-    def _load(self, key: dict[str, str]) -> Profile | None:
-        known = self._file.load(key)
-        if known is not None:
-            self.machine = known.machine
-        return known
-
-    def _save(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
+    def _saved(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
         assert self.machine is not None
         profile = Profile(self.machine, tables, key)
         self._file.save(profile)
         return profile
 
+    @contextmanager
+    def _within_budget(self) -> Iterator[None]:
+        """A context whose torch.OutOfMemoryError leaves it as DoesNotFitError, and holds nothing that is on the device."""
+        device = self._parts.device
+        before = device.allocated_bytes()
+        device.reset_peak()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._parts.stash.abandon()
+            message = _explanation(device, before)
+            at: BaseException | None = error
+            while at is not None:  # the variables of functions that have failed
+                traceback.clear_frames(at.__traceback__)
+                at = at.__cause__ or at.__context__
+            raise DoesNotFitError(message) from error
 
-def shapes_of(inputs: Any) -> Shapes:
-    """The shape of every tensor of `inputs`."""
-    return tuple(tuple(t.shape) for t in tensors_in(inputs))
+
+def _explanation(device: Device, before: int) -> str:
+    budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
+    said = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
+    if reserve:
+        said += f", of which libraries' workspaces and the allocator's segments take {reserve:,}"
+    more = f" to well above {(reserve + peak) / 2**30:.2f}" if reserve else ""
+    return (
+        "the model cannot be measured in the device memory there is, though measuring holds one layer at a time, with one "
+        f"micro-batch: {said}. Up to {peak:,} bytes were allocated, {before:,} of them before it began, when more were "
+        f"asked for. Ways out: (1) raise harmony.device_memory_gib{more}; (2) lower train_micro_batch_size_per_gpu; (3) "
+        "name smaller layers in harmony.layers."
+    )

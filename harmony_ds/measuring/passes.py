@@ -4,12 +4,13 @@ them: no gradient, no random number, no change of a buffer. What is looked at is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.inter_layer import InterLayerGraph
@@ -42,39 +43,53 @@ class Setup:
 
 
 class Passes(Observer):
-    """Runs forward passes of one model. Used once."""
+    """Runs forward passes of one model."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.parts)
+        self._setup = setup
         self._layers = setup.layers
-        self._unlayered = setup.unlayered
-        self._rows = setup.rows
         self._streamer: Streamer
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
 
     @contextmanager
+    def losses(self) -> Iterator[Callable[[Sample], Tensor | None]]:
+        """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. What one leaves in
+        buffers, the next one finds.
+        """
+
+        def loss_of(sample: Sample) -> Tensor | None:
+            loss = sample.objective(self._forward(sample))
+            # On the host, since it waits for the step, whose device memory is planned.
+            return None if loss is None else loss.detach().to("cpu", copy=True)
+
+        with self._opened():
+            yield loss_of
+
+    @contextmanager
     def _opened(self) -> Iterator[DeviceCopy]:
-        """The unlayered parameters on the device; random numbers are put back in the end."""
-        self._parts.installation.touched.clear()
-        calls = self._parts.layer_calls
+        """The unlayered parameters on the device, and the model without its host parameters. Random numbers and buffers
+        are put back in the end.
+        """
+        installation, calls = self._parts.installation, self._parts.layer_calls
+        installation.touched.clear()
         proving, calls.proving = calls.proving, False
         self._parts.random.open()
         self._streamer = Streamer(self._parts, self._layers, self)
         try:
-            with self._streamer.on_device(self._unlayered) as copy:
+            with (
+                self._streamer.on_device(self._setup.unlayered) as copy,
+                installation.installed(copy.leaves, keep_buffers=False),
+            ):
                 yield copy
         finally:
             self._parts.random.close()
             calls.proving = proving
             del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
-    def _lent(self, copy: DeviceCopy) -> AbstractContextManager[None]:
-        """The model, without its host parameters; what happens to buffers is undone in the end."""
-        return self._parts.installation.installed(copy.leaves, keep_buffers=False)
-
-    def _forward(self, sample: Sample, rows: int | None = None) -> Any:
-        """One forward pass over all rows of `sample`, or over so many, on a random stream of its own.
+    def _forward(self, sample: Sample) -> Any:
+        """One forward pass of `sample`, on a random stream of its own.
 
         Raises:
             UnseenError: it draws from generators that nobody knew it to draw from.
@@ -82,9 +97,8 @@ class Passes(Observer):
         self._number = 0
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
-        forward = sample.forward if rows is None else sample.few(rows)
         with passed_through(), handled_by(self._streamer), torch.enable_grad():
-            outputs = forward()
+            outputs = sample.call(sample.inputs)
         self._parts.random.check_drawn()
         return outputs
 
@@ -99,18 +113,16 @@ class Passes(Observer):
         """Its outputs, and what it takes to propagate through it."""
         self._number += 1
         return self._parts.layer_calls.forward(
-            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._rows
+            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._setup.rows
         )
 
     @contextmanager
     def _made_up_gradients(self, call: RecordedCall) -> Iterator[Reached]:
         """While open, `call` can be propagated through. The list names those whose gradient came of that, in the end."""
         reached: Reached = []
-        for output_gradient in call.output_gradients:
-            if output_gradient is not None:
-                output_gradient.gradient = torch.ones(
-                    output_gradient.shape, dtype=output_gradient.dtype, device=self._parts.device.torch_device
-                )
+        for made in call.output_gradients:
+            if made is not None:
+                made.gradient = torch.ones(made.shape, dtype=made.dtype, device=self._parts.device.torch_device)
         try:
             yield reached
         finally:

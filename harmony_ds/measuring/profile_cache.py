@@ -74,11 +74,7 @@ def with_times(table: CostTable, timed: CostTable) -> CostTable:
     """`table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
     costs = tuple(
         replace(
-            cost,
-            forward_ms=known.forward_ms,
-            backward_ms=known.backward_ms,
-            fused_ms=known.fused_ms,
-            propagate_ms=known.propagate_ms,
+            cost, **{name: getattr(known, name) for name in ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")}
         )
         for cost, known in zip(table.costs, timed.costs, strict=True)
     )

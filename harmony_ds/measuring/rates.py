@@ -66,9 +66,9 @@ def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: tor
     host = device.host_empty(count, torch.float32).zero_()
     on_device = device.upload(host)
     swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
-    update = _Update(optimizer, weight_dtype)
+    update = _update_of(optimizer, weight_dtype)
     with computing_with(threads):
-        elements = _SCRATCH_ELEMENTS / _typical_ms(None, update.run)
+        elements = _SCRATCH_ELEMENTS / _typical_ms(None, update)
     norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
     device.host_free(host)
     link, device_elements = 0.0, elements
@@ -92,25 +92,23 @@ def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: tor
     )
 
 
-class _Update:
+def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Callable[[], None]:
     """What the update thread does for one parameter, on memory of its own."""
+    shape = _SCRATCH_ROWS, _SCRATCH_ELEMENTS // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
+    master, gradient, coefficient = nn.Parameter(torch.zeros(shape)), torch.full(shape, 1e-3), torch.ones(())
+    weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
+    scratch = None if optimizer is None else optimizer.for_scratch(master)
 
-    def __init__(self, optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> None:
-        shape = _SCRATCH_ROWS, _SCRATCH_ELEMENTS // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
-        self._master = nn.Parameter(torch.zeros(shape))
-        self._gradient = torch.full(shape, 1e-3)
-        self._coefficient = torch.ones(())
-        self._weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
-        self._scratch = None if optimizer is None else optimizer.for_scratch(self._master)
+    @torch.no_grad()
+    def update() -> None:
+        gradient.mul_(coefficient)
+        if scratch is not None:
+            master.grad = gradient
+            scratch.step()
+        if weight is not None:
+            weight.copy_(master.detach())
 
-    def run(self) -> None:
-        with torch.no_grad():
-            self._gradient.mul_(self._coefficient)
-            if self._scratch is not None:
-                self._master.grad = self._gradient
-                self._scratch.step()
-            if self._weight is not None:
-                self._weight.copy_(self._master.detach())
+    return update
 
 
 def _typical_ms(device: Device | None, work: Callable[[], object]) -> float:
@@ -158,7 +156,7 @@ def _host_bytes_per_ms() -> float:
     return 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
 
 
-def _beside(update: _Update) -> float:
+def _beside(update: Callable[[], None]) -> float:
     """The speed of matrix products, and of updates, while both run, over their speeds alone (the mean of both)."""
     a = torch.zeros(_MATRIX, _MATRIX)
 
@@ -166,7 +164,7 @@ def _beside(update: _Update) -> float:
         for _ in range(8):
             torch.mm(a, a)
 
-    alone = _typical_ms(None, multiply), _typical_ms(None, update.run)
+    alone = _typical_ms(None, multiply), _typical_ms(None, update)
     counts = [0, 0]
     end = time.perf_counter() + _BESIDE_SECONDS
 
@@ -176,7 +174,7 @@ def _beside(update: _Update) -> float:
             work()
             counts[which] += 1
 
-    thread = threading.Thread(target=repeat, args=(update.run, 1))
+    thread = threading.Thread(target=repeat, args=(update, 1))
     begin = time.perf_counter()
     thread.start()
     repeat(multiply, 0)

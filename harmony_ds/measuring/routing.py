@@ -35,19 +35,19 @@ def extremes(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     A router decides row by row, so rows that are alike go one way, as many as there are. The odd one keeps a second
     way in use.
     """
-    yield [_alike(tensor) for tensor in inputs]
-    yield [_alike(tensor, but_last=True) for tensor in inputs]
+    for but_last in (False, True):
+        yield [_alike(tensor, but_last) for tensor in inputs]
 
 
-def _alike(tensor: Tensor, but_last: bool = False) -> Tensor:
+def _alike(tensor: Tensor, but_last: bool) -> Tensor:
     if tensor.dim() < 2 or tensor.numel() == 0:
         return tensor
-    leading = tensor.dim() - 1
     if tensor.dtype is torch.bool:
         return torch.ones_like(tensor)
     if not tensor.is_floating_point():
         return tensor
-    rows = torch.empty_like(tensor).copy_(tensor[(0,) * leading].expand_as(tensor))
+    first, last = (0,) * (tensor.dim() - 1), (-1,) * (tensor.dim() - 1)
+    rows = torch.empty_like(tensor).copy_(tensor[first].expand_as(tensor))
     if but_last:
-        rows[(-1,) * leading] = tensor[(-1,) * leading]
+        rows[last] = tensor[last]
     return rows

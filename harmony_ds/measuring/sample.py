@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from harmony_ds.calls.trees import tensors_in
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +20,15 @@ class Sample:
     """A micro-batch to measure a model with.
 
     Attributes:
-        inputs: arguments of the model's forward, on the host.
-        forward: the forward pass over all its rows.
-        few: the forward pass over so many rows of it, repeated where there are not enough.
+        inputs: arguments of the model's forward.
+        call: the forward pass with such arguments.
         objective: what is propagated back from.
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
     """
 
     inputs: Any
-    forward: Callable[[], Any]
-    few: Callable[[int], Callable[[], Any]]
+    call: Callable[[Any], Any]
     objective: Objective
     seed: int
     modes: bytes = b""
@@ -34,3 +37,21 @@ class Sample:
     def rows(self) -> int:
         """The length of its first tensor."""
         return next((t.shape[0] for t in tensors_in(self.inputs) if t.dim()), 1)
+
+    def few(self, rows: int) -> Sample:
+        """The same with only the first `rows` rows of each tensor that has as many as the first one, which are repeated
+        if there are not enough.
+        """
+        total = self.rows
+
+        def some(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or tensor.shape[0] != total or not total:
+                return tensor
+            return tensor[torch.arange(rows, device=tensor.device) % total]
+
+        return replace(self, inputs=map_tensors(some, self.inputs))
+
+
+def shapes_of(inputs: Any) -> Shapes:
+    """The shape of every tensor of `inputs`."""
+    return tuple(tuple(t.shape) for t in tensors_in(inputs))

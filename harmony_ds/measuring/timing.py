@@ -7,7 +7,8 @@ structure share what was measured of them; only the first few are propagated bac
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from harmony_ds.calls.boundary import backward_of_engine
@@ -23,8 +24,9 @@ _PASSES = 2
 _BACKWARD_SAMPLES = 4
 """Of equal calls, in each pass."""
 
-
 Structure = tuple[object, ...]
+_REST: Structure = ()
+"""What is no call: the code before the first one and behind the last."""
 
 
 def structure_of(layer: Layer, request: Request) -> Structure:
@@ -32,16 +34,6 @@ def structure_of(layer: Layer, request: Request) -> Structure:
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.module.parameters())
     arguments = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in((request.args, request.kwargs)))
     return (type(layer.module), parameters, arguments)
-
-
-@dataclass(slots=True)
-class _Samples:
-    """Milliseconds of the calls of one structure, in the order they were made; the first one was cold."""
-
-    forward: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)  # as it is recomputed, whole
-    backward: list[float] = field(default_factory=list)  # behind that, or with it where no graph is kept
-    inter_layer: list[float] = field(default_factory=list)
 
 
 def typical(samples: list[float]) -> float:
@@ -55,11 +47,10 @@ class Timing(Passes):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._device = setup.parts.device
-        self._samples: dict[Structure, _Samples] = {}
-        self._structures: list[Structure] = []
-        self._propagated: dict[Structure, int] = {}
-        self._head: list[float] = []
-        self._tail: list[float] = []
+        self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(
+            list
+        )  # in the order they were taken
+        self._structures: list[Structure] = []  # of the calls of this pass
         self._since = 0.0
         self.swaps: list[tuple[int, float]] = []
         """Bytes and milliseconds of every swap-in."""
@@ -70,24 +61,24 @@ class Timing(Passes):
         Raises:
             BaseException: whatever the model or the objective raised.
         """
-        self._lap()
-        with self._opened() as copy:
-            for _ in range(_PASSES if self._device.has_values else 1):
-                self._structures.clear()
-                self._propagated.clear()
-                with self._lent(copy):
-                    self._lap()
-                    loss = sample.objective(self._forward(sample))
-                    if loss is not None and loss.requires_grad:
-                        with backward_of_engine():
-                            loss.backward()
-                    self._tail.append(self._lap())
+        for _ in range(_PASSES if self._device.has_values else 1):
+            self._structures.clear()
+            self._lap()
+            with self._opened():
+                self._lap()
+                loss = sample.objective(self._forward(sample))
+                if loss is not None and loss.requires_grad:
+                    with backward_of_engine():
+                        loss.backward()
+                self._take(_REST, "tail")
         return self._timed(costs)
 
     def arrived(self, request: Request) -> None:
         """What the code since the last call took."""
-        before = self._samples[self._structures[-1]].inter_layer if self._structures else self._head
-        before.append(self._lap())
+        if self._structures:
+            self._take(self._structures[-1], "inter-layer")
+        else:
+            self._take(_REST, "head")
 
     def swapped_in(self, copy: DeviceCopy) -> None:
         """What the swap-in took."""
@@ -95,28 +86,27 @@ class Timing(Passes):
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, and propagates through the first few of its structure."""
-        keeps_graphs = self._parts.layer_calls.may_keep_graphs(request.layer)
+        calls, residency, replay = self._parts.layer_calls, self._parts.residency, self._parts.random.replay
+        keeps_graphs = calls.may_keep_graphs(request.layer)
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
-        samples = self._samples.setdefault(structure, _Samples())
         self._structures.append(structure)
+        enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
         outputs, call = self._record(request, copy)
-        samples.forward.append(self._lap())
+        self._take(structure, "forward")
         if call is None:
             return outputs
-        done = self._propagated[structure] = self._propagated.get(structure, 0) + 1
-        if done > _BACKWARD_SAMPLES:
-            self._parts.layer_calls.forget(call)
+        if enough:
+            calls.forget(call)
             return outputs
-        residency, calls, replay = self._parts.residency, self._parts.layer_calls, self._parts.random.replay
         with self._made_up_gradients(call):
             self._lap()
             if call.cut is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
-                samples.again.append(self._lap())
+                self._take(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
             residency.accumulate(copy)
-            samples.backward.append(self._lap())
+            self._take(structure, "backward")  # with the recomputation, where no graph is kept
         for leaf in copy.leaves.values():
             leaf.grad = None
         return outputs
@@ -129,23 +119,28 @@ class Timing(Passes):
         before, self._since = self._since, self._device.now_ms()
         return self._since - before
 
+    def _take(self, structure: Structure, what: str) -> None:
+        self._samples[structure, what].append(self._lap())
+
     def _timed(self, costs: CostTable) -> CostTable:
         """Times by position; the calls are those that were measured, as the random numbers were the same."""
         timed = []
         for cost, structure in zip(costs.costs, self._structures, strict=True):
-            samples = self._samples[structure]
-            backward = typical(samples.again) + typical(samples.backward)
+            forward, inter_layer, again, propagate = (
+                typical(self._samples[structure, what]) for what in ("forward", "inter-layer", "again", "backward")
+            )
+            backward = again + propagate
+            # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
+            # slices.
+            fused = (backward or forward) + (forward if backward and self._setup.rows.cuts else 0.0)
             timed.append(
                 replace(
                     cost,
-                    forward_ms=typical(samples.forward) + typical(samples.inter_layer),
+                    forward_ms=forward + inter_layer,
                     backward_ms=backward,
-                    # The graph is built while running forward either way, and propagated through once; unless it is
-                    # recomputed in slices.
-                    fused_ms=(backward or typical(samples.forward))
-                    + typical(samples.inter_layer)
-                    + (typical(samples.forward) if backward and self._rows.cuts else 0.0),
-                    propagate_ms=typical(samples.backward),
+                    fused_ms=fused + inter_layer,
+                    propagate_ms=propagate,
                 )
             )
-        return replace(costs, costs=tuple(timed), head_ms=typical(self._head), tail_ms=typical(self._tail))
+        head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))
+        return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail)

@@ -19,7 +19,6 @@ from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
-from harmony_ds.measuring.row_probe import few_rows
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
@@ -27,7 +26,7 @@ from harmony_ds.parallel import PeerStrayed
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.first_step import prove
-from harmony_ds.stepping.inputs import Arguments, check_modes
+from harmony_ds.stepping.inputs import Arguments, Inputs, check_modes
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
@@ -183,10 +182,10 @@ class StepGroup(Queue):
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         args, kwargs = ticket.micro_batch.inputs
         # Made-up gradients must not reach what the caller propagates through.
-        own = Arguments(*map_tensors(_on_its_own, (args, kwargs)))
+        own = map_tensors(_on_its_own, (args, kwargs))
 
-        def forward() -> Any:
-            return self._parts.calls.run(ticket.call, own)
+        def call(inputs: Inputs) -> Any:
+            return self._parts.calls.run(ticket.call, Arguments(*inputs))
 
         def objective(outputs: Any) -> Tensor | None:
             self._parts.kinds.learn(args, kwargs, outputs)
@@ -196,11 +195,7 @@ class StepGroup(Queue):
                 floats = [t for t in tensors_in(outputs) if t.requires_grad]
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
-        def few(rows: int) -> Callable[[], Any]:
-            some = Arguments(*few_rows(own.tree, rows))
-            return lambda: self._parts.calls.run(ticket.call, some)
-
-        return Sample((args, kwargs), forward, few, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
+        return Sample(own, call, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
 
     # ---- looking early
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
 from harmony_ds.errors import DoesNotFitError, ModelError
-from harmony_ds.measuring.measuring import Measuring, Shapes, shapes_of
+from harmony_ds.measuring.measuring import Measuring
 from harmony_ds.measuring.profile_cache import ProfileFile
-from harmony_ds.measuring.sample import Sample
+from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
 from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
@@ -60,10 +57,11 @@ class Planner:
         self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.local_size, parts.world.servers)
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
-        self._graph = graph
+        self.graph = graph
+        """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
-        self._sizes = WHOLE
-        self._rows = WHOLE_CALLS
+        self.rows = WHOLE_CALLS
+        """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
         self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
         self._outgrown = False  # a step took more than planned
@@ -75,8 +73,9 @@ class Planner:
         dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
-        file = ProfileFile(profile, graph, dtypes, parts.device)
-        self.measuring = Measuring(parts, decomposition.layers, graph, file)
+        self.measuring = Measuring(
+            parts, decomposition.layers, graph, ProfileFile(profile, graph, dtypes, parts.device)
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -88,16 +87,6 @@ class Planner:
         """What a step of `plan` moves on this process's device."""
         assert self.plan is not None and self._costs is not None
         return swaps_of(self.plan, self._costs, self._parts.world.local_rank)
-
-    @property
-    def graph(self) -> LayerGraph:
-        """Layers, and their call order once a micro-batch has been seen."""
-        return self._graph
-
-    @property
-    def sizes(self) -> Sizes:
-        """Rows of the slices that layer calls are cut into."""
-        return self._sizes
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
@@ -119,7 +108,7 @@ class Planner:
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
             self._host_bytes = host_room_bytes(self._parts)
-        moved = self._adopt(self._by_size(sample))
+        moved = self._plan_with(sample)
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
@@ -138,16 +127,15 @@ class Planner:
         for sizes in rank_sizes(profile, sample.rows, choose):
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
 
-    def _adopt(self, tables: Iterator[tuple[Sizes, CostTable]]) -> tuple[int, ...]:
-        """Plans with the first of `tables` with which anything fits."""
+    def _plan_with(self, sample: Sample) -> tuple[int, ...]:
+        """Plans with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
-        for sizes, measured in tables:
+        for sizes, measured in self._by_size(sample):
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             if not table.calls:
                 raise ModelError(
-                    "forward calls no module that owns parameters: it uses all of them by itself (from an "
-                    "nn.ParameterList, or as module.weight), so that there are no layers to swap. Let it call modules "
-                    "whose forward uses their own parameters."
+                    "forward calls no module that owns parameters: there are no layers to swap. Let it call modules whose "
+                    "forward uses their own parameters, and not take module.weight or those of an nn.ParameterList itself."
                 )
             graph = self.graph_with(table.calls)
             try:
@@ -155,20 +143,16 @@ class Planner:
             except DoesNotFitError as error:
                 failure = error
                 continue
-            moved = positions_of(self._graph.calls, table.calls)
-            self._costs, self._graph, self._sizes, self._rows = table, graph, sizes, self.measuring.rows(sizes)
+            moved = positions_of(self.graph.calls, table.calls)
+            self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
             self._plans.clear()
             return moved
         assert failure is not None
         raise failure
 
-    def alone(self) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
-        """See `Alone.open`; layer calls are cut as the plan cuts them."""
-        return self.measuring.alone(self._rows)
-
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """What is known of the model, now that it has been seen to make these calls."""
-        graph = replace(self._graph, calls=calls, unlayered=self.measuring.unlayered)
+        graph = replace(self.graph, calls=calls, unlayered=self.measuring.unlayered)
         used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)
         trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
         return replace(graph, uncalled=tuple(name for name in trained if name not in used))
@@ -181,8 +165,19 @@ class Planner:
         return reduce(CostTable.worst, (one for one, _, _ in found))
 
     def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        machine = self._machine()
-        return self._parts.world.first("plan", lambda: self._chosen(graph, costs, machine, group_size, sizes))
+        """The best plans, as the first process finds them; all run the same."""
+        machine, request = self._machine(), self.request(graph, group_size, sizes)
+
+        def found() -> tuple[Choice, ...]:
+            if self._saved is not None:
+                return (adopt(self._saved, graph, costs, machine, self._element, request),)
+            choices = search(graph, costs, machine, self._element, request, top=_TOP)
+            if isinstance(self._settings.residency, int):
+                for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
+                    _logger.warning("%s", reason)
+            return choices
+
+        return self._parts.world.first("plan", found)
 
     def _machine(self) -> Machine:
         """Return the rates that plans are made with: the slowest of all processes, which run one plan."""
@@ -194,28 +189,16 @@ class Planner:
             machine = machine.with_peers(*world.reduce_rates(self._parts.device))
         return reduce(Machine.slower, world.all("rates", machine))
 
-    def _chosen(
-        self, graph: LayerGraph, costs: CostTable, machine: Machine, group_size: int, sizes: Sizes
-    ) -> tuple[Choice, ...]:
-        request = self.request(graph, group_size, sizes)
-        if self._saved is not None:
-            return (adopt(self._saved, graph, costs, machine, self._element, request),)
-        choices = search(graph, costs, machine, self._element, request, top=_TOP)
-        if isinstance(self._settings.residency, int):
-            for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
-                _logger.warning("%s", reason)
-        return choices
-
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """What is asked of the search for a plan."""
-        budget, beside = self._parts.device.budget_bytes, self._beside_bytes
+        budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
             micro_batches=group_size,
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
-            exchange_bytes=self._exchange_bytes,
+            exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
             policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
             host_bytes=self._host_bytes,
         )
@@ -223,20 +206,15 @@ class Planner:
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of the plan: set aside, and tensors that were there before the first plan."""
-        return self._beside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
+        return self._set_aside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
 
     def exchange_bytes(self, plan: Plan) -> int:
         """Device memory that is set aside for exchanging gradients as `plan` does."""
-        return 0 if plan.policy.reduce_on_host else self._exchange_bytes
+        return 0 if plan.policy.reduce_on_host else self._parts.world.reduce_bytes(self._parts.device)
 
     @property
-    def _exchange_bytes(self) -> int:
-        return self._parts.world.reduce_bytes(self._parts.device)
-
-    @property
-    def _beside_bytes(self) -> int:
-        device = self._parts.device
-        return device.reserve_bytes() + (self._before_bytes or 0)
+    def _set_aside_bytes(self) -> int:
+        return self._parts.device.reserve_bytes() + (self._before_bytes or 0)
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""
@@ -284,18 +262,15 @@ class Planner:
         assert self.plan is not None and self._costs is not None
         if self._outgrown or micro_batches > self.plan.micro_batches:
             size = max(micro_batches, self.plan.micro_batches)
-            self.choices = self._choose(self._graph, self._costs, size, self._sizes)
+            self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
             self._plans.clear()
             self._outgrown = False
         return self.choices[0].plan
 
     def _of_group(self, compose: _Compose, micro_batches: Sequence[MicroBatch], begun: bool, policy: Policy) -> Plan:
         """The plan that is in force, for these micro-batches."""
-        group = Group(
-            tuple(m.index for m in micro_batches if not m.forwarded),
-            tuple(m.index for m in micro_batches if m.forwarded),
-            begun,
-        )
+        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
+        group = Group(fresh, forwarded, begun)
         key = (compose, group, policy)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
@@ -308,17 +283,14 @@ class Planner:
                 costs = replace(costs, costs=calls, held_bytes=0)
             held = walk_memory(plan.packs, tasks, costs).activation_bytes
             self._plans[key] = replace(
-                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held, rows=self._rows
+                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held, rows=self.rows
             )
         return self._plans[key]
 
     # ---- what became of it
 
     def check_peak(self, peak_bytes: int) -> None:
-        """A step that took more than planned is said aloud, and what it took is planned for from the next one on.
-
-        What any process took is planned for in all: they run one plan.
-        """
+        """Says that a step took more than planned in any process, and plans for that in all from the next one on."""
         assert self.plan is not None and self._costs is not None
         excess = self._parts.world.most("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
@@ -335,8 +307,7 @@ class Planner:
     def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
         """The predicted step, and beside it the executed one, as a Chrome trace."""
         assert self.choices and self._costs is not None
-        best = self.choices[0]
-        names = tuple(layer.name for layer in self._graph.layers)
+        best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
         return trace_of(best.plan, best.prediction, self._costs, executed, names)
 
 
@@ -347,10 +318,8 @@ def others_bytes(parts: Parts) -> int:
 
 
 def host_room_bytes(parts: Parts) -> int | None:
-    """Host memory for what waits there: this process's share of what is free, without what the optimizer is still to make.
-    None: the system does not say.
-
-    To be asked before gradients and stash have been there: what they have taken would be missing.
+    """Host memory for what waits there: this process's share of what is free before gradients and stash have been there,
+    without what the optimizer is still to make. None: the system does not say.
     """
     free = free_host_bytes()
     coming = 0 if parts.optimizer is None else parts.optimizer.coming_bytes()

@@ -146,7 +146,8 @@ class Runner:
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
         """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. Nothing stays."""
         self._make_room()
-        with self._parts.contract.running(), self._parts.contract.undone(), self.planner.alone() as loss_of:
+        contract, losses = self._parts.contract, self.planner.measuring.losses(self.planner.rows)
+        with contract.running(), contract.undone(), losses as loss_of:
             yield loss_of
 
     def _make_room(self) -> None:

@@ -92,7 +92,7 @@ def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
         assert engine.plan.peak_bytes == peak
         assert engine.memory_report().beside_bytes == 1040
     whole = r"budget is 148,960 \(of 150,000, 1,040 are set aside for libraries'"
-    nothing = r"the budget is 900 bytes, of which 1,040 are the reserve of libraries .*: more than all of it\. Up to"
+    nothing = r"the budget is 900 bytes, of which libraries' workspaces .* take 1,040\. Up to"
     for budget, said in ((150_000, whole), (900, nothing)):
         with (
             engine_for(LLAMA.build(0.0), sgd, config, device=Reserving(budget)) as engine,

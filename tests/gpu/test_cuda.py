@@ -299,7 +299,7 @@ def test_after_out_of_memory_a_larger_budget_trains_as_if_nothing_had_happened()
     torch.cuda.empty_cache()  # a budget is for what the allocator asks CUDA for: what it keeps, it may use
     with (
         engine_for(model, fast_sgd, config(pack_layers=1, device_memory_gib=peak / 8 / 2**30)) as engine,
-        pytest.raises(harmony_ds.DoesNotFitError, match=r"the reserve of libraries .*: more than all of it"),
+        pytest.raises(harmony_ds.DoesNotFitError, match="of which libraries' workspaces"),
     ):
         engine.train_batch(iter(group))
     gc.collect()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.profiler.costs import CallCost, CostTable
+
+TRAINED = CallCost(needs_backward=True)
 
 
 def output_gradient(call: int, nbytes: int) -> OutputGradient:
@@ -19,31 +23,9 @@ def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
     return Seen(list(calls), **seen).table().costs  # type: ignore[arg-type]
 
 
-def test_what_is_seen_of_a_call_is_handed_on() -> None:
-    (cost,) = costs_of(
-        SeenCall(
-            alive=10,
-            alive_and_stashed=2,
-            gone=4,
-            stash=5,
-            stash_again=6,
-            stash_again_at_cut=7,
-            stash_base=8,
-            leaf=9,
-            gradients=11,
-        )
-    )
-    assert cost == CallCost(
-        alive_bytes=10,
-        alive_and_stashed_bytes=2,
-        alive_after_forward_bytes=6,
-        stash_bytes=5,
-        stash_again_bytes=6,
-        stash_again_at_cut_bytes=7,
-        stash_base_bytes=8,
-        leaf_bytes=9,
-        gradient_bytes=11,
-    )
+def test_what_is_known_of_a_call_at_once_is_handed_on() -> None:
+    known = CallCost(alive_bytes=10, alive_and_stashed_bytes=2, stash_bytes=5, leaf_bytes=9)
+    assert costs_of(SeenCall(cost=known, gone=4)) == (replace(known, alive_after_forward_bytes=6),)
 
 
 def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
@@ -62,13 +44,17 @@ def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
 
 
 def test_before_the_first_call_the_code_in_front_counts() -> None:
-    first, second = costs_of(SeenCall(alive=10, forward=20), SeenCall(alive=10, forward=20), lead=100)
+    first, second = costs_of(
+        SeenCall(cost=CallCost(alive_bytes=10), forward=20),
+        SeenCall(cost=CallCost(alive_bytes=10), forward=20),
+        lead=100,
+    )
     assert first.forward_bytes == 100 - 10
     assert second.forward_bytes == 20
 
 
 def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
-    (cost,) = costs_of(SeenCall(graph=20, inter_layer_kept=3, alive=3, gone=5))
+    (cost,) = costs_of(SeenCall(graph=20, inter_layer_kept=3, cost=CallCost(alive_bytes=3), gone=5))
     assert cost.graph_bytes == 23
     assert cost.alive_after_forward_bytes == 0  # no more stays than there was
 
@@ -79,7 +65,7 @@ def chain() -> tuple[list[SeenCall], list[OutputGradient]]:
     calls = [
         SeenCall(
             backward=100,
-            needs_backward=True,
+            cost=TRAINED,
             made=[output_gradients[place]],
             taken=output_gradients[place - 1 : place] if place else [],
         )
@@ -128,9 +114,9 @@ def test_an_inter_layer_gradient_waits_at_its_tensor_or_at_the_outputs_behind_it
 def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
     output, first, second = output_gradient(0, 10), InterLayerGradient(0, 5), InterLayerGradient(0, 7)
     calls = [
-        SeenCall(needs_backward=True, made=[output], settled=[output]),
-        SeenCall(needs_backward=True, taken=[first]),
-        SeenCall(needs_backward=True, taken=[second]),
+        SeenCall(cost=TRAINED, made=[output], settled=[output]),
+        SeenCall(cost=TRAINED, taken=[first]),
+        SeenCall(cost=TRAINED, taken=[second]),
     ]
     assert costs_of(*calls)[1].shared_bytes == 5 + 7 + 10
 
@@ -146,9 +132,9 @@ def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> No
 
 def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> None:
     calls = [
-        SeenCall(needs_backward=True, unlayered={"tied": 4}),
-        SeenCall(needs_backward=True),
-        SeenCall(needs_backward=True, unlayered={"tied": 4, "own": 100}),
+        SeenCall(cost=TRAINED, unlayered={"tied": 4}),
+        SeenCall(cost=TRAINED),
+        SeenCall(cost=TRAINED, unlayered={"tied": 4, "own": 100}),
     ]
     costs = costs_of(*calls, tail=SeenCall(unlayered={"tied": 6}))
     # Later ones wait as long as an earlier call, or this one, gives one of the same parameter.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.slices import cut_of
 from harmony_ds.measuring.passes import Setup
-from harmony_ds.measuring.row_probe import Found, RowProbe, close, few_rows
+from harmony_ds.measuring.row_probe import RowProbe, close
 from harmony_ds.measuring.sample import Sample
-from harmony_ds.profiler.rows import RowDims
+from harmony_ds.profiler.rows import RowDims, Rows
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 SHARED_ROWS = "its rows depend on each other"
@@ -88,10 +89,10 @@ class Net(nn.Module):
 
 
 def sample_of(model: nn.Module, x: Tensor) -> Sample:
-    return Sample(x, lambda: model(x), lambda rows: lambda: model(x[:rows]), lambda outputs: None, seed=1)
+    return Sample(x, model, lambda outputs: None, seed=1)
 
 
-def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> Found:
+def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict[int, str]]:
     """What is found of `model` with so many rows."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with assembled(model, ScriptedDevice()) as assembly:
@@ -108,9 +109,9 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> Found:
     ids=lambda value: type(value).__name__,
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
-    found = probed(Net(layer))
+    found, refused = probed(Net(layer))
     assert found.dims == {0: dims}
-    assert found.refused == {}
+    assert refused == {}
     assert found.drawing == ({0} if isinstance(layer, Noisy) else set())
 
 
@@ -125,14 +126,14 @@ def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowD
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_others_cannot_and_it_is_said_why(layer: nn.Module, reason: str) -> None:
-    found = probed(Net(layer))
+    found, refused = probed(Net(layer))
     assert found.dims == {}
-    assert found.refused == {0: reason}
+    assert refused == {0: reason}
 
 
 def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
-    found = probed(Net(Noisy()))
-    rows = found.rows(forward=3, backward=2)
+    found, _ = probed(Net(Noisy()))
+    rows = replace(found, forward=3, backward=2)
     x = torch.ones(5, 4)
     cut = cut_of(rows, 0, [x])
     assert cut is not None
@@ -155,8 +156,8 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_all_calls_of_a_layer_hold_the_rows_in_one_place(turned: bool) -> None:
-    found = probed(Twice(turned))
-    assert found.refused == ({0: "its calls hold the rows in different places"} if turned else {})
+    found, refused = probed(Twice(turned))
+    assert refused == ({0: "its calls hold the rows in different places"} if turned else {})
     assert found.dims == ({} if turned else {0: RowDims((0,), (0,), 0)})
 
 
@@ -172,9 +173,9 @@ class Alternating(nn.Module):
 
 
 def test_calls_that_depend_on_the_rows_are_not_compared() -> None:
-    found = probed(Alternating())
+    found, refused = probed(Alternating())
     assert found.dims == {0: RowDims((0,), (0,), 0)}
-    assert found.refused == {2: UNTOLD}
+    assert refused == {2: UNTOLD}
 
 
 def test_probing_leaves_nothing_behind_and_nothing_for_the_garbage_collector() -> None:
@@ -242,6 +243,9 @@ def test_shapes_dtypes_and_numbers_that_are_none_must_agree(a: Tensor, b: Tensor
 
 
 def test_a_few_rows_are_the_first_ones_repeated_if_need_be_and_what_is_no_row_stays() -> None:
+    def few_rows(inputs: Any, rows: int) -> Any:
+        return Sample(inputs, lambda inputs: None, lambda outputs: None, seed=1).few(rows).inputs
+
     table, number = torch.arange(7), torch.tensor(1.0)
     few = few_rows({"x": torch.arange(8).reshape(4, 2), "n": 3, "y": [torch.arange(4)], "rest": (table, number)}, 2)
     assert few["x"].tolist() == [[0, 1], [2, 3]]
