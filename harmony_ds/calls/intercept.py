@@ -213,9 +213,9 @@ class Interception:
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
             self._intercept(layer)
-        asked = self._asked.by_anybody()
+        asked = self._asked.compilers()
         for layer, forward in self._forwards.items():
-            forward.compile((self._asked.compiler(layer.name) if asked else None) or self._compiler)
+            forward.compile(asked.get(layer.name) or self._compiler)
         return bool(replaced)
 
     def compile(self, compiler: Compiler) -> None:
@@ -224,12 +224,11 @@ class Interception:
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""
-        for module in (layer.module for layer in self._forwards):
-            copy_all(module)
-            intercepted = module.__dict__.get("forward")
-            if not isinstance(intercepted, InterceptedForward):
-                continue  # somebody has put another in its place, or taken it away
-            del module.__dict__["forward"]
-            if intercepted.before is not None:
-                module.__dict__["forward"] = intercepted.before
+        for layer, intercepted in self._forwards.items():
+            own = layer.module.__dict__
+            copy_all(layer.module)
+            if own.get("forward") is intercepted:  # else somebody has put another in its place, or taken it away
+                del own["forward"]
+                if intercepted.before is not None:
+                    own["forward"] = intercepted.before
         self._forwards.clear()
