@@ -1,5 +1,7 @@
 """harmony_ds: DeepSpeed's API over Harmony's schedule, for models much larger than the device's memory."""
 
+# ruff: noqa: F403, F405 - errors are named once, in __all__
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -11,33 +13,7 @@ if TYPE_CHECKING:
     from harmony_ds.calls.random_streams import micro_batch_seed
     from harmony_ds.distributed import init_distributed
     from harmony_ds.engine import HarmonyEngine, initialize
-    from harmony_ds.errors import (
-        ArgumentError,
-        BatchError,
-        CallChangedError,
-        CheckpointError,
-        CompilerMissingError,
-        ConfigError,
-        ContradictionError,
-        DeviceOutOfMemoryError,
-        DoesNotFitError,
-        EngineFailedError,
-        HarmonyError,
-        HostMemoryError,
-        LossScaleError,
-        ModelError,
-        NoOptimizerError,
-        NotScalarError,
-        OptimizerError,
-        ParameterOutsideLayerError,
-        PeerFailedError,
-        ProcessesDifferError,
-        ProfileError,
-        RecomputeError,
-        UnscaledLossError,
-        UnsupportedError,
-        UsageError,
-    )
+    from harmony_ds.errors import *
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.scheduler.grid import format_plan

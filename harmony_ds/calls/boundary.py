@@ -11,8 +11,7 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,17 +36,16 @@ class _BoundaryNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         _refuse_second_order()
         if is_between_layers():
-            raise UnsupportedError(_IN_FORWARD)
+            raise UnsupportedError(
+                "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
+                "it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
+            )
         for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
                 target.add(gradient)
         return None, None, None
 
 
-_IN_FORWARD = (
-    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while it runs. Take "
-    "such gradients within one layer's forward, or of what comes behind the last one."
-)
 _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
@@ -68,8 +66,8 @@ def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[T
 def _refuse_second_order() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "backward with create_graph=True runs through a model that an engine trains: its layers are propagated "
-            "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
+            "backward with create_graph=True through a model that an engine trains, whose layers are propagated through "
+            "one by one, without a graph of their gradients. Gradient penalties need a plain model."
         )
 
 
@@ -83,9 +81,8 @@ class _Outlet(torch.autograd.Function):
         _refuse_second_order()
         if not torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             raise UnsupportedError(
-                "torch.autograd.grad through a model that an engine trains, with respect to its inputs: the backward pass "
-                "runs layer by layer, outside that graph, and gathers the gradients of all parameters. Call "
-                "engine.backward(loss) and read .grad of the inputs."
+                "torch.autograd.grad with respect to inputs of a model that an engine trains, whose backward pass runs "
+                "layer by layer, outside that graph. Call engine.backward(loss) and read .grad of the inputs."
             )
         return gradient, *(None for _ in ctx.next_functions[1:])
 
@@ -108,51 +105,40 @@ def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
     return getattr(node, "harmony_targets", None)
 
 
-@contextmanager
-def backward_of_engine() -> Iterator[None]:
+class backward_of_engine:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """Around a backward pass that is the engine's.
 
     Raises:
-        ModelError: something that was saved for it has been written to since.
+        ModelError: something that was saved for it has been written to since, or its graph is gone.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        _refuse_changed(error)
-        raise
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            for said, meant in _MEANT.items():
+                if said in str(error):
+                    raise ModelError(f"{meant} torch says: {error}") from error
 
 
-def _refuse_changed(error: RuntimeError) -> None:
-    """Raises ModelError if torch says so in its own words."""
-    if "modified by an inplace operation" in str(error):
-        raise ModelError(
-            "a tensor that a micro-batch's backward pass needs was changed in place after its forward pass had used it: by "
-            "the model itself, or by the forward pass of a later micro-batch of the same step, which comes before this "
-            "backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
-            f"self.mask = ... instead of self.mask.copy_(...). torch says: {error}"
-        ) from error
-    if "Trying to backward through the graph a second time" in str(error):
-        raise ModelError(
-            "a gradient reaches the graph of a layer by a tensor that left it otherwise than as a result: an auxiliary "
-            "loss on an attribute (self.aux_loss = ...), a hook, a global variable. That graph lives only while the layer "
-            f"runs, so the gradient would be lost. Let the layer return the tensor. torch says: {error}"
-        ) from error
+_MEANT = {
+    "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
+    "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
+    "this backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
+    "self.mask = ... instead of self.mask.copy_(...).",
+    "Trying to backward through the graph a second time": "a gradient reaches the graph of a layer by a tensor that left "
+    "it otherwise than as a result (an attribute: self.aux_loss = ..., a hook, a global variable). That graph lives only "
+    "while the layer runs, so the gradient would be lost. Let the layer return the tensor.",
+}
 
 
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
-    """A backward pass of the engine's from `edges`, which are of tensors of the shapes and dtypes of `gradients`.
-
-    Raises:
-        ModelError: something that was saved for it has been written to since.
-    """
+    """A backward pass of the engine's from `edges`, which are of tensors of the shapes and dtypes of `gradients`."""
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
-    try:
+    with backward_of_engine():
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    except RuntimeError as error:
-        _refuse_changed(error)
-        raise
 
 
 def nodes_behind(node: Node | None) -> list[Node]:

@@ -22,25 +22,16 @@ class AskedToCompile:
         self._around = {
             layer: [modules[name] for name in _around(layer) if name in modules]
             for layer in layers
-            if not _is_compiled(modules[layer])
+            if "dynamo_ctx" not in vars(modules[layer])
         }
         self._all = set().union(*self._around.values())
 
-    def by_anybody(self) -> bool:
-        """Whether there is a compiler for any layer, as of now."""
-        return any(_is_compiled(m) or m.__dict__.get("_compiled_call_impl") is not None for m in self._all)
-
-    def compiler(self, layer: str) -> Compiler | None:
-        """What `layer` is to be compiled with, as of now."""
-        for module in self._around.get(layer, ()):
-            if _is_compiled(module):
-                wrapped: Compiler = module.__dict__["dynamo_ctx"]
-                return wrapped
-            compiled = module.__dict__.get("_compiled_call_impl")
-            if compiled is not None:
-                in_place: Compiler = inspect.getclosurevars(compiled).nonlocals["self"]
-                return in_place
-        return None
+    def compilers(self) -> dict[str, Compiler | None]:
+        """By layer: what it is to be compiled with, as of now. Empty where nobody asks."""
+        found = {module: compiler for module in self._all if (compiler := _compiler_of(module)) is not None}
+        if not found:
+            return {}
+        return {layer: next((found[m] for m in around if m in found), None) for layer, around in self._around.items()}
 
 
 def _around(layer: str) -> list[str]:
@@ -48,6 +39,11 @@ def _around(layer: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile(module)` returns. (Without importing dynamo, which takes seconds.)"""
-    return "dynamo_ctx" in module.__dict__
+def _compiler_of(module: nn.Module) -> Compiler | None:
+    """Of what `torch.compile(module)` returns, or after `module.compile()`; no import of dynamo, which takes seconds."""
+    own = vars(module)
+    compiled = own.get("_compiled_call_impl")
+    if compiled is None or "dynamo_ctx" in own:
+        return own.get("dynamo_ctx")
+    in_place: Compiler = inspect.getclosurevars(compiled).nonlocals["self"]
+    return in_place

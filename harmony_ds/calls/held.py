@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 Item = tuple[MutableMapping[Any, Any], Any, Any]
@@ -11,18 +10,22 @@ Item = tuple[MutableMapping[Any, Any], Any, Any]
 _ABSENT = object()
 
 
-@contextmanager
-def held(items: Iterable[Item]) -> Iterator[None]:
+class held:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """While open, the dictionaries hold these values under these keys; afterwards what they held before."""
-    items = list(items)
-    before = [(mapping, key, mapping.get(key, _ABSENT)) for mapping, key, _ in items]
-    try:
-        for mapping, key, value in items:
+
+    __slots__ = ("_before", "_items")
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = items if isinstance(items, list) else list(items)
+
+    def __enter__(self) -> None:
+        self._before = [mapping.get(key, _ABSENT) for mapping, key, _ in self._items]
+        for mapping, key, value in self._items:
             mapping[key] = value
-        yield
-    finally:
-        for mapping, key, value in before:
-            if value is _ABSENT:
+
+    def __exit__(self, *_: object) -> None:
+        for (mapping, key, _value), before in zip(self._items, self._before, strict=True):
+            if before is _ABSENT:
                 mapping.pop(key, None)
             else:
-                mapping[key] = value
+                mapping[key] = before

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from harmony_ds.calls.boundary import nodes_behind, propagate, targets_of
 from harmony_ds.calls.taking import Taking
-from harmony_ds.calls.targets import FROM_ANOTHER, GradientTarget, InterLayerGradient, Origin, OutputGradient
-from harmony_ds.errors import ModelError
+from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputGradient
 
 
 class InterLayerGraph:
@@ -28,7 +27,6 @@ class InterLayerGraph:
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
-        self.origin = Origin()
         self.taking = Taking()
 
     @property
@@ -39,8 +37,6 @@ class InterLayerGraph:
     def target(self, tensor: Tensor) -> GradientTarget:
         """Where the gradient of the layer input `tensor` (which requires one) goes."""
         targets = targets_of(tensor.grad_fn)
-        if targets is not None:
-            self._check(targets)
         if targets is not None and not (tensor._backward_hooks or tensor.retains_grad):
             return targets[tensor.output_nr]
         edge = get_gradient_edge(tensor)
@@ -85,13 +81,6 @@ class InterLayerGraph:
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
-    def _check(self, targets: Sequence[GradientTarget]) -> None:
-        # Gradients go from one micro-batch to another only between different models.
-        for target in targets:
-            origin = target.origin if isinstance(target, OutputGradient) else None
-            if origin is not None and origin is not self.origin and origin.model == self.origin.model:
-                raise ModelError(f"a layer was given a tensor with the graph of another micro-batch: {FROM_ANOTHER}")
-
     def _newest_call_behind(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
         todo = [root]
@@ -103,9 +92,7 @@ class InterLayerGraph:
                 todo += missing
                 continue
             todo.pop()
-            targets = targets_of(node)
-            self._check(targets or ())
-            own = [target.call for target in targets or () if isinstance(target, OutputGradient)]
+            own = [target.call for target in targets_of(node) or () if isinstance(target, OutputGradient)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
 

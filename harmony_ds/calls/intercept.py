@@ -75,7 +75,6 @@ class Request:
         autocast: the caller's autocast.
         around: a context that it runs in, if the caller has opened modes or set switches of torch's around it.
         raised: the ids of what the layer's forward has raised. (Itself would keep the request, by its traceback.)
-        left_grad: the grad modes that runs of the layer's forward have left where they had found another.
     """
 
     layer: int
@@ -87,37 +86,24 @@ class Request:
     autocast: Autocast | None
     around: Callable[[], AbstractContextManager[None]] | None = None
     raised: list[int] = field(default_factory=list)
-    left_grad: list[bool] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
         same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
-        if same and self.around is None:  # as it mostly is
-            return self._run(args, kwargs)
-        with (
-            torch.set_grad_enabled(self.grad),
-            Autocast.entered(self.autocast),
-            nullcontext() if self.around is None else self.around(),
-        ):
-            return self._run(args, kwargs)
-
-    def _run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
-            return self.context.run(self.forward, *args, **kwargs)
+            if same and self.around is None:  # as it mostly is
+                return self.context.run(self.forward, *args, **kwargs)
+            around = nullcontext() if self.around is None else self.around()
+            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around:
+                return self.context.run(self.forward, *args, **kwargs)
         except BaseException as error:
             self.raised.append(id(error))
             raise
-        finally:
-            grad = torch.is_grad_enabled()
-            if grad is not self.grad:
-                self.left_grad.append(grad)
-                torch._C._set_grad_enabled(self.grad)
 
     def without_arguments(self) -> Request:
         """The same, to be kept."""
-        kept = Request(self.layer, self.forward, (), {}, self.context, self.grad, self.autocast, self.around)
-        kept.raised, kept.left_grad = self.raised, self.left_grad
-        return kept
+        kept = (self.context, self.grad, self.autocast, self.around, self.raised)
+        return Request(self.layer, self.forward, (), {}, *kept)
 
 
 class Handler(Protocol):
@@ -180,34 +166,28 @@ class InterceptedForward(Added):
 
     @_disable_dynamo  # what is compiled around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handler = _active.handler
+        handler, layer = _active.handler, self._layer
         if handler is None:
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_in_backward()
             return self._forward(*args, **kwargs)
-        refuse_transforms(f"layer {self._layer.name} is called", _IN_A_LAYER)
-        if torch.is_grad_enabled():
-            check_saved_tensors(f"the call of layer {self._layer.name}")
+        grad = torch.is_grad_enabled()
+        refuse_transforms(f"layer {layer.name} is called", _IN_A_LAYER)
+        if grad:
+            check_saved_tensors(f"the call of layer {layer.name}")
         autocast = Autocast.current(handler.device_type)
-        context, grad = contextvars.copy_context(), torch.is_grad_enabled()
-        request = Request(self._layer.index, self._handled, args, kwargs, context, grad, autocast)
-        try:
-            return handler.call(request)
-        finally:
-            if request.left_grad:
-                torch._C._set_grad_enabled(request.left_grad[-1])
+        context = contextvars.copy_context()
+        return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
 
     def _refuse_in_backward(self) -> None:
         """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""
         if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
             raise UnsupportedError(
                 f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
-                "of the program's own. If that is a loss with a cache of its own (GradCache; the Cached... losses of "
-                "sentence-transformers): take the loss without it, as the engine keeps no activations of the batch on the "
-                "device anyway. If it computes its result again (a checkpoint of its own making): the engine "
-                "recomputes layers anyway, so call the layer itself, or torch.utils.checkpoint.checkpoint, which it passes "
-                "through. If it solves for a gradient (DEQ): make the module that holds the solver and its hook one layer, "
-                'by its name in the ds_config ("harmony": {"layers": ["..."]}).'
+                "of the program's own. A loss with a cache (GradCache, the Cached... losses of sentence-transformers): "
+                "take it without, as the engine keeps no activations of the batch on the device. A checkpoint of the "
+                "program's own: call the layer itself, which the engine recomputes anyway. A solver (DEQ): make the module "
+                'that holds it and its hook one layer, by its name in the ds_config ("harmony": {"layers": ["..."]}).'
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,9 +213,9 @@ class Interception:
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
             self._intercept(layer)
-        asked = self._asked.by_anybody()
+        asked = self._asked.compilers()
         for layer, forward in self._forwards.items():
-            forward.compile((self._asked.compiler(layer.name) if asked else None) or self._compiler)
+            forward.compile(asked.get(layer.name) or self._compiler)
         return bool(replaced)
 
     def compile(self, compiler: Compiler) -> None:
@@ -244,12 +224,11 @@ class Interception:
 
     def remove(self) -> None:
         """Gives every layer its own forward back."""
-        for module in (layer.module for layer in self._forwards):
-            copy_all(module)
-            intercepted = module.__dict__.get("forward")
-            if not isinstance(intercepted, InterceptedForward):
-                continue  # somebody has put another in its place, or taken it away
-            del module.__dict__["forward"]
-            if intercepted.before is not None:
-                module.__dict__["forward"] = intercepted.before
+        for layer, intercepted in self._forwards.items():
+            own = layer.module.__dict__
+            copy_all(layer.module)
+            if own.get("forward") is intercepted:  # else somebody has put another in its place, or taken it away
+                del own["forward"]
+                if intercepted.before is not None:
+                    own["forward"] = intercepted.before
         self._forwards.clear()

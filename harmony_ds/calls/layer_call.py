@@ -165,7 +165,7 @@ class LayerCalls:
             raise
         if self.proving and call.cut is None:
             call.norms = norms_of(outcome.tensors)
-        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
+        outputs = self._hand_over(call, outcome, tensors, copies)
         self._check_seen(layer, call, [t._version for t in tensors] != before)
         if (wanted := self._wanted(call)) is not None and not layer.inputs_may_change:
             inter_layer.taking.remember(request, given, call.tensors)
@@ -190,22 +190,15 @@ class LayerCalls:
         targets = [t and layer.dead_end.unless(lambda: self.propagating, t) for t in call.targets]
         outcome = layer.run(call, [t.detach() for t in tensors], copies, targets)
         call.states.append(state())  # behind it, as behind a recomputation
-        outputs = self._hand_over(call, outcome, tensors, copies, inter_layer)
+        outputs = self._hand_over(call, outcome, tensors, copies)
         self._check_seen(layer, call, inputs_changed=False)
         call.keep_graph(outcome.tensors)
         return outputs, self._wanted(call)
 
-    def _hand_over(
-        self,
-        call: RecordedCall,
-        outcome: Outcome,
-        tensors: list[Tensor],
-        copies: Leaves,
-        inter_layer: InterLayerGraph,
-    ) -> Any:
+    def _hand_over(self, call: RecordedCall, outcome: Outcome, tensors: list[Tensor], copies: Leaves) -> Any:
         """What the model gets of a call that has run."""
         layer = self._layers[call.request.layer]
-        leaves, lie_in = cut_outputs(call, outcome, tensors, layer.memory.of(copies), inter_layer)
+        leaves, lie_in = cut_outputs(call, outcome, tensors, layer.memory.of(copies))
         call.views = [View(layer.name, leaf) for leaf in lie_elsewhere_too(outcome, leaves, lie_in)]
         outputs = layer.hand_over(call, outcome, leaves, tensors)
         if call.arguments.collects:
@@ -225,7 +218,6 @@ class LayerCalls:
     ) -> tuple[RecordedCall, Given]:
         """A call that is about to run, and what it takes."""
         layer = self._layers[request.layer]
-        inter_layer.origin.model = id(self)
         given = inter_layer.taking.take(request)
         call = RecordedCall(
             request=request.without_arguments(),

@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.calls.boundary import cut
-from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.own_memory import apart, may_overlap, memory, memory_of
 from harmony_ds.calls.recorded_call import Outcome, RecordedCall
 from harmony_ds.calls.targets import OutputGradient
 
 
 def cut_outputs(
-    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int], inter_layer: InterLayerGraph
+    call: RecordedCall, outcome: Outcome, sources: list[Tensor], own: set[int]
 ) -> tuple[list[Any], dict[int, int | None]]:
     """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
 
@@ -42,7 +41,7 @@ def cut_outputs(
             lies_in = memory(leaf)
             leaves[place] = leaf.detach() if lies_in not in own else apart(leaf.detach())
             if leaf.requires_grad:
-                output_gradient = OutputGradient(call.number, leaf, inter_layer.origin)
+                output_gradient = OutputGradient(call.number, leaf)
                 output_gradients.append(output_gradient)
                 lie_in[place] = lies_in if lies_in not in own else None
         call.output_gradients.append(output_gradient)

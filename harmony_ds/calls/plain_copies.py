@@ -6,58 +6,41 @@ They have their own forward, and no attributes of the engine's, so that a proces
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+_STATE = "__getstate__"
+
 
 class Added:
-    """What an engine puts into a user's object. `before`: what was in its place (None: nothing)."""
+    """What an engine puts into a user's module. `before`: what was in its place (None: nothing)."""
 
     before: Any = None
 
 
-class PlainState(Added):
-    """Stands on one module as its `__getstate__`, which copy and pickle ask for what they copy."""
-
-    def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
-
-    def __call__(self) -> Any:
-        of_class = getattr(type(self._owner), "__getstate__", None)  # before Python 3.11 only of those that define it
-        state = self._owner.__dict__ if of_class is None else of_class(self._owner)
-        return _without_added(state) if isinstance(state, dict) else state
-
-
-class PlainWhenCopied(dict[str, Any]):
-    """A dictionary that stands in a module in the place of a plain one; its copies and pickles are plain."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: deepcopy(value, memo) for key, value in self.items()}
-
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    copy = __copy__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.__copy__(),)
-
-
 def leave_out_added(owner: nn.Module) -> None:
     """Makes copies and pickles of `owner` leave out what is `Added`, until `copy_all` is called."""
-    owner.__dict__["__getstate__"] = PlainState(owner)
+    owner.__dict__[_STATE] = partial(_plain_state, owner)  # which copy and pickle ask for what they copy
 
 
 def copy_all(owner: nn.Module) -> None:
     """Ends what `leave_out_added` began."""
-    owner.__dict__.pop("__getstate__", None)
+    owner.__dict__.pop(_STATE, None)
 
 
-def _without_added(held: Mapping[Any, Any]) -> dict[Any, Any]:
+def _plain_state(owner: nn.Module) -> Any:
+    of_class = getattr(type(owner), _STATE, None)  # before Python 3.11 only of those that define it
+    state = owner.__dict__ if of_class is None else of_class(owner)
+    return _without_added(state) if isinstance(state, dict) else state
+
+
+def _without_added(held: Mapping[str, Any]) -> dict[str, Any]:
     plain = {}
     for key, value in held.items():
+        if key == _STATE:
+            continue
         if not isinstance(value, Added):
             plain[key] = value
         elif value.before is not None:

@@ -19,16 +19,6 @@ class GradientTarget(Protocol):
     def take(self) -> Tensor | None: ...
 
 
-class Origin:
-    """One micro-batch's forward pass of one model. (Graphs hold its output gradients, which must not refer to graphs.)"""
-
-    __slots__ = ("model",)
-
-    def __init__(self) -> None:
-        self.model = 0
-        """Identifies the layer calls that it is of."""
-
-
 class GradientSum:
     """The gradient of one tensor: the sum of what its consumers hand back."""
 
@@ -53,14 +43,12 @@ class OutputGradient(GradientSum):
         call: the number of the call in its micro-batch.
         shape: of the output, and so of its gradient.
         propagated: whether the call has been propagated through, so that a gradient would come too late.
-        origin: the micro-batch that the call belongs to.
     """
 
-    __slots__ = ("call", "dtype", "origin", "propagated", "shape")
+    __slots__ = ("call", "dtype", "propagated", "shape")
 
-    def __init__(self, call: int, output: Tensor, origin: Origin | None = None) -> None:
+    def __init__(self, call: int, output: Tensor) -> None:
         super().__init__()
-        self.origin = origin
         self.call = call
         self.shape = output.shape
         self.dtype = output.dtype
@@ -74,7 +62,8 @@ class OutputGradient(GradientSum):
         if self.propagated:
             raise ModelError(
                 f"a gradient came to an output of layer call {self.call} of a micro-batch after that had been propagated "
-                f"through, and would be lost: {FROM_ANOTHER}"
+                f"through, and would be lost: another micro-batch was computed from it, or its step is over. Detach what "
+                "goes from one micro-batch to another (state = state.detach())."
             )
         super().add(gradient)
 
@@ -137,9 +126,3 @@ class _Guarded:
 
     def take(self) -> Tensor | None:
         return self._target.take()
-
-
-FROM_ANOTHER = (
-    "another micro-batch was computed from it, or its step is over. Detach what goes from one micro-batch to another "
-    "(state = state.detach())."
-)

@@ -9,7 +9,7 @@ from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
 from harmony_ds.distributed import init_distributed
 from harmony_ds.engine import HarmonyEngine, initialize
 
-LOCAL_HELPERS = tuple(name for name in utils.__all__ if "_local_" in name)
+LOCAL_HELPERS = tuple(name for name in vars(utils) if "_local_" in name)
 """Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""
 
 

@@ -161,11 +161,6 @@ class Measurement(Passes):
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
             calls.copy_inputs(layer)
             self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place behind its call.")
-        unseen = self._parts.installation.buffers.look_for_unseen() if self._parts.device.has_values else set()
-        for one in self._layers:
-            if not unseen.isdisjoint(one.module.modules()):
-                calls.replay_buffers(one.index)
-                self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
         self._surprises += [f"{name} is used outside its layer's calls." for name in self._parts.installation.touched]
         if self._surprises:
             raise UnseenError(" ".join(self._surprises))

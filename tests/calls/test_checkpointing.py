@@ -124,24 +124,17 @@ def runs_of(way: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["reentrant", "other"])
-def test_torchs_checkpoints_are_replaced_while_the_engine_runs_and_for_its_thread_alone(way: str) -> None:
-    def standing() -> tuple[Any, Any]:
-        module = torch.utils.checkpoint
-        return module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-
+def test_torchs_checkpoints_pass_through_while_the_engine_runs_and_for_its_thread_alone(way: str) -> None:
     def beside() -> tuple[int, int]:
         without = runs_of(way)
         with passed_through():
             return without, runs_of(way)
 
-    own = standing()
-    assert issubclass(own[0], torch.autograd.Function) and own[1].__module__ == torch.utils.checkpoint.__name__
     with ThreadPoolExecutor(1) as other, passed_through():
         assert other.submit(beside).result() == (2, 1)
         with passed_through():
             assert runs_of(way) == 1
         assert runs_of(way) == 1
-    assert standing() == own
     assert runs_of(way) == 2
 
 

@@ -54,9 +54,9 @@ def test_functional_call() -> None:
         return made
 
     with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
-        with pytest.raises(ModelError, match="is assigned, but an engine trains this model"):
+        with pytest.raises(ModelError, match="is replaced, but an engine trains this model"):
             loss(engine, {f"module.{name}": weight for name, weight in weights.items()})
-        with pytest.raises(ModelError, match="is assigned, but an engine trains this model"):
+        with pytest.raises(ModelError, match="is replaced, but an engine trains this model"):
             grad(lambda w: loss(engine.module, w))(weights)
         _train_alike(engine, model, plain)
 

@@ -69,7 +69,7 @@ def post_accumulate(model: Net) -> None:
 
 
 REFUSED = [
-    (assign, ModelError, "'weight' is assigned"),
+    (assign, ModelError, "'weight' is replaced"),
     (other_dtype, ModelError, r"blocks\.0\.weight is to become .*float16"),
     (other_shape, ModelError, r"head\.weight is to become \(5, 8\)"),
     (load_by_assignment, RuntimeError, "'weight' is assigned"),
