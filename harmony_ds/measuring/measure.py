@@ -28,22 +28,22 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.measured import Seen, SeenCall
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.routing import RoutingWatch, extremes
 from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CostTable
 
 _logger = logging.getLogger(__name__)
 
 
 class Measurement(Passes):
-    """Runs one micro-batch through the model, layer by layer. Used once."""
+    """Runs one micro-batch through the model, layer by layer."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
         self._stretch: _Stretch
         self._seen = Seen()
         self._kept: list[Kept] = []
@@ -74,7 +74,7 @@ class Measurement(Passes):
                 self._stretch = _Stretch(probe)
                 self._base = probe.live_bytes()
                 self._measure(sample)
-        return replace(self._seen.table(), in_slices=self._setup.rows.cuts)
+        return replace(self._seen.table(), in_slices=self._rows.cuts)
 
     def _measure(self, sample: Sample) -> None:
         seen = self._seen
@@ -88,14 +88,15 @@ class Measurement(Passes):
             with backward_of_engine():
                 loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
-        seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
+        seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
         del outputs, loss
         seen.tail.taken.extend(self._take_gradients())
         seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
         held = max(0, self._stretch.alive() - self._base)
         for stashed in self._pop_freed():
-            seen.calls[stashed.number].gone += stashed.nbytes
+            call = seen.calls[stashed.number]
+            call.note(alive_after_forward_bytes=max(0, call.cost.alive_after_forward_bytes - stashed.nbytes))
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
@@ -112,19 +113,22 @@ class Measurement(Passes):
 
     def arrived(self, request: Request) -> None:
         """Notes what the code since the last call took; lets go of that call's inputs."""
-        seen, stretch = self._seen, self._stretch
-        if seen.calls:
-            seen.calls[-1].inter_layer = stretch.peak()
-            seen.calls[-1].inter_layer_kept = max(0, stretch.left())
+        calls, stretch, lead = self._seen.calls, self._stretch, 0
+        if calls:
+            graph = calls[-1].cost.graph_bytes
+            calls[-1].note_most(forward_bytes=graph + stretch.peak())
+            calls[-1].note(graph_bytes=graph + max(0, stretch.left()))
         else:
-            seen.lead = stretch.peak()
+            lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
         self._just_taken = {id(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is let go at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, stretch.alive() - self._base - stashed)
-        seen.calls.append(SeenCall(request.layer, CallCost(alive_bytes=alive, alive_and_stashed_bytes=stashed)))
+        calls.append(SeenCall(request.layer))
+        calls[-1].note(alive_bytes=alive, alive_after_forward_bytes=alive, alive_and_stashed_bytes=stashed)
+        calls[-1].note_most(forward_bytes=lead - alive)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, measured, and propagates through it at once."""
@@ -133,14 +137,13 @@ class Measurement(Passes):
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = own(*args, **kwargs)
             # Read when the layer returns: before and after, other things are alive too.
-            call.graph = max(call.graph, stretch.left())
-            call.forward = max(call.forward, stretch.peak())
+            call.note_most(graph_bytes=stretch.left(), forward_bytes=stretch.peak())
             return outputs
 
         stretch.begin()
         with RoutingWatch() as watch:
             outputs, recorded = self._record(replace(request, forward=forward), copy)
-        call.forward = max(call.forward, stretch.peak())
+        call.note_most(forward_bytes=stretch.peak())
         if recorded is not None:
             self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)
@@ -219,8 +222,7 @@ class Measurement(Passes):
                 first += entry.nbytes
                 self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
-        call.cost = replace(
-            call.cost,
+        call.note(
             stash_bytes=first,
             stash_again_bytes=again,
             stash_again_at_cut_bytes=again_at_cut,
@@ -239,8 +241,7 @@ class Measurement(Passes):
         if self._parts.residency.accumulates_in_place:
             _gather_from_zero(copy)
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
-            nbytes = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
-            call.cost = replace(call.cost, gradient_bytes=nbytes)
+            call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
@@ -270,7 +271,7 @@ class Measurement(Passes):
             self._stretch.begin()
             if recorded.cut is None:
                 self._parts.layer_calls.recompute(recorded, copy.leaves, self._parts.random.replay)
-                call.cost = replace(call.cost, kept_bytes=max(call.cost.kept_bytes, self._stretch.left()))
+                call.note_most(kept_bytes=self._stretch.left())
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
@@ -278,8 +279,7 @@ class Measurement(Passes):
             target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
         }
         if not self._parts.residency.accumulates_in_place:
-            nbytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
-            call.cost = replace(call.cost, leaf_bytes=nbytes)
+            call.note(leaf_bytes=sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None))
         gather()
 
     # ---- the code between the calls

@@ -17,7 +17,7 @@ from harmony_ds.calls.held import held
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import differ
 from harmony_ds.calls.slices import Cut, Shapes, row_dims
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.profiler.rows import RowDims, Rows
@@ -29,10 +29,10 @@ _PIECE = 2**20
 
 
 class RowProbe(Passes):
-    """Runs two small micro-batches through the model, layer by layer. Used once."""
+    """Runs two small micro-batches through the model, layer by layer."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
         self._refused: dict[int, str] = {}
         self._dims: dict[int, RowDims] = {}
         self._drawing: set[int] = set()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.slices import cut_of
-from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.row_probe import RowProbe, close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.rows import RowDims, Rows
@@ -96,7 +95,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
     """What is found of `model` with so many rows."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with assembled(model, ScriptedDevice()) as assembly:
-        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe = RowProbe(assembly.parts, assembly.layers)
         return probe.probe(sample_of(model, x), rows)
 
 
@@ -183,7 +182,7 @@ def test_probing_leaves_nothing_behind_and_nothing_for_the_garbage_collector() -
     model = Net(Noisy())
     with assembled(model, device) as assembly:
         before = torch.get_rng_state()
-        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe = RowProbe(assembly.parts, assembly.layers)
         probe.probe(sample_of(model, torch.ones(3, 4)), (2, 3))
         assert device.allocated_bytes() == 0
         assert torch.equal(torch.get_rng_state(), before)
