@@ -20,7 +20,7 @@ from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.recorded_call import RecordedCall, Writes
-from harmony_ds.calls.sameness import equal, is_exact
+from harmony_ds.calls.sameness import comparison
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.calls.unseen import UnseenError
@@ -30,7 +30,6 @@ from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.routing import RoutingWatch, extremes
-from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
@@ -53,7 +52,7 @@ class Measurement(Passes):
         self._versions: dict[str, int] = {}
         self._shapes: dict[InterLayerGradient, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._just_taken: set[int] = set()  # those among them that the call before took, too
+        self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
         self._base = 0  # alive before the first call
         self._given: list[tuple[int, Writes]] = []  # to the layers' calls
         self._surprises: list[str] = []
@@ -122,7 +121,7 @@ class Measurement(Passes):
             lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
-        self._just_taken = {id(t) for t in self._inputs if id(t) in known}
+        self._just_taken = {_place(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is let go at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, stretch.alive() - self._base - stashed)
@@ -190,7 +189,7 @@ class Measurement(Passes):
                 "what is written would be lost. Change parameters between steps (engine.module.parameters()), or compute "
                 "with a changed copy (self.weight.clamp(...))."
             )
-        if all(map(equal if is_exact(self._parts.device.torch_device) else close, outputs, again)):
+        if all(map(comparison(self._parts.device.torch_device), outputs, again)):
             return
         if calls.replay_buffers(layer.index):
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
@@ -206,7 +205,6 @@ class Measurement(Passes):
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
         self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
-        just_taken = {_place(t) for t in self._inputs if id(t) in self._just_taken}
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
         first = again = again_at_cut = 0
         bases: dict[int, int] = {}
@@ -214,7 +212,7 @@ class Measurement(Passes):
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
             memory = StorageWeakRef(storage)
-            if _place(entry.device_tensor) in just_taken:
+            if _place(entry.device_tensor) in self._just_taken:
                 again_at_cut += entry.nbytes
             elif memory.cdata in earlier:
                 again += entry.nbytes
