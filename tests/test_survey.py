@@ -16,7 +16,6 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.passes import Setup
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import hardware_of
@@ -97,7 +96,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
-        measurement = Measurement(Setup(made.parts, made.layers))
+        measurement = Measurement(made.parts, made.layers)
         try:
             return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))
         finally:

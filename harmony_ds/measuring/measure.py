@@ -20,7 +20,7 @@ from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.recorded_call import RecordedCall, Writes
-from harmony_ds.calls.sameness import equal, is_exact
+from harmony_ds.calls.sameness import comparison
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.calls.unseen import UnseenError
@@ -28,22 +28,21 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.measuring.measured import Seen, SeenCall
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.routing import RoutingWatch, extremes
-from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CostTable
 
 _logger = logging.getLogger(__name__)
 
 
 class Measurement(Passes):
-    """Runs one micro-batch through the model, layer by layer. Used once."""
+    """Runs one micro-batch through the model, layer by layer."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
         self._stretch: _Stretch
         self._seen = Seen()
         self._kept: list[Kept] = []
@@ -53,7 +52,7 @@ class Measurement(Passes):
         self._versions: dict[str, int] = {}
         self._shapes: dict[InterLayerGradient, tuple[torch.Size, torch.dtype]] = {}
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._just_taken: set[int] = set()  # those among them that the call before took, too
+        self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
         self._base = 0  # alive before the first call
         self._given: list[tuple[int, Writes]] = []  # to the layers' calls
         self._surprises: list[str] = []
@@ -74,7 +73,7 @@ class Measurement(Passes):
                 self._stretch = _Stretch(probe)
                 self._base = probe.live_bytes()
                 self._measure(sample)
-        return replace(self._seen.table(), in_slices=self._setup.rows.cuts)
+        return replace(self._seen.table(), in_slices=self._rows.cuts)
 
     def _measure(self, sample: Sample) -> None:
         seen = self._seen
@@ -88,14 +87,15 @@ class Measurement(Passes):
             with backward_of_engine():
                 loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
-        seen.tail.forward = self._stretch.peak() + 2 * seen.scalar
+        seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
         del outputs, loss
         seen.tail.taken.extend(self._take_gradients())
         seen.tail.unlayered = self._given_to_unlayered()
         self._inputs = []
         held = max(0, self._stretch.alive() - self._base)
         for stashed in self._pop_freed():
-            seen.calls[stashed.number].gone += stashed.nbytes
+            call = seen.calls[stashed.number]
+            call.note(alive_after_forward_bytes=max(0, call.cost.alive_after_forward_bytes - stashed.nbytes))
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
@@ -112,19 +112,22 @@ class Measurement(Passes):
 
     def arrived(self, request: Request) -> None:
         """Notes what the code since the last call took; lets go of that call's inputs."""
-        seen, stretch = self._seen, self._stretch
-        if seen.calls:
-            seen.calls[-1].inter_layer = stretch.peak()
-            seen.calls[-1].inter_layer_kept = max(0, stretch.left())
+        calls, stretch, lead = self._seen.calls, self._stretch, 0
+        if calls:
+            graph = calls[-1].cost.graph_bytes
+            calls[-1].note_most(forward_bytes=graph + stretch.peak())
+            calls[-1].note(graph_bytes=graph + max(0, stretch.left()))
         else:
-            seen.lead = stretch.peak()
+            lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
-        self._just_taken = {id(t) for t in self._inputs if id(t) in known}
+        self._just_taken = {_place(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is let go at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, stretch.alive() - self._base - stashed)
-        seen.calls.append(SeenCall(request.layer, CallCost(alive_bytes=alive, alive_and_stashed_bytes=stashed)))
+        calls.append(SeenCall(request.layer))
+        calls[-1].note(alive_bytes=alive, alive_after_forward_bytes=alive, alive_and_stashed_bytes=stashed)
+        calls[-1].note_most(forward_bytes=lead - alive)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs the call, measured, and propagates through it at once."""
@@ -133,14 +136,13 @@ class Measurement(Passes):
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = own(*args, **kwargs)
             # Read when the layer returns: before and after, other things are alive too.
-            call.graph = max(call.graph, stretch.left())
-            call.forward = max(call.forward, stretch.peak())
+            call.note_most(graph_bytes=stretch.left(), forward_bytes=stretch.peak())
             return outputs
 
         stretch.begin()
         with RoutingWatch() as watch:
             outputs, recorded = self._record(replace(request, forward=forward), copy)
-        call.forward = max(call.forward, stretch.peak())
+        call.note_most(forward_bytes=stretch.peak())
         if recorded is not None:
             self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)
@@ -182,7 +184,7 @@ class Measurement(Passes):
                 "what is written would be lost. Change parameters between steps (engine.module.parameters()), or compute "
                 "with a changed copy (self.weight.clamp(...))."
             )
-        if all(map(equal if is_exact(self._parts.device.torch_device) else close, outputs, again)):
+        if all(map(comparison(self._parts.device.torch_device), outputs, again)):
             return
         if calls.replay_buffers(layer.index):
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
@@ -198,7 +200,6 @@ class Measurement(Passes):
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
         self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
-        just_taken = {_place(t) for t in self._inputs if id(t) in self._just_taken}
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
         first = again = again_at_cut = 0
         bases: dict[int, int] = {}
@@ -206,7 +207,7 @@ class Measurement(Passes):
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
             memory = StorageWeakRef(storage)
-            if _place(entry.device_tensor) in just_taken:
+            if _place(entry.device_tensor) in self._just_taken:
                 again_at_cut += entry.nbytes
             elif memory.cdata in earlier:
                 again += entry.nbytes
@@ -214,8 +215,7 @@ class Measurement(Passes):
                 first += entry.nbytes
                 self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
-        call.cost = replace(
-            call.cost,
+        call.note(
             stash_bytes=first,
             stash_again_bytes=again,
             stash_again_at_cut_bytes=again_at_cut,
@@ -234,8 +234,7 @@ class Measurement(Passes):
         if self._parts.residency.accumulates_in_place:
             _gather_from_zero(copy)
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
-            nbytes = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
-            call.cost = replace(call.cost, gradient_bytes=nbytes)
+            call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
@@ -265,7 +264,7 @@ class Measurement(Passes):
             self._stretch.begin()
             if recorded.cut is None:
                 self._parts.layer_calls.recompute(recorded, copy.leaves, self._parts.random.replay)
-                call.cost = replace(call.cost, kept_bytes=max(call.cost.kept_bytes, self._stretch.left()))
+                call.note_most(kept_bytes=self._stretch.left())
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
@@ -273,8 +272,7 @@ class Measurement(Passes):
             target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
         }
         if not self._parts.residency.accumulates_in_place:
-            nbytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
-            call.cost = replace(call.cost, leaf_bytes=nbytes)
+            call.note(leaf_bytes=sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None))
         gather()
 
     # ---- the code between the calls

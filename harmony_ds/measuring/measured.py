@@ -18,11 +18,7 @@ class SeenCall:
 
     Attributes:
         layer: that was called.
-        cost: what is known of its `CallCost` at once, without the other calls.
-        gone: inputs that no earlier call took, and that nothing held any more when the forward pass was over.
-        forward: the most while its forward ran.
-        graph: what was left when its forward returned.
-        inter_layer, inter_layer_kept: the most in the code behind it, up to the next call, and what is left of that.
+        cost: what is known of its `CallCost` without the other calls.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
         settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
         unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
@@ -33,17 +29,20 @@ class SeenCall:
 
     layer: int = -1
     cost: CallCost = _NOTHING_KNOWN
-    gone: int = 0
-    forward: int = 0
-    graph: int = 0
-    inter_layer: int = 0
-    inter_layer_kept: int = 0
     backward: int = 0
     settle: int = 0
     unlayered: dict[str, int] = field(default_factory=dict)
     made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
     settled: list[OutputGradient] = field(default_factory=list)
+
+    def note(self, **known: int | bool) -> None:
+        """Of `cost`."""
+        self.cost = replace(self.cost, **known)  # type: ignore[arg-type]
+
+    def note_most(self, **known: int) -> None:
+        """Of `cost`, where it is more than what was known."""
+        self.note(**{name: max(nbytes, getattr(self.cost, name)) for name, nbytes in known.items()})
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +51,7 @@ class Seen:
 
     Attributes:
         calls: in order.
-        tail: what comes behind the last call; its `forward` is the most of it, its `taken` what it propagates to.
-        lead: the most before the first call.
+        tail: what comes behind the last call; its forward_bytes are the most of it, its `taken` what it propagates to.
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
@@ -61,7 +59,6 @@ class Seen:
 
     calls: list[SeenCall] = field(default_factory=list)
     tail: SeenCall = field(default_factory=SeenCall)
-    lead: int = 0
     held: int = 0
     held_and_stashed: int = 0
     scalar: int = 0
@@ -74,7 +71,7 @@ class Seen:
         return CostTable(
             tuple(call.layer for call in self.calls),
             costs,
-            self.tail.forward,
+            self.tail.cost.forward_bytes,
             self.held,
             scalar_bytes=self.scalar,
             held_and_stashed_bytes=self.held_and_stashed,
@@ -82,9 +79,6 @@ class Seen:
 
     def _cost(self, position: int) -> CallCost:
         call = self.calls[position]
-        forward = max(call.forward, call.graph + call.inter_layer)
-        if position == 0:
-            forward = max(forward, self.lead - call.cost.alive_bytes)
         later = self._later(position + 1)
         settle = 0
         if call.settle:
@@ -97,10 +91,7 @@ class Seen:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return replace(
             call.cost,
-            alive_after_forward_bytes=max(0, call.cost.alive_bytes - call.gone),
             shared_bytes=waiting,
-            forward_bytes=forward,
-            graph_bytes=call.graph + call.inter_layer_kept,
             settle_bytes=settle,
             backward_bytes=backward if call.cost.needs_backward or position == 0 else 0,
             keeps_graph=any(first < position <= last for first, last in self.spans),

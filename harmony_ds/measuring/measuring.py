@@ -21,7 +21,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.base import Device
 from harmony_ds.errors import DoesNotFitError, HarmonyError
 from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
 from harmony_ds.measuring.rates import measure_rates
 from harmony_ds.measuring.row_probe import RowProbe
@@ -49,19 +49,16 @@ class Measuring:
         """`file`: for times and rates."""
         self._parts = parts
         self._file = file
-        self._setup = Setup(parts, layers, graph.unlayered)
+        self._layers = layers
+        self.unlayered = graph.unlayered
+        """The parameters that no layer owns, those that are used between layers included."""
         self._found: Rows | None = None  # which layers can be cut
         self._probed_calls: tuple[int, ...] = ()
         self.machine: Machine | None = None
 
-    @property
-    def unlayered(self) -> tuple[str, ...]:
-        """The parameters that no layer owns, those that are used between layers included."""
-        return self._setup.unlayered
-
     def join_unlayered(self, names: Iterable[str]) -> None:
         """Parameters that other processes have found to be used between layers are unlayered here, too."""
-        self._setup = replace(self._setup, unlayered=tuple(dict.fromkeys((*names, *self.unlayered))))
+        self.unlayered = tuple(dict.fromkeys((*names, *self.unlayered)))
 
     def rows(self, sizes: Sizes) -> Rows:
         """How layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
@@ -124,7 +121,7 @@ class Measuring:
 
     def losses(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
         """See `Passes.losses`; layer calls are cut into `rows`."""
-        return Passes(replace(self._setup, rows=rows)).losses()
+        return Passes(self._parts, self._layers, self.unlayered, rows).losses()
 
     def _probe(self, sample: Sample) -> None:
         """Which layers can be cut; found out once, and said."""
@@ -135,8 +132,7 @@ class Measuring:
         refused: dict[int, str] = {}
         try:
             self._probed_calls = self._observe(sample.few(more), WHOLE).calls
-            with self._parts.contract.undone():
-                self._found, refused = RowProbe(self._setup).probe(sample, (few, more))
+            self._found, refused = RowProbe(self._parts, self._layers, self.unlayered).probe(sample, (few, more))
         except (HarmonyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
@@ -149,7 +145,7 @@ class Measuring:
             )
         for layer, reason in refused.items():
             if reason:
-                _logger.warning("layer %s runs with whole micro-batches: %s", self._setup.layers[layer].name, reason)
+                _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
 
     def _observe(self, sample: Sample, sizes: Sizes) -> CostTable:
         """Bytes, measured until nothing about the model comes as a surprise: parameters that turn out to be used between
@@ -157,22 +153,20 @@ class Measuring:
         """
         if sizes != WHOLE:
             self._probe(sample)
-        with self._parts.contract.undone():
-            for _ in range(_ATTEMPTS):
-                try:
-                    return Measurement(replace(self._setup, rows=self.rows(sizes))).measure(sample)
-                except Exception as error:
-                    found = self._parts.installation.touched.difference(self.unlayered)
-                    if not found and not isinstance(error, UnseenError):
-                        raise
-                    self.join_unlayered((*self.unlayered, *sorted(found)))
+        for _ in range(_ATTEMPTS):
+            try:
+                return Measurement(self._parts, self._layers, self.unlayered, self.rows(sizes)).measure(sample)
+            except Exception as error:
+                found = self._parts.installation.touched.difference(self.unlayered)
+                if not found and not isinstance(error, UnseenError):
+                    raise
+                self.join_unlayered((*self.unlayered, *sorted(found)))
         raise AssertionError("the model shows something new each time it is measured")
 
     def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
         parts = self._parts
-        timing = Timing(replace(self._setup, rows=self.rows(sizes)))
-        with parts.contract.undone():
-            timed = timing.time(table, sample)
+        timing = Timing(parts, self._layers, self.unlayered, self.rows(sizes))
+        timed = timing.time(table, sample)
         if self.machine is None:
             threads = None if parts.updater is None else parts.updater.threads
             self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps, threads)

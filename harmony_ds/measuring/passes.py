@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,28 +26,17 @@ from harmony_ds.runtime.streaming import Observer, Streamer
 Reached = list[tuple[GradientTarget, torch.Size, torch.dtype]]
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A model as it is run.
-
-    Attributes:
-        unlayered: the parameters that no layer owns, as far as they are known.
-        rows: how layer calls are cut into slices.
-    """
-
-    parts: Parts
-    layers: tuple[Layer, ...]
-    unlayered: tuple[str, ...] = ()
-    rows: Rows = WHOLE_CALLS
-
-
 class Passes(Observer):
-    """Runs forward passes of one model."""
+    """Runs forward passes of one model. Used once."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup.parts)
-        self._setup = setup
-        self._layers = setup.layers
+    def __init__(
+        self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+    ) -> None:
+        """`unlayered`: as far as they are known; `rows`: how layer calls are cut into slices."""
+        super().__init__(parts)
+        self._layers = layers
+        self._unlayered = unlayered
+        self._rows = rows
         self._streamer: Streamer
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
@@ -69,8 +57,8 @@ class Passes(Observer):
 
     @contextmanager
     def _opened(self) -> Iterator[DeviceCopy]:
-        """The unlayered parameters on the device, and the model without its host parameters. Random numbers and buffers
-        are put back in the end.
+        """The unlayered parameters on the device, and the model without its host parameters. Random numbers, buffers and
+        attributes are put back in the end.
         """
         installation, calls = self._parts.installation, self._parts.layer_calls
         installation.touched.clear()
@@ -79,7 +67,8 @@ class Passes(Observer):
         self._streamer = Streamer(self._parts, self._layers, self)
         try:
             with (
-                self._streamer.on_device(self._setup.unlayered) as copy,
+                self._parts.contract.undone(),
+                self._streamer.on_device(self._unlayered) as copy,
                 installation.installed(copy.leaves, keep_buffers=False),
             ):
                 yield copy
@@ -113,7 +102,7 @@ class Passes(Observer):
         """Its outputs, and what it takes to propagate through it."""
         self._number += 1
         return self._parts.layer_calls.forward(
-            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._setup.rows
+            request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._rows
         )
 
     @contextmanager

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,49 +25,49 @@ from harmony_ds.profiler.profile import Profile
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class ProfileFile:
     """The file that profiles of one model on one device are kept in; without a path, none are."""
 
-    def __init__(self, path: Path | None, graph: LayerGraph, dtypes: str, device: Device) -> None:
-        self._path = path
-        self._graph = graph
-        self._dtypes = dtypes
-        self._device = device
+    path: Path | None
+    graph: LayerGraph
+    dtypes: str
+    device: Device
 
     def key(self, calls: tuple[int, ...], shapes: object) -> dict[str, str]:
         """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
-        graph = self._graph
+        graph = self.graph
         structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
         digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
-        device = self._device.torch_device
+        device = self.device.torch_device
         return {
             "model": f"{len(structure)} layers of {sum(one.numel for one in graph.parameters):,} parameters, {digest}",
             "shapes": repr(shapes),
-            "dtypes": self._dtypes,
+            "dtypes": self.dtypes,
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else self._device.name,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else self.device.name,
             "host": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "threads": str(torch.get_num_threads()),
         }
 
     def load(self, key: Mapping[str, str]) -> Profile | None:
         """The profile, if it was measured on what `key` says; None, with a warning, if on something else."""
-        if self._path is None or not self._path.is_file():
+        if self.path is None or not self.path.is_file():
             return None
         try:
-            profile = Profile.from_json(self._path.read_text(encoding="utf-8"))
+            profile = Profile.from_json(self.path.read_text(encoding="utf-8"))
             profile.check(key)
         except ProfileError as error:
-            _logger.warning("%s is not used, and will be replaced: %s", self._path, error)
+            _logger.warning("%s is not used, and will be replaced: %s", self.path, error)
             return None
         return profile
 
     def save(self, profile: Profile) -> None:
         """Writes beside the path and renames, so that a reader never sees half a file, whoever else writes it meanwhile."""
-        if self._path is not None:
-            beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
+        if self.path is not None:
+            beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
             beside.write_text(profile.to_json(), encoding="utf-8")
-            beside.replace(self._path)
+            beside.replace(self.path)
 
 
 def with_times(table: CostTable, timed: CostTable) -> CostTable:

@@ -62,22 +62,10 @@ def measure_rates(
 
 def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int) -> Machine:
     """Everything but what swap-ins take."""
-    count = _SCRATCH_ELEMENTS if device.budget_bytes is None else min(_SCRATCH_ELEMENTS, device.budget_bytes // 64)
-    host = device.host_empty(count, torch.float32).zero_()
-    on_device = device.upload(host)
-    swap_out = host.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, on_device))
-    update = _update_of(optimizer, weight_dtype)
+    swap_out, link, copied = _device_bytes_per_ms(device)
+    update, gradients = _update_of(optimizer, weight_dtype), torch.zeros(_SCRATCH_ELEMENTS)
     with computing_with(threads):
         elements = _SCRATCH_ELEMENTS / _typical_ms(None, update)
-    norm_ms = _typical_ms(None, lambda: torch.linalg.vector_norm(host, 2))
-    device.host_free(host)
-    link, device_elements = 0.0, elements
-    if device.copies_overlap:
-        link = _both_ways(device, on_device)
-        back = torch.empty_like(on_device)
-        copied = _typical_ms(device, lambda: back.copy_(on_device))
-        # An elementwise optimizer on the device is as fast as the device's memory.
-        device_elements = 2 * on_device.nbytes / copied / UPDATE_BYTES_PER_ELEMENT
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         copies_overlap=device.copies_overlap,
@@ -85,11 +73,35 @@ def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: tor
         swap_out_bytes_per_ms=swap_out,
         link_bytes_per_ms=link,
         update_elements_per_ms=elements,
-        norm_elements_per_ms=count / norm_ms,
+        norm_elements_per_ms=_SCRATCH_ELEMENTS / _typical_ms(None, lambda: torch.linalg.vector_norm(gradients, 2)),
         host_bytes_per_ms=_host_bytes_per_ms(),
-        device_update_elements_per_ms=device_elements,
+        # An elementwise optimizer on the device is as fast as the device's memory.
+        device_update_elements_per_ms=copied / UPDATE_BYTES_PER_ELEMENT if device.copies_overlap else elements,
         beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
     )
+
+
+def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
+    """Of swap-outs; where copies overlap, of both directions at once, with page-locked memory, and of what the device
+    reads and writes in a copy of its own.
+    """
+    count = _SCRATCH_ELEMENTS if device.budget_bytes is None else min(_SCRATCH_ELEMENTS, device.budget_bytes // 64)
+    host, there = (device.host_empty(count, torch.float32).zero_() for _ in range(2))
+    here = device.upload(host)
+    other = torch.empty_like(here)
+
+    def both() -> None:
+        _copy(device, Stream.SWAP_IN, other, there)
+        _copy(device, Stream.SWAP_OUT, host, here)
+
+    swap_out = here.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, here))
+    link = copied = 0.0
+    if device.copies_overlap:
+        link = 2 * here.nbytes / _typical_ms(device, both)
+        copied = 2 * here.nbytes / _typical_ms(device, lambda: other.copy_(here))
+    device.host_free(host)
+    device.host_free(there)
+    return swap_out, link, copied
 
 
 def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Callable[[], None]:
@@ -131,22 +143,6 @@ def _settle(device: Device | None) -> None:
 def _copy(device: Device, stream: Stream, target: Tensor, source: Tensor) -> None:
     with device.on(stream):
         target.copy_(source, non_blocking=True)
-
-
-def _both_ways(device: Device, on_device: Tensor) -> float:
-    """Bytes per ms while both directions are busy, with page-locked memory."""
-    numel = on_device.numel()
-    there, back = device.host_empty(numel, on_device.dtype), device.host_empty(numel, on_device.dtype)
-    target = torch.empty_like(on_device)
-
-    def both() -> None:
-        _copy(device, Stream.SWAP_IN, target, there)
-        _copy(device, Stream.SWAP_OUT, back, on_device)
-
-    took = _typical_ms(device, both)
-    device.host_free(there)
-    device.host_free(back)
-    return 2 * on_device.nbytes / took
 
 
 def _host_bytes_per_ms() -> float:

@@ -10,29 +10,24 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harmony_ds.calls.held import held
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import differ
+from harmony_ds.calls.sameness import close
 from harmony_ds.calls.slices import Cut, Shapes, row_dims
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.profiler.rows import RowDims, Rows
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Of the largest value: sums over other blocks round differently, rows that look at each other are far off."""
-_PIECE = 2**20
-"""Elements that are compared at once: in several copies, outputs take what a step does not."""
-
 
 class RowProbe(Passes):
-    """Runs two small micro-batches through the model, layer by layer. Used once."""
+    """Runs two small micro-batches through the model, layer by layer."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
         self._refused: dict[int, str] = {}
         self._dims: dict[int, RowDims] = {}
         self._drawing: set[int] = set()
@@ -103,19 +98,6 @@ class RowProbe(Passes):
             whole = calls.trial(request, copies).outputs
             slices = calls.trial(request, copies, cut).outputs
         return len(whole) == len(slices) and all(map(close, whole, slices))
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    tolerance = _TOLERANCES.get(a.dtype)
-    if tolerance is None:
-        return torch.equal(a, b)
-    pieces, others = a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE)
-    largest = max((one.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for one in pieces if one.numel()), default=0.0)
-    apart = tolerance * largest
-    return all(torch.allclose(x, y, rtol=0.0, atol=apart, equal_nan=True) for x, y in zip(pieces, others, strict=True))
 
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:

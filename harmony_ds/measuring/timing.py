@@ -15,7 +15,7 @@ from harmony_ds.calls.boundary import backward_of_engine
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.measuring.passes import Passes, Setup
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
@@ -42,11 +42,11 @@ def typical(samples: list[float]) -> float:
 
 
 class Timing(Passes):
-    """Runs a micro-batch through the model, layer by layer. Used once."""
+    """Runs a micro-batch through the model, layer by layer."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._device = setup.parts.device
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
+        self._device = self._parts.device
         self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(
             list
         )  # in the order they were taken
@@ -61,10 +61,10 @@ class Timing(Passes):
         Raises:
             BaseException: whatever the model or the objective raised.
         """
-        for _ in range(_PASSES if self._device.has_values else 1):
-            self._structures.clear()
-            self._lap()
-            with self._opened():
+        self._lap()
+        with self._opened():
+            for _ in range(_PASSES if self._device.has_values else 1):
+                self._structures.clear()
                 self._lap()
                 loss = sample.objective(self._forward(sample))
                 if loss is not None and loss.requires_grad:
@@ -132,7 +132,7 @@ class Timing(Passes):
             backward = again + propagate
             # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
             # slices.
-            fused = (backward or forward) + (forward if backward and self._setup.rows.cuts else 0.0)
+            fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0)
             timed.append(
                 replace(
                     cost,

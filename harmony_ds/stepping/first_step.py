@@ -9,10 +9,9 @@ from functools import partial
 from torch import Tensor
 
 from harmony_ds.calls.contract import Contract
-from harmony_ds.calls.sameness import equal, is_exact
+from harmony_ds.calls.sameness import comparison
 from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.errors import ModelError
-from harmony_ds.measuring.row_probe import close
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.ticket import QueuedMicroBatch
@@ -48,8 +47,7 @@ def prove(
 
 def _check(contract: Contract, index: int, alone: Tensor, loss: Tensor) -> None:
     """Raises ModelError if the two differ."""
-    same = equal if is_exact(loss.device) else close
-    if loss.is_meta or alone.isnan().all() or same(alone, loss.cpu()):
+    if loss.is_meta or alone.isnan().all() or comparison(loss.device)(alone, loss.cpu()):
         return
     raise ModelError(
         f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "

@@ -69,13 +69,11 @@ class Planner:
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
-        profile = None if config.harmony.profile is None else Path(config.harmony.profile)
+        path = None if config.harmony.profile is None else Path(config.harmony.profile)
         dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
-        self.measuring = Measuring(
-            parts, decomposition.layers, graph, ProfileFile(profile, graph, dtypes, parts.device)
-        )
+        self.measuring = Measuring(parts, decomposition.layers, graph, ProfileFile(path, graph, dtypes, parts.device))
 
     @property
     def plan(self) -> Plan | None:

@@ -146,8 +146,7 @@ class Runner:
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
         """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. Nothing stays."""
         self._make_room()
-        contract, losses = self._parts.contract, self.planner.measuring.losses(self.planner.rows)
-        with contract.running(), contract.undone(), losses as loss_of:
+        with self._parts.contract.running(), self.planner.measuring.losses(self.planner.rows) as loss_of:
             yield loss_of
 
     def _make_room(self) -> None:

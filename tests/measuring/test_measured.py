@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -24,39 +22,16 @@ def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
 
 
 def test_what_is_known_of_a_call_at_once_is_handed_on() -> None:
-    known = CallCost(alive_bytes=10, alive_and_stashed_bytes=2, stash_bytes=5, leaf_bytes=9)
-    assert costs_of(SeenCall(cost=known, gone=4)) == (replace(known, alive_after_forward_bytes=6),)
+    call = SeenCall(cost=CallCost(alive_bytes=10, stash_bytes=5))
+    call.note(leaf_bytes=9)
+    call.note_most(alive_bytes=8, stash_bytes=7)
+    assert costs_of(call) == (CallCost(alive_bytes=10, stash_bytes=7, leaf_bytes=9),)
 
 
 def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
-    table = Seen(
-        [SeenCall(layer=2), SeenCall(layer=0)], SeenCall(forward=30), held=7, held_and_stashed=5, scalar=4
-    ).table()
+    tail = SeenCall(cost=CallCost(forward_bytes=30))
+    table = Seen([SeenCall(layer=2), SeenCall(layer=0)], tail, held=7, held_and_stashed=5, scalar=4).table()
     assert table == CostTable((2, 0), (CallCost(), CallCost()), 30, 7, scalar_bytes=4, held_and_stashed_bytes=5)
-
-
-def test_forward_is_the_most_of_the_call_and_of_the_code_behind_it() -> None:
-    in_call, behind = costs_of(
-        SeenCall(forward=100, graph=20, inter_layer=30), SeenCall(forward=40, graph=20, inter_layer=30)
-    )
-    assert in_call.forward_bytes == 100
-    assert behind.forward_bytes == 20 + 30
-
-
-def test_before_the_first_call_the_code_in_front_counts() -> None:
-    first, second = costs_of(
-        SeenCall(cost=CallCost(alive_bytes=10), forward=20),
-        SeenCall(cost=CallCost(alive_bytes=10), forward=20),
-        lead=100,
-    )
-    assert first.forward_bytes == 100 - 10
-    assert second.forward_bytes == 20
-
-
-def test_a_graph_holds_what_the_code_behind_the_call_has_kept() -> None:
-    (cost,) = costs_of(SeenCall(graph=20, inter_layer_kept=3, cost=CallCost(alive_bytes=3), gone=5))
-    assert cost.graph_bytes == 23
-    assert cost.alive_after_forward_bytes == 0  # no more stays than there was
 
 
 def chain() -> tuple[list[SeenCall], list[OutputGradient]]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.slices import cut_of
-from harmony_ds.measuring.passes import Setup
-from harmony_ds.measuring.row_probe import RowProbe, close
+from harmony_ds.measuring.row_probe import RowProbe
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.rows import RowDims, Rows
 from tests.runtime.scripted import ScriptedDevice, assembled
@@ -96,7 +95,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
     """What is found of `model` with so many rows."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with assembled(model, ScriptedDevice()) as assembly:
-        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe = RowProbe(assembly.parts, assembly.layers)
         return probe.probe(sample_of(model, x), rows)
 
 
@@ -183,7 +182,7 @@ def test_probing_leaves_nothing_behind_and_nothing_for_the_garbage_collector() -
     model = Net(Noisy())
     with assembled(model, device) as assembly:
         before = torch.get_rng_state()
-        probe = RowProbe(Setup(assembly.parts, assembly.layers))
+        probe = RowProbe(assembly.parts, assembly.layers)
         probe.probe(sample_of(model, torch.ones(3, 4)), (2, 3))
         assert device.allocated_bytes() == 0
         assert torch.equal(torch.get_rng_state(), before)
@@ -196,50 +195,6 @@ def test_probing_leaves_nothing_behind_and_nothing_for_the_garbage_collector() -
             assert seen() is None  # it would hold memory of the device until then
         finally:
             gc.enable()
-
-
-# ---- the same but for rounding
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_the_same_but_for_rounding(dtype: torch.dtype) -> None:
-    a = torch.linspace(-1.0, 1.0, 16, dtype=dtype)
-    for difference, same in ((0.0, True), (torch.finfo(dtype).eps, True), (0.1, False)):
-        b = a.clone()
-        b[3] += difference
-        assert close(a, b) is same
-
-
-def test_large_tensors_are_compared_as_a_whole() -> None:
-    """Whatever they are cut into for it: what is large in one piece says what is rounding in another."""
-    a = torch.zeros(2**20 + 2)
-    b = a.clone()
-    b[-1] = 1e-3
-    assert not close(a, b)
-    a[0] = b[0] = 100.0
-    assert close(a, b)
-    assert close(a.view(2, -1).t(), b.view(2, -1).t())
-    b[-2] = float("nan")
-    assert not close(a, b)
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        (torch.tensor([1.0, NAN, INF]), torch.tensor([1.0, NAN, INF]), True),
-        (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0]), False),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, INF]), False),
-        (torch.empty(0), torch.empty(0), True),
-        (torch.ones(2), torch.ones(3), False),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
-        (torch.tensor([100_000]), torch.tensor([100_001]), False),
-    ],
-)
-def test_shapes_dtypes_and_numbers_that_are_none_must_agree(a: Tensor, b: Tensor, same: bool) -> None:
-    assert close(a, b) is same
 
 
 def test_a_few_rows_are_the_first_ones_repeated_if_need_be_and_what_is_no_row_stays() -> None:
