@@ -19,7 +19,7 @@ class held:  # noqa: N801 - used as a function; a class, because it is entered f
         self._items = [*items]
 
     def __enter__(self) -> None:
-        self._before = [mapping[key] if key in mapping else _ABSENT for mapping, key, _ in self._items]
+        self._before = [mapping[key] if key in mapping else _ABSENT for mapping, key, _ in self._items]  # noqa: SIM401 - without a call
         for mapping, key, value in self._items:
             mapping[key] = value
 
