@@ -11,7 +11,8 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,20 +106,24 @@ def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
     return getattr(node, "harmony_targets", None)
 
 
-class backward_of_engine:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
+@contextmanager
+def backward_of_engine() -> Iterator[None]:
     """Around a backward pass that is the engine's.
 
     Raises:
         ModelError: something that was saved for it has been written to since, or its graph is gone.
     """
+    try:
+        yield
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            for said, meant in _MEANT.items():
-                if said in str(error):
-                    raise ModelError(f"{meant} torch says: {error}") from error
+def _explain(error: RuntimeError) -> None:
+    for said, meant in _MEANT.items():
+        if said in str(error):
+            raise ModelError(f"{meant} torch says: {error}") from error
 
 
 _MEANT = {
@@ -135,10 +140,13 @@ _MEANT = {
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
     """A backward pass of the engine's from `edges`, which are of tensors of the shapes and dtypes of `gradients`."""
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
-    with backward_of_engine():
+    try:
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
+    except RuntimeError as error:
+        _explain(error)
+        raise
 
 
 def nodes_behind(node: Node | None) -> list[Node]:

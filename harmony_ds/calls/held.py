@@ -16,10 +16,10 @@ class held:  # noqa: N801 - used as a function; a class, because it is entered f
     __slots__ = ("_before", "_items")
 
     def __init__(self, items: Iterable[Item]) -> None:
-        self._items = items if isinstance(items, list) else list(items)
+        self._items = [*items]
 
     def __enter__(self) -> None:
-        self._before = [mapping.get(key, _ABSENT) for mapping, key, _ in self._items]
+        self._before = [mapping[key] if key in mapping else _ABSENT for mapping, key, _ in self._items]  # noqa: SIM401 - without a call
         for mapping, key, value in self._items:
             mapping[key] = value
 
