@@ -31,7 +31,6 @@ class Arguments:
             _refuse_once_only(leaves)
         own = {id(leaf): _own(leaf) for leaf in leaves} if take_over else {}
         self._leaves = [own.get(id(leaf), leaf) for leaf in leaves]
-        self._shape.forget_originals()
 
     @property
     def tensors(self) -> list[Tensor]:
