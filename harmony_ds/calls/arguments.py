@@ -121,7 +121,7 @@ class Given:
                 places[key] = [place]
                 tensors.append(leaf)
             leaves[place] = None
-        containers = [place for place, branch in enumerate(shape) if branch and _is_container(type(values[place]))  # type: ignore[arg-type]]
+        containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
         keywords, collector = tuple(request.kwargs), _collector(request)
         taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, bool(collector))
         return Given(Arguments(*taken), tensors, values, collector)
