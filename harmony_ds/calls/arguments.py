@@ -1,27 +1,32 @@
 """The arguments of layer calls, and what layers hand over beside their results.
 
-Tensors are taken out of a call's arguments, so that the call can be made again over others. Layers may also write into
-lists, dictionaries and objects that they are given, and transformers'
-layers hand tensors (router logits, attentions) to a collector.
+Tensors are taken out of a call's arguments, so that the call can be made again over others. Beside returning results,
+layers write into tensors, and into dictionaries and lists that they are given (Gemma 3n's keys and values, which later
+layers read), and transformers' layers hand tensors (router logits, attentions) to a collector.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import UserDict
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from harmony_ds.calls.caches import empty_caches
+from harmony_ds.calls.caches import take_caches
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.trees import Contents, Shape, flatten_all, unflatten_all
+from harmony_ds.calls.trees import Shape, flatten_all, unflatten_all
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
+
+Collector = dict[str, Any]
+"""Of transformers: lists by what is wanted, and settings."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,150 +38,156 @@ class Arguments:
     positional: int  # how many
     keywords: tuple[str, ...]
     places: list[list[int]]  # per distinct tensor: the leaves that it stands in
-    caches: list[Any]  # those that the layer may fill, and that are emptied again
+    caches: dict[int, Any]  # arguments that the layer may fill, and that are emptied again
+    containers: list[int]  # arguments that the layer may write into for later layers
     collects: bool  # whether the layer may hand anything to a collector
-    often: Often | None = None  # those of several calls
 
-    def filled(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Contents]]:
-        """Positional and keyword arguments over `tensors`; their containers are fresh, and returned last."""
-        values = None if self.often is None else self.often.over(tensors)
-        if values is not None:
-            return (
-                tuple(values[: self.positional]),
-                dict(zip(self.keywords, values[self.positional :], strict=True)),
-                [],
-            )
+    def filled(self, tensors: list[Tensor]) -> list[Any]:
+        """Positional arguments, then keyword arguments, over `tensors` in fresh containers."""
         leaves = list(self.leaves)
         for tensor, places in zip(tensors, self.places, strict=True):
             for place in places:
                 leaves[place] = tensor
-        made: list[Contents] = []
-        values = unflatten_all(leaves, self.shape, made)
-        kwargs = dict(zip(self.keywords, values[self.positional :], strict=True))
-        return tuple(values[: self.positional]), kwargs, made
-
-    @property
-    def are_fixed(self) -> bool:
-        """Whether there is nothing among them that anybody could write into but tensors."""
-        return not self.collects and self.shape.is_fixed
-
-    def roots(self) -> list[int | None]:
-        """Per tensor: which argument it is; None: it is a part of one, or it is several. For fixed arguments."""
-        alone = self.shape.alone()
-        return [alone.get(places[0]) if len(places) == 1 else None for places in self.places]
+        values = unflatten_all(leaves, self.shape)
+        if self.caches:
+            for place, cache in self.caches.items():
+                values[place] = cache
+        return values
 
     @property
     def may_be_cut(self) -> bool:
         """Whether there is nothing among them that a layer could write into without its being seen."""
-        return all(map(is_plain, self.leaves))
+        return all(map(_is_plain, self.leaves))
 
 
-class Often:
-    """Arguments that several calls are given, but for tensors that are an argument each."""
-
-    __slots__ = ("_roots", "_tensors", "_values")
-
-    def __init__(self, arguments: Arguments, tensors: Sequence[Tensor | None], roots: Sequence[int | None]) -> None:
-        """`tensors`: those that are given to all, at least where there is no root."""
-        self._roots = roots
-        self._tensors = [None if root is not None else t for t, root in zip(tensors, roots, strict=True)]
-        leaves = list(arguments.leaves)
-        for tensor, places in zip(self._tensors, arguments.places, strict=True):
-            for place in places:
-                leaves[place] = tensor
-        self._values = unflatten_all(leaves, arguments.shape)
-
-    def over(self, tensors: list[Tensor]) -> list[Any] | None:
-        """The arguments over `tensors`; None: others than these are another."""
-        values = self._values.copy()
-        for tensor, own, root in zip(tensors, self._tensors, self._roots, strict=True):
-            if root is not None:
-                values[root] = tensor
-            elif tensor is not own:
-                return None
-        return values
-
-
-def is_plain(leaf: object) -> bool:
+def _is_plain(leaf: object) -> bool:
     """Whether `leaf`, which is no tensor, cannot be changed by who is given it."""
     return leaf is None or isinstance(leaf, _PLAIN) or callable(leaf)
 
 
-def take_tensors(request: Request) -> tuple[Arguments, list[Tensor]]:
-    """What a call takes without its tensors, and those, each once."""
-    caches = empty_caches(request)
-    args, kwargs = request.args, request.kwargs
-    leaves, shape = flatten_all((*args, *kwargs.values()), {id(cache): cache for cache in caches})
-    places: dict[int, list[int]] = {}
-    tensors: list[Tensor] = []
-    for place, leaf in enumerate(leaves):
-        if leaf is None or not isinstance(leaf, Tensor):
-            continue
-        key = id(leaf)
-        if key in places:
-            places[key].append(place)
-        else:
-            places[key] = [place]
-            tensors.append(leaf)
-        leaves[place] = None
-    taken = Arguments(leaves, shape, len(args), tuple(kwargs), list(places.values()), caches, collects(request))
-    return taken, tensors
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a run of a layer left.
+
+    Attributes:
+        inputs: the tensors that it ran over.
+        leaves: of its result, and of what it has left elsewhere.
+        written: the arguments, by place, that are containers and hold something else since.
+        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+    """
+
+    inputs: list[Tensor]
+    leaves: list[Any]
+    shape: Shape
+    written: list[int]
+    altered: list[int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The output leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """What one call was given by the model.
+
+    Attributes:
+        tensors: those among its arguments, each once.
+        values: positional arguments, then keyword arguments.
+        collector: of the caller; None or empty: nothing is collected.
+    """
+
+    arguments: Arguments
+    tensors: list[Tensor]
+    values: list[Any]
+    collector: Collector | None
+
+    @staticmethod
+    def of(request: Request) -> Given:
+        """What `request` gives."""
+        values, caches = take_caches(request)
+        opened = [None if place in caches else value for place, value in enumerate(values)] if caches else values
+        leaves, shape = flatten_all(opened)
+        places: dict[int, list[int]] = {}
+        tensors: list[Tensor] = []
+        for place, leaf in enumerate(leaves):
+            if leaf is None or not isinstance(leaf, Tensor):
+                continue
+            key = id(leaf)
+            if key in places:
+                places[key].append(place)
+            else:
+                places[key] = [place]
+                tensors.append(leaf)
+            leaves[place] = None
+        containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
+        keywords, collector = tuple(request.kwargs), _collector(request)
+        taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, bool(collector))
+        return Given(Arguments(*taken), tensors, values, collector)
+
+    def hand_over(self, outcome: Outcome, leaves: list[Any]) -> Any:
+        """The result, made of the output leaves; what the layer has left elsewhere goes where it put it."""
+        result, *beside = unflatten_all(leaves, outcome.shape)
+        if not beside:
+            return result
+        collected, contents, views = beside
+        for place, view in zip(outcome.altered, views, strict=True):
+            # Its memory holds that already: now its graph does, too. For who has saved it, nothing has changed.
+            with _unsafe_preserve_version_counter(self.tensors[place]):
+                self.tensors[place].copy_(view)
+        for key, kept in collected.items():
+            assert self.collector is not None
+            self.collector[key].extend(kept)
+        for place, content in zip(outcome.written, contents, strict=True):
+            held = _held(self.values[place])
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(content)
+        return result
+
+
+# ---- containers that layers write into
+
+
+@functools.cache
+def _is_container(cls: type) -> bool:
+    return issubclass(cls, (dict, list, UserDict))
+
+
+def _held(container: Any) -> Any:
+    return container.data if isinstance(container, UserDict) else container
+
+
+def contents(container: Any) -> tuple[list[Any], list[Any]]:
+    """The keys (of a dictionary) and values that `container` holds now."""
+    held = _held(container)
+    return ([], list(held)) if isinstance(held, list) else (list(held), list(held.values()))
+
+
+def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:
+    """Whether it held something else when `contents` gave `before`."""
+    keys, values = contents(container)
+    return keys != before[0] or len(values) != len(before[1]) or not all(map(is_, values, before[1]))
 
 
 # ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
 
 
-def _collector(request: Request) -> tuple[Any, dict[str, Any] | None]:
-    """The context variable of transformers, and what it holds for the caller: lists by what is wanted; None or empty:
-    nothing is collected.
-    """
+def _variable() -> Any:
     # Never imported for its own sake: a model that uses it has imported it.
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is None:
-        return None, None
     variable = getattr(capturing, "_active_collector", None)
-    variable = getattr(variable, "context_var", variable)
-    return variable, None if variable is None else request.context.get(variable)
+    return getattr(variable, "context_var", variable)
 
 
-def collects(request: Request) -> bool:
-    """Whether the layer may hand anything to a collector."""
-    return bool(_collector(request)[1])
+def _collector(request: Request) -> Collector | None:
+    variable = _variable()
+    return None if variable is None else request.context.get(variable)
 
 
-def collecting(request: Request) -> AbstractContextManager[dict[str, list[Any]]]:
-    """While open, what the layer collects goes into the yielded lists instead of the caller's."""
-    variable, outer = _collector(request)
-    return _collecting(request, variable, outer) if outer else nullcontext({})
-
-
-@contextmanager
-def _collecting(request: Request, variable: Any, outer: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
-    inner: dict[str, Any] = {key: [] if isinstance(value, list) else value for key, value in outer.items()}
-    token = request.context.run(variable.set, inner)
-    collected: dict[str, list[Any]] = {}
-    try:
-        yield collected
-    finally:
-        request.context.run(variable.reset, token)
-        collected.update({key: value for key, value in inner.items() if isinstance(value, list) and value})
-
-
-def give_back(
-    request: Request, collected: dict[str, list[Any]], written: list[Contents], values: list[list[Any]]
-) -> None:
-    """Lets the caller see what the layer collected, and wrote into what it was given, with cut tensors."""
-    if collected:
-        _, outer = _collector(request)
-        assert outer is not None
-        for key, kept in collected.items():
-            outer[key].extend(kept)
-    for into, children in zip(written, values, strict=True):
-        into.give_back(children)
-
-
-def forget_collected(request: Request) -> None:
-    """Leaves nothing in the call's context that later layers collect: a recorded call would keep it, graphs included."""
-    variable, outer = _collector(request)
-    if outer is not None:
-        request.context.run(variable.set, {k: [] if isinstance(v, list) else v for k, v in outer.items()})
+def collect(request: Request) -> dict[str, list[Any]]:
+    """Lists into which a run of `request`, which collects, puts what it collects: the call's context is its own."""
+    collector = _collector(request) or {}
+    collected: dict[str, list[Any]] = {key: [] for key, value in collector.items() if isinstance(value, list)}
+    request.context.run(_variable().set, {**collector, **collected})
+    return collected

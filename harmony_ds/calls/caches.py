@@ -1,7 +1,7 @@
 """Key and value caches that transformers' models hand to their layers while they train, though nobody reads them then.
 
-A layer gets its cache, because what a cache does to keys and values (it copies them) chooses the kernels that come behind,
-and so the last bits. Afterwards the cache is as it was: a recomputation finds it empty too, and no tensor is kept by it.
+A layer gets its cache, because what a cache does to keys and values (it copies them) chooses the kernels that run after it,
+and so the last bits. Afterwards the cache is as it was: a recomputation finds it empty too, and it keeps no tensor.
 One that is not empty (a trained prefix) is an argument like any other; those of other kinds are left out, as
 transformers' own gradient checkpointing does.
 """
@@ -9,65 +9,45 @@ transformers' own gradient checkpointing does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from harmony_ds.calls.intercept import Request
 
-
-def without_unknown(request: Request) -> Request:
-    """The request without caches of other kinds than those that can be emptied again; itself if it has none at all."""
-    if not (request.kwargs.get("use_cache") or _caches(request)):
-        return request
-    kwargs = {key: None if _is_unknown(value) else value for key, value in request.kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    args = tuple(None if _is_unknown(value) else value for value in request.args)
-    return replace(request, args=args, kwargs=kwargs)
+Emptied = list[tuple[Any, dict[str, Any]]]
+"""The objects that caches are made of, and what each of them held."""
 
 
-def _is_unknown(value: Any) -> bool:
-    return _is_cache(type(value)) and not _slots(value)
+def take_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
+    """The values of a call's arguments, without caches of unknown kinds; and the empty caches among them, by place."""
+    values = [*request.args, *request.kwargs.values()]
+    if request.kwargs.get("use_cache"):
+        values[len(request.args) + list(request.kwargs).index("use_cache")] = False
+    empty = {}
+    for place in _places_of_caches(tuple(map(type, values))):
+        parts = _parts(values[place])
+        if not all(map(_has_slots, parts)):
+            values[place] = None
+        elif not any(slot.is_initialized for part in parts for slot in part.layers):
+            empty[place] = values[place]
+    return values, empty
 
 
-def empty_caches(request: Request) -> list[Any]:
-    """The caches among the arguments that hold nothing."""
-    return [
-        cache
-        for cache in _caches(request)
-        if not any(slot.is_initialized for part in _parts(cache) for slot in part.layers)
-    ]
+def held_by(caches: Iterable[Any]) -> Emptied:
+    """What `caches` hold, for `restore`."""
+    objects = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
+    return [(one, {key: _own(value) for key, value in vars(one).items()}) for one in objects]
 
 
-def emptied(caches: Sequence[Any]) -> AbstractContextManager[None]:
-    """In the end, `caches` are as they were."""
-    return _emptied(caches) if caches else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@contextmanager
-def _emptied(caches: Iterable[Any]) -> Iterator[None]:
-    held = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
-    before = [(one, {key: _own(value) for key, value in vars(one).items()}) for one in held]
-    try:
-        yield
-    finally:
-        for one, values in before:
-            vars(one).clear()
-            vars(one).update(values)
+def restore(held: Emptied) -> None:
+    """Makes caches hold again what they held."""
+    for one, values in held:
+        one.__dict__.clear()
+        one.__dict__.update(values)
 
 
 def _own(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict) else value
-
-
-def _caches(request: Request) -> list[Any]:
-    values = (*request.args, *request.kwargs.values())
-    return [values[place] for place in _places_of_caches(tuple(map(type, values)))]
 
 
 @functools.cache
@@ -90,7 +70,7 @@ def _parts(cache: Any) -> list[Any]:
     return [part for part in parts if part is not None] or [cache]
 
 
-def _slots(cache: Any) -> bool:
+def _has_slots(part: Any) -> bool:
     """Whether it is made of slots that say whether anything is in them."""
-    layers = [getattr(part, "layers", None) for part in _parts(cache)]
-    return all(isinstance(one, list) and all(hasattr(s, "is_initialized") for s in one) for one in layers)
+    slots = getattr(part, "layers", None)
+    return isinstance(slots, list) and all(hasattr(slot, "is_initialized") for slot in slots)

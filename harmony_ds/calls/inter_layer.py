@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from harmony_ds.calls.boundary import nodes_behind, propagate, targets_of
-from harmony_ds.calls.taking import Taking
 from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputGradient
 
 
@@ -19,15 +18,11 @@ class InterLayerGraph:
     must run through their graph to the Boundaries behind it: once, when everything that uses it has been propagated,
     and before the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may
     share parts.
-
-    Attributes:
-        taking: takes what layer calls are given here.
     """
 
     def __init__(self) -> None:
         self._edges: dict[tuple[Node, int], tuple[GradientEdge, InterLayerGradient]] = {}
         self._newest: dict[Node, int] = {}
-        self.taking = Taking()
 
     @property
     def is_trivial(self) -> bool:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.arguments import forget_collected
+from harmony_ds.calls.arguments import Given, Outcome
 from harmony_ds.calls.boundary import propagate
 from harmony_ds.calls.buffers import buffers_apart, copied_buffers
-from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
+from harmony_ds.calls.caches import held_by, restore, take_caches
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.keeping import Keeping
-from harmony_ds.calls.outputs import cut_outputs, lie_elsewhere_too
+from harmony_ds.calls.keeping import Keeping, Kept
+from harmony_ds.calls.outputs import cut_outputs
 from harmony_ds.calls.own_memory import memory, memory_of, taken_apart
 from harmony_ds.calls.random_streams import State, differ
-from harmony_ds.calls.recorded_call import Outcome, RecordedCall, Trial, View, norms_of
-from harmony_ds.calls.slices import Assembled, Cut, cut_of
-from harmony_ds.calls.taking import Given
+from harmony_ds.calls.recorded_call import RecordedCall, Trial, norms_of
+from harmony_ds.calls.slices import Assembled, Cut, Piece, cut_of
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.calls.unseen import UnseenError
@@ -42,14 +42,12 @@ class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        propagating: a backward pass that is under way is that of one layer.
         proving: what calls give is compared with what their recomputations give.
     """
 
     def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._keeping = Keeping(stash)
-        self.propagating = False
         self.proving = True
         self._surprises: list[str] | None = None  # while they are gathered
 
@@ -100,14 +98,16 @@ class LayerCalls:
     def attached(self, request: Request, copies: Leaves) -> Any:
         """Runs the call as the model wrote it, on device copies of the layer's parameters."""
         layer = self._layers[request.layer]
-        caches: list[Any] = []
-        if request.grad:  # generation fills them
-            known = without_unknown(request)
-            if known is not request:
-                request, caches = known, empty_caches(known)
-        with layer.parameters.installed(copies), emptied(caches):
-            outputs = request.run(request.args, request.kwargs)
-        own = layer.memory.of(copies)
+        if request.grad:
+            values, caches = take_caches(request)
+        else:  # generation fills them
+            values, caches = [*request.args, *request.kwargs.values()], {}
+        held = held_by(caches.values())
+        kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
+        with layer.parameters.installed(copies):
+            outputs = request.run(values[: len(request.args)], kwargs)
+        restore(held)
+        own = layer.memory(copies)
         if not own.isdisjoint(memory_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
@@ -115,16 +115,14 @@ class LayerCalls:
 
     def _unrecorded(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """As `attached`, for a call without gradients, in slices where it can be cut."""
-        if not rows.cuts:
-            return self.attached(request, copies)
-        without, layer = without_unknown(request), self._layers[request.layer]
-        arguments, tensors = layer.take(without)
-        cut = cut_of(rows, request.layer, tensors, layer.draws) if layer.may_be_cut(arguments) else None
-        if cut is None:
-            return self.attached(request, copies)
-        call = RecordedCall(without, 0, arguments, [None] * len(tensors), cut)
-        outcome = self._run_slices(call, tensors, copies, State)
-        return layer.hand_over(call, outcome, outcome.leaves, tensors)
+        if rows.cuts:
+            given = Given.of(request)
+            cut = self._cut(request.layer, given, rows)
+            if cut is not None:
+                call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), cut)
+                outcome = self._run_slices(call, given.tensors, copies, State)
+                return given.hand_over(outcome, outcome.leaves)
+        return self.attached(request, copies)
 
     # ---- cut: forward now, backward later
 
@@ -135,29 +133,60 @@ class LayerCalls:
         copies: Leaves,
         inter_layer: InterLayerGraph,
         state: Callable[[], State],
-        rows: Rows = WHOLE_CALLS,
+        rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
         """Runs the call and cuts its outputs from its graph.
 
         Args:
             number: place among the calls of its micro-batch.
             state: where the generators stand.
-            rows: how calls are cut into slices.
+            rows: how calls are cut into slices; None: `copies` will be there until `backward`, so that the graph is kept
+                and nothing is stashed, if the layer's graphs can be kept.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
-            return self._unrecorded(request, copies, rows), None
-        call, given = self._recorded(request, number, inter_layer, rows)
-        tensors, layer = given.tensors, self._layers[request.layer]
+            return self._unrecorded(request, copies, rows or WHOLE_CALLS), None
+        layer, given = self._layers[request.layer], Given.of(request)
+        targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
+        call = RecordedCall(request.without_arguments(), number, given.arguments, targets)
+        before = [t._version for t in given.tensors]
+        keeps_graph = rows is None and layer.may_keep_graphs
+        if keeps_graph:
+            outcome = layer.run(call, [t.detach() for t in given.tensors], copies, targets)
+            call.states.append(state())  # after it, as after a recomputation
+        else:
+            call.cut = self._cut(request.layer, given, rows or WHOLE_CALLS)
+            outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
+        leaves = cut_outputs(call, outcome, given.tensors, layer.memory(copies), layer.name)
+        outputs = given.hand_over(outcome, leaves)
+        self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
+        if keeps_graph:
+            call.keep_graph(outcome.tensors)
+        if any(call.output_gradients):
+            return outputs, call
+        self.forget(call)
+        return outputs, None
+
+    def _cut(self, layer: int, given: Given, rows: Rows) -> Cut | None:
+        """How a call is cut into slices; None: not at all."""
+        called = self._layers[layer]
+        may_be_cut = rows.cuts and called.may_be_cut(given.arguments)
+        return cut_of(rows, layer, given.tensors, called.draws) if may_be_cut else None
+
+    def _run_to_recompute(
+        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
+    ) -> Outcome:
+        """The call over `tensors`, which are kept."""
+        call.buffers = copied_buffers(layer.buffered) if layer.replayed else None
         if layer.inputs_may_change:
             copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             call.tensors = [self._keeping.keep(tensor, layer.name) for tensor in copied]
             inputs = [t.detach() for t in tensors]
         else:
-            call.tensors, inputs = self._keeping.keep_all(tensors, given.kept, layer.name)
-        before = [t._version for t in tensors]
+            call.tensors = [self._keeping.keep(tensor, layer.name) for tensor in tensors]
+            inputs = [k.tensor if type(k) is Kept else t.detach() for k, t in zip(call.tensors, tensors, strict=True)]
         try:
             outcome = self._run_slices(call, inputs, copies, state)
         except BaseException:
@@ -165,71 +194,7 @@ class LayerCalls:
             raise
         if self.proving and call.cut is None:
             call.norms = norms_of(outcome.tensors)
-        outputs = self._hand_over(call, outcome, tensors, copies)
-        self._check_seen(layer, call, [t._version for t in tensors] != before)
-        if (wanted := self._wanted(call)) is not None and not layer.inputs_may_change:
-            inter_layer.taking.remember(request, given, call.tensors)
-        return outputs, wanted
-
-    def forward_for_graph(
-        self,
-        request: Request,
-        number: int,
-        copies: Leaves,
-        inter_layer: InterLayerGraph,
-        state: Callable[[], State],
-    ) -> tuple[Any, RecordedCall | None]:
-        """The same, of a call whose `copies` will be there until `backward`: its graph is kept, and nothing is stashed, if
-        the layer's graphs can be.
-        """
-        layer = self._layers[request.layer]
-        if not request.grad or not layer.may_keep_graphs:
-            return self.forward(request, number, copies, inter_layer, state)
-        call, given = self._recorded(request, number, inter_layer, WHOLE_CALLS)
-        tensors = given.tensors
-        targets = [t and layer.dead_end.unless(lambda: self.propagating, t) for t in call.targets]
-        outcome = layer.run(call, [t.detach() for t in tensors], copies, targets)
-        call.states.append(state())  # behind it, as behind a recomputation
-        outputs = self._hand_over(call, outcome, tensors, copies)
-        self._check_seen(layer, call, inputs_changed=False)
-        call.keep_graph(outcome.tensors)
-        return outputs, self._wanted(call)
-
-    def _hand_over(self, call: RecordedCall, outcome: Outcome, tensors: list[Tensor], copies: Leaves) -> Any:
-        """What the model gets of a call that has run."""
-        layer = self._layers[call.request.layer]
-        leaves, lie_in = cut_outputs(call, outcome, tensors, layer.memory.of(copies))
-        call.views = [View(layer.name, leaf) for leaf in lie_elsewhere_too(outcome, leaves, lie_in)]
-        outputs = layer.hand_over(call, outcome, leaves, tensors)
-        if call.arguments.collects:
-            forget_collected(call.request)
-        call.arguments.shape.forget_originals()
-        return outputs
-
-    def _wanted(self, call: RecordedCall) -> RecordedCall | None:
-        """`call`, if any gradient can flow."""
-        if any(call.output_gradients):
-            return call
-        self.forget(call)
-        return None
-
-    def _recorded(
-        self, request: Request, number: int, inter_layer: InterLayerGraph, rows: Rows
-    ) -> tuple[RecordedCall, Given]:
-        """A call that is about to run, and what it takes."""
-        layer = self._layers[request.layer]
-        given = inter_layer.taking.take(request)
-        call = RecordedCall(
-            request=request.without_arguments(),
-            number=number,
-            arguments=given.arguments,
-            targets=[inter_layer.target(t) if t.requires_grad else None for t in given.tensors],
-            cut=cut_of(rows, request.layer, given.tensors, layer.draws)
-            if rows.cuts and layer.may_be_cut(given.arguments)
-            else None,
-            buffers=copied_buffers(layer.buffered) if layer.replayed else None,
-        )
-        return call, given
+        return outcome
 
     def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
         """Raises UnseenError if the call has changed what no call of the layer was known to change."""
@@ -246,80 +211,62 @@ class LayerCalls:
         self._surprises.append(what)
 
     def backward(
-        self,
-        call: RecordedCall,
-        copies: Leaves,
-        replay: Callable[[State], None],
-        gather: Callable[[], None],
-    ) -> bool:
+        self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None], gather: Callable[[], None]
+    ) -> None:
         """Runs the call again, unless its graph was kept, and propagates the gradients of its outputs to its inputs and to
-        `copies`; whether there was anything to propagate.
+        `copies`.
 
         Args:
             gather: called between the slices of a call that is cut: adds up what has reached `copies`.
         """
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
-        if not [gradient for gradient in gradients if gradient is not None]:
-            self.forget(call)
-            return False
-        layer = self._layers[call.request.layer]
-        self.propagating = True
-        try:
-            self._run_back(layer, call, copies, gradients, replay, gather)
-        finally:
-            self.propagating = False
+        if [gradient for gradient in gradients if gradient is not None]:
+            if call.graph:
+                replay(call.states[0])
+                _propagate(call, gradients)
+            else:
+                self._run_back(call, copies, gradients, replay, gather)
         self.forget(call)
-        return True
 
     def _run_back(
         self,
-        layer: CalledLayer,
         call: RecordedCall,
         copies: Leaves,
         gradients: list[Tensor | None],
         replay: Callable[[State], None],
         gather: Callable[[], None],
     ) -> None:
-        """Those `gradients` of the outputs of `call`, which is run again unless its graph was kept."""
-        if call.graph:
-            replay(call.states[0])
-            _propagate(call, gradients)
-            return
+        layer = self._layers[call.request.layer]
         with _apart(layer, call):
+            tensors = self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+            pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
             if call.cut is not None:
-                slices = call.cut.propagated(self._inputs(layer, call), call.targets, gradients)
-                for number, (own, targets, given) in enumerate(slices):
-                    if number:
-                        gather()
-                    replay(call.states[min(number, len(call.states) - 1)])
-                    _run_again(layer, call, own, copies, targets)
-                    _propagate(call, given)
-                return
-            replay(call.states[0])
-            _run_again(layer, call, self._inputs(layer, call), copies, call.targets)
-            _propagate(call, gradients)
-
-    def _inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
-        """What the call is run again over."""
-        return self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+                pieces = call.cut.propagated(tensors, call.targets, gradients)
+            for number, (own, targets, given) in enumerate(pieces):
+                if number:
+                    gather()
+                replay(call.states[min(number, len(call.states) - 1)])
+                _run_again(layer, call, own, copies, targets)
+                _propagate(call, given)
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> list[Tensor]:
         """Runs the call again, whole, and keeps its graph for `backward`; the values that it gives."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            return [t.detach() for t in _run_again(layer, call, self._inputs(layer, call), copies, call.targets)]
+            tensors = self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+            return [t.detach() for t in _run_again(layer, call, tensors, copies, call.targets)]
 
     def trial(self, request: Request, copies: Leaves, cut: Cut | None = None) -> Trial:
         """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
         and nothing is handed back.
         """
-        request, layer = without_unknown(request), self._layers[request.layer]
-        arguments, tensors = layer.take(request)
-        targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in tensors]
-        call = RecordedCall(request, 0, arguments, targets, cut)
-        outcome = self._run_slices(call, [t.detach() for t in tensors], copies, State)
-        return Trial(tensors, outcome.tensors, layer.may_be_cut(arguments))
+        request = replace(request, context=request.context.copy())  # in which the run collects
+        layer, given = self._layers[request.layer], Given.of(request)
+        targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in given.tensors]
+        call = RecordedCall(request, 0, given.arguments, targets, cut)
+        outcome = self._run_slices(call, [t.detach() for t in given.tensors], copies, State)
+        return Trial(given.tensors, outcome.tensors, layer.may_be_cut(given.arguments))
 
     def _run_slices(
         self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]

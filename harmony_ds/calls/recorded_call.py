@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
 from harmony_ds.calls.slices import Cut
 from harmony_ds.calls.targets import GradientTarget, OutputGradient
-from harmony_ds.calls.trees import Contents, Shape
 from harmony_ds.errors import ModelError, RecomputeError
 from harmony_ds.offload.stash import StashEntry
 
@@ -128,43 +126,23 @@ class Writes:
         return self._counter._version != self._version
 
 
-class View:
-    """An output whose memory is another's too, or an input's."""
+class View(Writes):
+    """An output of `layer` whose memory is another's too, or an input's."""
 
-    __slots__ = "_layer", "_writes"
+    __slots__ = ("_layer",)
 
     def __init__(self, layer: str, output: Tensor) -> None:
+        super().__init__(output)
         self._layer = layer
-        self._writes = Writes(output)
 
     def check(self) -> None:
         """Raises ModelError if that memory has been written to since."""
-        if self._writes.happened:
+        if self.happened:
             raise ModelError(
                 f"layer {self._layer} returned a tensor that shares its memory with another or with an argument (a view), "
                 "and one of them was changed in place afterwards, so that gradients would be lost. Make the operation out "
                 "of place (x = x + y instead of x += y), or return a clone."
             )
-
-
-@dataclass(slots=True, eq=False)
-class Outcome:
-    """What a run of a layer left: its output leaves, and how to give them back.
-
-    Attributes:
-        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
-    """
-
-    inputs: list[Tensor]
-    leaves: list[Any]
-    shape: Shape
-    written: list[Contents]
-    altered: list[int]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The output leaves that are tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,6 +59,10 @@ class RowSlice:
         return tensor.narrow(dim, self.first * width, (self.last - self.first) * width)
 
 
+Piece = tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]
+"""Inputs of a run in a backward pass, their targets, and gradients of its outputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`; whether it draws at random."""
@@ -76,7 +80,7 @@ class Cut:
 
     def propagated(
         self, tensors: Sequence[Tensor], targets: Sequence[GradientTarget | None], gradients: Sequence[Tensor | None]
-    ) -> Iterator[tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]]:
+    ) -> Iterator[Piece]:
         """Inputs, their targets, and gradients of outputs, slice by slice of a backward pass.
 
         What the targets of slices have gathered is handed to `targets` in the end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -96,12 +96,6 @@ class DeadEnd:
     def take(self) -> Tensor | None:
         return None
 
-    def unless(self, expected: Callable[[], bool], target: GradientTarget) -> GradientTarget:
-        """`target` of a graph that is kept, in which other gradients than those of the backward pass of its layer
-        come by a way of their own.
-        """
-        return _Guarded(self, expected, target)
-
     def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
         """Aliases of `copies` for forward passes whose graphs are thrown away."""
         return Leaves({name: self._guard(copy) for name, copy in copies})
@@ -111,18 +105,3 @@ class DeadEnd:
         if copy.requires_grad:
             alias.register_hook(self.add)
         return alias
-
-
-class _Guarded:
-    """Takes the gradients of `target` while they are expected."""
-
-    __slots__ = ("_dead_end", "_expected", "_target")
-
-    def __init__(self, dead_end: DeadEnd, expected: Callable[[], bool], target: GradientTarget) -> None:
-        self._dead_end, self._expected, self._target = dead_end, expected, target
-
-    def add(self, gradient: Tensor) -> None:
-        (self._target if self._expected() else self._dead_end).add(gradient)
-
-    def take(self) -> Tensor | None:
-        return self._target.take()

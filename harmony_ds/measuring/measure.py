@@ -238,7 +238,7 @@ class Measurement(Passes):
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
-            recorded.tensors = [Kept.of(tensor, "measured") for tensor in inputs]
+            recorded.tensors = [Kept(tensor, tensor._version, "measured") for tensor in inputs]
             try:
                 self._backward(call, recorded, copy)
             except (RuntimeError, ValueError, IndexError, ModelError) as error:

@@ -275,11 +275,10 @@ class Executor:
         if position > plan.packs[task.pack].positions[-1]:
             return Turn.LATER
         number = micro_batch.pass_position(position)
-        given = (request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot)
-        if task.kind is TaskKind.FORWARD_FOR_GRAPH:
-            outputs, call = self._parts.layer_calls.forward_for_graph(*given)
-        else:
-            outputs, call = self._parts.layer_calls.forward(*given, plan.rows)
+        rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else plan.rows
+        outputs, call = self._parts.layer_calls.forward(
+            request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot, rows
+        )
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError

@@ -147,7 +147,6 @@ class MicroBatch:
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.lane.close()
         self.lane = None
-        self.inter_layer.taking.forget()
         self.forwarded = True
 
     def lead_outside(self, inputs: list[Tensor]) -> None:

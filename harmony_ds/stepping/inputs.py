@@ -28,7 +28,6 @@ class Arguments:
         leaves, self._shape = flatten((args, kwargs))
         own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
         self._leaves = [own[id(leaf)] for leaf in leaves]
-        self._shape.forget_originals()
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from harmony_ds.calls.caches import emptied, empty_caches, without_unknown
+from harmony_ds.calls.caches import held_by, restore, take_caches
 from harmony_ds.calls.intercept import Request
 
 
@@ -34,10 +34,10 @@ def request(*args: Any, **kwargs: Any) -> Request:
 def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None:
     cache, hidden = OfAnotherKindCache(), torch.ones(2)
     for call in (request(hidden, cache), request(hidden, past_key_values=cache), request(hidden, buckets=cache)):
-        left = without_unknown(call)
-        assert left.args[0] is hidden
-        assert [*left.args[1:], *left.kwargs.values()] == [None]
-        assert empty_caches(left) == []
+        values, empty = take_caches(call)
+        assert values[0] is hidden
+        assert values[1:] == [None]
+        assert empty == {}
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,18 @@ def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None
 )
 def test_what_the_program_made_itself_is_an_argument_like_any_other(given: Any) -> None:
     for call in (request(torch.ones(2), given), request(torch.ones(2), past_key_values=given)):
-        assert without_unknown(call) is call
-        assert empty_caches(call) == []
+        values, empty = take_caches(call)
+        assert values[1] is given
+        assert empty == {}
 
 
 def test_a_cache_with_slots_stays_and_is_empty_again_behind_the_call() -> None:
     cache = DynamicCache()
-    call = request(torch.ones(2), past_key_values=cache)
-    assert without_unknown(call).kwargs == {"past_key_values": cache}
-    assert empty_caches(call) == [cache]
-    with emptied([cache]):
-        cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-        assert cache.get_seq_length() == 2
+    values, empty = take_caches(request(torch.ones(2), past_key_values=cache, use_cache=True))
+    assert values[1:] == [cache, False]
+    assert empty == {1: cache}
+    held = held_by(empty.values())
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    assert cache.get_seq_length() == 2
+    restore(held)
     assert cache.get_seq_length() == 0
