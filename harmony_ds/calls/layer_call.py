@@ -138,10 +138,8 @@ class LayerCalls:
         """Runs the call and cuts its outputs from its graph.
 
         Args:
-            number: place among the calls of its micro-batch.
-            state: where the generators stand.
-            rows: how calls are cut into slices; None: `copies` will be there until `backward`, so that the graph is kept
-                and nothing is stashed, if the layer's graphs can be kept.
+            rows: how calls are cut into slices; None: `copies` stay until `backward`, so that the graph is kept in the
+                place of a stash, if the layer's graphs can be.
 
         Returns:
             The outputs for the model, and the record for `backward`; None where no gradient can flow.

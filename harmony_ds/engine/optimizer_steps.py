@@ -14,7 +14,7 @@ from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.updater import GradientNorm
-from harmony_ds.runtime.outcome import Outcome
+from harmony_ds.runtime.updates import Outcome
 
 
 class OptimizerSteps:

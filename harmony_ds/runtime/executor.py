@@ -27,7 +27,6 @@ from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane, Turn
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
-from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.updates import Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
@@ -139,10 +138,10 @@ class Executor:
         """From now on `listener` is told of each task, and nobody else."""
         self._told = listener
 
-    def begin(self) -> Outcome:
-        """What is to be known of a step that begins, and of no earlier one."""
+    def begin(self) -> None:
+        """A step begins, or a part of one."""
         self._before, self.propagated = self._unlayered, False
-        return self.updates.begin()
+        self.updates.begin()
 
     def abandon_run(self) -> None:
         """After a failure before anything was propagated back: frees what the plan that was run last has brought to the

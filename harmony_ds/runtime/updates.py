@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,15 +18,31 @@ from harmony_ds.device.base import Event, Stream
 from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.offload.updater import Clipping
+from harmony_ds.offload.updater import Clipping, GradientNorm
 from harmony_ds.runtime.gathered import GatheredGradients
-from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
 
 
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a step, from its begin on.
+
+    Attributes:
+        norm: of all gradients; promised when the step returns.
+        overflow: whether its updates were skipped, because gradients were not finite.
+        updates_issued: packs whose weights it has changed, or will.
+        others_update: whether other processes may change weights, whatever becomes of the step here.
+    """
+
+    norm: Future[GradientNorm] | None = None
+    overflow: bool = False
+    updates_issued: int = 0
+    others_update: bool = False
+
+
 class Updates:
-    """Handles these tasks.
+    """Handles these tasks, and steps of gradients that are all there.
 
     Attributes:
         handlers: by kind of task.
@@ -68,10 +86,9 @@ class Updates:
             waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
             self._parts.gradients.reserve(waiting, self._held_transfers)
 
-    def begin(self) -> Outcome:
-        """What is to be known of a step that begins."""
+    def begin(self) -> None:
+        """A step begins, of which nothing is known."""
         self.outcome = Outcome()
-        return self.outcome
 
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """The plan begins to run, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
@@ -84,6 +101,45 @@ class Updates:
             updater.add_norms(self._parts.device_store.take_norms())
             self.outcome.norm = updater.norm_of_updates()
         self._wait_for_host()
+
+    def step_whole(self, clipping: Clipping) -> None:
+        """The optimizer's own `step` over all gradients that have gathered, and have left the device."""
+        optimizer, updater, outcome = self._parts.optimizer, self._parts.updater, self.outcome
+        assert optimizer is not None and updater is not None
+        names = tuple(optimizer.trained)
+        self._gathered.to_host()
+        self._parts.device_store.drop()
+        self._gathered.receive_own(names)
+        updater.measure(names)
+        outcome.norm = updater.norm(clipping)
+        norm = outcome.norm.result()
+        gradients = updater.take(names)
+        if clipping.skip_overflow and norm.overflow:
+            outcome.overflow = True
+            return
+        if norm.coefficient is not None:
+            for gradient in gradients.values():
+                gradient.mul_(norm.coefficient)
+        outcome.updates_issued = 1  # from here on, nobody knows what has been changed
+        optimizer.step_whole(gradients, lambda: self._parts.follow_masters(gradients))
+
+    def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
+        """Updates from what the user's own backward passes left on host parameters, and nothing else."""
+        optimizer, updater = self._parts.optimizer, self._parts.updater
+        assert optimizer is not None and updater is not None
+        if optimizer.steps_whole:
+            self.step_whole(clipping or Clipping())
+            return
+        names = tuple(optimizer.trained)
+        updater.wait_all()
+        self._parts.device_store.drop()
+        self._gathered.receive_own(names)
+        if clipping is not None:
+            updater.measure(names)
+            self.outcome.norm = updater.norm(clipping)
+        self.outcome.updates_issued = 1
+        updater.update(0, names, hyper, self.outcome.norm)
+        updater.wait_all()
 
     def abandon(self) -> None:
         """After a failure: frees what is on its way."""

@@ -44,8 +44,7 @@ class GroupParts:
     """What every group of an engine works with.
 
     Attributes:
-        looked: called when an output is looked at before its boundary.
-        propagating: called when somebody propagates back from one.
+        looked, propagating: called when an output is looked at, and propagated back from, before its boundary.
         accumulation: the accumulation steps, by which a backward pass of the program's own divides.
         divided_by_hand: called when a loss that the program has divided by them is about to be divided again.
         propagate: called when gradients are wanted before the boundary.
@@ -112,13 +111,13 @@ class StepGroup(Queue):
             aside: makes the context that measuring runs in.
         """
         refuse_around_engine()
-        redirected = call is None and self._parts.put_forward.is_new
+        known = call is not None or not self._parts.put_forward.is_new
         call = call or self._parts.put_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs = micro_batch.inputs
-        known = self._parts.kinds.get(*inputs) is not None and self._runner.planner.covers(inputs, micro_batch.modes)
-        if self._world.any("call the model", redirected or not known):
+        known = known and self._parts.kinds.get(*inputs) is not None
+        if self._world.any("call the model", not (known and self._runner.planner.covers(inputs, micro_batch.modes))):
             self._measure(ticket)
         if not self._queue and self._runner.changes_buffers:
             buffers = persistent_buffers(self._parts.module)
@@ -287,11 +286,7 @@ class StepGroup(Queue):
     # ---- running
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
-        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran.
-
-        Raises:
-            BaseException: whatever was raised on the way.
-        """
+        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran."""
         runner = self._runner
         try:
             if not self.propagated and not runner.steps_whole:
@@ -306,7 +301,7 @@ class StepGroup(Queue):
             self.abandon()
 
     def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
-        """Forward and backward of what is propagated from so far; `run` does the rest. Raises as `run`.
+        """Forward and backward of what is propagated from so far; `run` does the rest.
 
         Returns:
             Whether there are gradients.
@@ -340,10 +335,19 @@ class StepGroup(Queue):
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
         def strayed(error: Exception) -> None:
-            if once or (behind_others and not self.propagated):
-                raise error if isinstance(error, PeerStrayed) else _strayed_beside_looks() from None
-            if not isinstance(error, PeerStrayed):
+            again = not once and (self.propagated or not behind_others)
+            if isinstance(error, PeerStrayed):
+                if not again:
+                    raise error
+            elif again:
                 self._world.strayed()
+            else:
+                raise UnsupportedError(
+                    "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
+                    "that depends on data), in a step of which losses or outputs were looked at: such a step is not run "
+                    "again. Nothing has been updated. Look at losses behind engine.step(), or at all of a step's before "
+                    "its boundary."
+                ) from None
 
         # The micro-batches draw the same random numbers again, and so take the same way through the model.
         self._until_planned(lambda: run(micro_batches), tickets, strayed)
@@ -351,9 +355,7 @@ class StepGroup(Queue):
     def _until_planned(
         self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], strayed: Callable[[Exception], None]
     ) -> None:
-        """Calls `run`. Where it meets what was not measured, and `strayed` does not raise, measures `tickets` and does so
-        again.
-        """
+        """Calls `run`, and again when it met what was not measured, `strayed` did not raise, and `tickets` are measured."""
         for _ in range(_ATTEMPTS):
             try:
                 return run()
@@ -394,11 +396,3 @@ def _on_its_own(tensor: Tensor) -> Tensor:
         return tensor
     leaf = tensor.detach().requires_grad_()
     return leaf if tensor.is_leaf else leaf.clone()
-
-
-def _strayed_beside_looks() -> UnsupportedError:
-    return UnsupportedError(
-        "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code that depends "
-        "on data), in a step of which losses or outputs were looked at: such a step is not run again. Nothing has been "
-        "updated. Look at losses behind engine.step(), or at all of a step's before its boundary."
-    )

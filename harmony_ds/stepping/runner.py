@@ -17,7 +17,6 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import Alone
-from harmony_ds.runtime.at_once import step_whole, update_own
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
@@ -189,15 +188,10 @@ class Runner:
             with self._parts.timeline.step(plan):
                 self.executor.run(plan, micro_batches, hyper, clipping)
                 self.executor.updates.promise_norm()
-            self._note_proven(micro_batches)
+            self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
-
-    def _note_proven(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Layers have been recomputed, while others' forward passes had run in between."""
-        if len(micro_batches) > 1:
-            self._parts.layer_calls.proving = False
 
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step.
@@ -209,7 +203,7 @@ class Runner:
         part, end = self.planner.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
-            self._note_proven(micro_batches)
+            self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
             self._end = end
 
     @property
@@ -225,7 +219,7 @@ class Runner:
         with self._recovering(()):
             if self.steps_whole:
                 self.executor.run(end.until(TaskKind.NORM), (), hyper, clipping)
-                step_whole(self._parts, self.executor.gathered, clipping, self.executor.updates.outcome)
+                self.executor.updates.step_whole(clipping)
             else:
                 self.executor.run(end, (), hyper, clipping)
         self.executor.gathered.used()
@@ -242,7 +236,7 @@ class Runner:
         if optimizer is None or not self._parts.own.are_there(optimizer.trained):
             return False
         with self._recovering(()):
-            update_own(self._parts, self.executor.gathered, hyper, clipping, self.executor.begin())
+            self.executor.updates.update_own(hyper, clipping)
         return True
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:

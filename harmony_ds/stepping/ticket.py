@@ -166,8 +166,9 @@ class QueuedMicroBatch:
         if self._group is None or propagated:
             if self._destroyed:
                 raise UsageError(DESTROYED)
-            over = "its backward pass is over"
-            why = over if propagated else "it was never propagated back from, and its step is over"
+            why = (
+                "its backward pass is over" if propagated else "it was never propagated back from, and its step is over"
+            )
             raise BatchError(
                 f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
                 "engine.step(), or run the engine under torch.no_grad()."
