@@ -56,7 +56,6 @@ _MODULES = {
     "calls/intercept.py": _CONTEXTS,
     "calls/contract.py": _STATE,
     "parameters/link.py": _STATE,
-    "parameters/links.py": _STATE,
     "parameters/engine_parameter.py": _STATE,
     "stepping/": _STEP,
     "offload/residency.py": _SWAP_IN,
