@@ -48,14 +48,28 @@ def buffers_apart(own: Buffers) -> held:
     return held([(module.__dict__, "_buffers", buffers) for module, buffers in own])
 
 
+_COMPARED_BYTES = 1 << 20
+"""What the program writes by `.data` between steps is seen in buffers of at most so many."""
+
+
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A host buffer and its copy on the device, with the versions at which they were the same."""
+    """A host buffer and its copy on the device, with the versions, and what a small one held, when they were the same."""
 
     host: Tensor
     host_version: int
     device: Tensor
     device_version: int
+    values: Tensor | None = None
+
+    def note(self, host: Tensor) -> None:
+        """`host` and the copy are the same now."""
+        self.host_version, self.device_version = host._version, self.device._version
+        self.values = host.clone() if host.nbytes <= _COMPARED_BYTES and not host.is_meta else None
+
+    def is_fresh(self, host: Tensor) -> bool:
+        """Whether nobody has written to `host` since."""
+        return self.host_version == host._version and (self.values is None or torch.equal(self.values, host))
 
 
 class DeviceBuffers:
@@ -98,8 +112,8 @@ class DeviceBuffers:
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Whether nobody has written to its host buffers since; normalization raises the version of one of its own."""
-        known = [(self._copies.get(id(buffer)), buffer._version) for buffer in buffers_of([module])]
-        return all(copy is not None and copy.host_version == version for copy, version in known)
+        known = [(self._copies.get(id(buffer)), buffer) for buffer in buffers_of([module])]
+        return all(copy is not None and copy.is_fresh(buffer) for copy, buffer in known)
 
     def _copies_of(self, module: nn.Module) -> dict[str, _Copy]:
         return {key: self._copy(host) for key, host in module._buffers.items() if host is not None}
@@ -110,6 +124,7 @@ class DeviceBuffers:
             self._device.charge(host.nbytes, "a buffer of the model")
             device = self._device.upload(host)
             known = self._copies[id(host)] = _Copy(host, host._version, device, device._version)
+            known.note(host)
             self._ledger.book_in(Kind.DATA, host.nbytes)
         return known
 
@@ -128,7 +143,7 @@ class DeviceBuffers:
             with torch.no_grad():
                 target.copy_(now)
             if copy is not None and copy.device is now:
-                copy.host_version, copy.device_version = target._version, now._version
+                copy.note(target)
 
     def drop(self) -> None:
         """Drops every device copy."""

@@ -204,12 +204,8 @@ class MicroBatch:
     def close(self) -> None:
         """Its step is over: it holds neither inputs nor the program's objects any more."""
         self.abandon()
-        self.forward = self.objective = _nothing
+        self.forward, self.objective = (lambda: None), (lambda outputs: None)
         self.inputs = (), {}
-
-
-def _nothing(*_: Any) -> None:
-    """Of a micro-batch that is done with."""
 
 
 def loss_of(outputs: Any) -> Tensor:

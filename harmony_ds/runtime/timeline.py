@@ -55,8 +55,8 @@ class StepTimeline:
 
     @property
     def is_recording(self) -> bool:
-        """Whether somebody wants the steps."""
-        return self._steps is not None
+        """Whether a step runs that somebody wants."""
+        return self._step is not None
 
     @contextmanager
     def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
@@ -95,11 +95,9 @@ class StepTimeline:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Around the handler of `task`."""
-        if self._step is None:
-            yield
-            return
+        """Around the handler of `task`, while recording."""
         entry = self._open = _Entry(task, _now_ms())
+        assert self._step is not None
         self._step.entries.append(entry)
         yield
         if Stream.COMPUTE in entry.moments:

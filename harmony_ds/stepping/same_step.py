@@ -19,7 +19,9 @@ def check_same_step(world: Alone, micro_batches: int, hyper: Hyper) -> None:
 
     A digest is compared, since an agreement holds few bytes; the text is for the error alone, and may be cut.
     """
-    text = repr([{key: _exact(value) for key, value in group.items()} for group in hyper]).encode()
+    # A tensor's own text leaves digits and elements out.
+    exact = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in hyper]
+    text = repr(exact).encode()
     shown = text if len(text) <= _SHOWN_BYTES else text[:_SHOWN_BYTES] + b"..."
     told = world.agree(f"take a step of {micro_batches} micro-batches", hashlib.sha256(text).digest() + shown)
     first, *others = (said[_DIGEST_BYTES:].decode(errors="replace") for said in told)
@@ -29,8 +31,3 @@ def check_same_step(world: Alone, micro_batches: int, hyper: Hyper) -> None:
                 f"the optimizer's hyper-parameters of rank {rank} are {other}, and those of rank 0 {first}: schedules and "
                 "changes by hand must be the same everywhere."
             )
-
-
-def _exact(value: object) -> object:
-    """`value`, as its text tells it apart from any other: a tensor's leaves digits and elements out."""
-    return value.tolist() if isinstance(value, Tensor) else value
