@@ -135,16 +135,14 @@ class LayerCalls:
         state: Callable[[], State],
         rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
-        """Runs the call and cuts its outputs from its graph.
+        """Runs the call and cuts its outputs from its graph: those, and the record for `backward` (None where no gradient
+        can flow).
 
         Args:
             number: place among the calls of its micro-batch.
             state: where the generators stand.
             rows: how calls are cut into slices; None: `copies` will be there until `backward`, so that the graph is kept
                 and nothing is stashed, if the layer's graphs can be kept.
-
-        Returns:
-            The outputs for the model, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows or WHOLE_CALLS), None
