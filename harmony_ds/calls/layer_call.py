@@ -135,14 +135,14 @@ class LayerCalls:
         state: Callable[[], State],
         rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
-        """Runs the call and cuts its outputs from its graph.
+        """Runs the call and cuts its outputs from its graph: those, and the record for `backward` (None where no gradient
+        can flow).
 
         Args:
-            rows: how calls are cut into slices; None: `copies` stay until `backward`, so that the graph is kept in the
-                place of a stash, if the layer's graphs can be.
-
-        Returns:
-            The outputs for the model, and the record for `backward`; None where no gradient can flow.
+            number: place among the calls of its micro-batch.
+            state: where the generators stand.
+            rows: how calls are cut into slices; None: `copies` will be there until `backward`, so that the graph is kept
+                and nothing is stashed, if the layer's graphs can be kept.
         """
         if not request.grad:
             return self._unrecorded(request, copies, rows or WHOLE_CALLS), None

@@ -33,11 +33,11 @@ class _Kind(NamedTuple):
     make: Callable[[Any, Any], Any]
 
 
-def _open_sequence(value: Any) -> tuple[Iterable[Any], Any]:
+def _open_items(value: Any) -> tuple[Iterable[Any], Any]:
     return value, type(value)
 
 
-def _make_sequence(children: Any, cls: Any) -> Any:
+def _make_items(children: Any, cls: Any) -> Any:
     return getattr(cls, "_make", cls)(children)
 
 
@@ -70,11 +70,9 @@ def _make_object(children: Any, known: Any) -> Any:
 
 
 _slots_of: Any = copyreg._slotnames  # type: ignore[attr-defined]
-_SEQUENCE, _DICT, _OBJECT = (
-    _Kind(_open_sequence, _make_sequence),
-    _Kind(_open_dict, _make_dict),
-    _Kind(_open_object, _make_object),
-)
+_ITEMS = _Kind(_open_items, _make_items)
+_DICT = _Kind(_open_dict, _make_dict)
+_OBJECT = _Kind(_open_object, _make_object)
 _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
 _OPENED_MODULES = ("types", "collections", "argparse")
 """Of the standard library: other objects of its (loggers, locks, paths) are tools, not data."""
@@ -88,8 +86,8 @@ def _kind_of(cls: type) -> _Kind | None:
         return None
     if cls in SUPPORTED_NODES:
         return _Kind(SUPPORTED_NODES[cls].flatten_fn, SUPPORTED_NODES[cls].unflatten_fn)
-    if issubclass(cls, (tuple, list)):
-        return _SEQUENCE
+    if issubclass(cls, (tuple, list, set, frozenset)):
+        return _ITEMS
     if issubclass(cls, dict):
         return _DICT
     return _OBJECT if _is_data(cls) else None

@@ -4,6 +4,7 @@ plain PyTorch, or an error that names the layer.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -153,6 +154,36 @@ class HalvesNet(Net):
 def test_results_in_one_memory_are_not_written_to(residency: str) -> None:
     with pytest.raises(ModelError, match="shares its memory with another"):
         assert_equals_plain(lambda: HalvesNet(HalvesBlock), residency=residency, device_memory_gib=1.0)
+
+
+class SharingBlock(Block):
+    """Leaves a tensor for later blocks in a dictionary, or reads it there."""
+
+    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
+        if "keys" in shared:
+            return torch.tanh(self.linear(x) + shared["keys"][0] * shared["keys"][1])
+        shared["keys"] = torch.tanh(self.linear(x)), x * 2
+        return x + 1
+
+
+class SharingNet(Net):
+    """As Gemma 3n: the first block of each forward fills what the others read."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(SharingBlock)
+        self.make = make
+
+    def run(self, x: Tensor) -> Tensor:
+        shared = self.make()
+        for block in self.blocks:
+            x = block(x, shared=shared)
+        return x * shared["keys"][0]
+
+
+@pytest.mark.parametrize("residency", ["off", "kept"])
+@pytest.mark.parametrize("make", [dict, UserDict])
+def test_what_a_layer_puts_into_a_dictionary_is_there_for_later_layers(make: Callable[[], Any], residency: str) -> None:
+    assert_equals_plain(lambda: SharingNet(make), bitwise=False, residency=residency, device_memory_gib=1.0)
 
 
 # ---- activations that a hook or a closure carries out of a layer
