@@ -161,9 +161,8 @@ class StepGroup(Queue):
         return Autocast.current(self._parts.calls.device.torch_device.type)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
-        forwarded = [t.micro_batch for t in self._queue if t.micro_batch.forwarded]
         with self._as_called(ticket):
-            self._runner.measure(self._sample(ticket), forwarded)
+            self._runner.measure(self._sample(ticket), [t.micro_batch for t in self._queue if t.micro_batch.forwarded])
 
     @contextmanager
     def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
@@ -246,11 +245,9 @@ class StepGroup(Queue):
         self._parts.propagating()
         if not later:
             check_modes("backward from a loss of the engine", self._parts.calls.device.modes)
-        if not ticket.leads_outside:
-            return
-        if not later:
+        if ticket.leads_outside and not later:
             self._parts.propagate()
-        elif not self._called_back:
+        elif ticket.leads_outside and not self._called_back:
             self._called_back = True
             torch.autograd.Variable._execution_engine.queue_callback(self._called)
 
