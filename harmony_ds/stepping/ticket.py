@@ -166,7 +166,7 @@ class QueuedMicroBatch:
         if self._group is None or propagated:
             if self._destroyed:
                 raise UsageError(DESTROYED)
-            why = "its backward pass is over" if propagated else "its step is over, without a backward pass from it"
+            why = "its backward pass is over" if propagated else "it was never propagated back from in its step"
             raise BatchError(
                 f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
                 "engine.step(), or run the engine under torch.no_grad()."
