@@ -2,7 +2,8 @@
 
 Layers are recomputed anyway, on parameters that are on the device for that time alone; a checkpoint's own recomputation
 would come later. What stands around a layer would run the model's code, lanes included, in the middle of a backward
-pass. So checkpoints ask first whether an engine runs on their thread; where none does, they are what they were.
+pass. So from the first time on that an engine runs, checkpoints ask whether one does so on their thread; where none does,
+they are what they were.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"  # seco
 @contextmanager
 def passed_through() -> Iterator[None]:
     """While open, this thread's checkpoints are calls of what they are given."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
+    _make_ask(torch.utils.checkpoint.CheckpointFunction, _torchs)
     _make_ask(getattr(sys.modules.get(_DEEPSPEEDS), "CheckpointFunction", None), _deepspeeds)
     before, _engine.runs = _engine.runs, True
     try:
@@ -88,7 +91,3 @@ def _without_reentry(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwa
         return
     with context_fn()[0]:
         yield
-
-
-torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
-_make_ask(torch.utils.checkpoint.CheckpointFunction, _torchs)

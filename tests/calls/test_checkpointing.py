@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -121,6 +123,13 @@ def runs_of(way: str) -> int:
     runs = []
     WAYS[way](lambda x: runs.append(1) or x.sin(), torch.ones(2, requires_grad=True)).sum().backward()
     return len(runs)
+
+
+def test_torchs_checkpoints_are_torchs_own_until_an_engine_runs() -> None:
+    asked = "c = harmony_ds.calls.checkpointing.torch.utils.checkpoint"
+    own = "c._checkpoint_without_reentrant_generator.__module__ == c.__name__ and 'apply' not in vars(c.CheckpointFunction)"
+    command = f"import harmony_ds.calls.checkpointing; {asked}; assert {own}"
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "other"])
