@@ -7,7 +7,6 @@ from harmony_ds.assembly import Assembly
 from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.updater import Updater
 from harmony_ds.stepping.planner import Planner
-from harmony_ds.stepping.ticket import QueuedMicroBatch
 
 
 def assembly_of(engine: HarmonyEngine) -> Assembly:
@@ -30,14 +29,3 @@ def updater_of(engine: HarmonyEngine) -> Updater:
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """How its loss scale has come about."""
     return engine._scaler
-
-
-def queue_of(engine: HarmonyEngine) -> list[QueuedMicroBatch]:
-    """The micro-batches that wait for their step."""
-    return engine._open.group._queue
-
-
-def go_on_at(engine: HarmonyEngine, step: int) -> None:
-    """The next step draws the random numbers of step number `step`."""
-    engine.global_steps = step
-    engine._open.renew()

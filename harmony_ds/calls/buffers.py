@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.held import held
+from harmony_ds.calls.sameness import equal
 from harmony_ds.device.base import Device
 from harmony_ds.offload.ledger import Kind, Ledger
 
@@ -84,6 +85,9 @@ class DeviceBuffers:
         self._device = device
         self._ledger = ledger
         self._copies: dict[int, _Copy] = {}  # by the id of the host's
+        self._unseen: set[nn.Module] = (
+            set()
+        )  # whose forward was seen to write to them without raising a version (`.data`)
         self.are_written = False
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
 
@@ -104,11 +108,23 @@ class DeviceBuffers:
                 finished = True
             finally:
                 for module, host, copies in owned:
-                    if _changed(module, copies):
+                    if module in self._unseen or _changed(module, copies):
                         if finished and keep:
                             self._take_back(module, host, copies)
                         else:
                             self._forget(host.values())
+
+    def look_for_unseen(self) -> set[nn.Module]:
+        """After a forward pass, while they are installed: modules that it has written to unseen, known from now on."""
+        copies = {id(copy.device): copy for copy in self._copies.values()}
+        for module in self._owners:
+            known = [
+                copy for b in buffers_of([module]) if (copy := copies.get(id(b))) and b._version == copy.device_version
+            ]
+            same = all(c.device.is_meta or equal(c.device.cpu(), c.host) for c in known)
+            if not same and not changes_buffers_unseen(module):
+                self._unseen.add(module)
+        return self._unseen
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Whether nobody has written to its host buffers since; normalization raises the version of one of its own."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.calls.switches import read_switches, set_switches
-from harmony_ds.errors import CallChangedError
+from harmony_ds.errors import CallChangedError, ModelError
 from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ Key = tuple[int, str]
 Attributes = dict[Key, tuple[Any, int]]
 """The attributes and buffers of all modules at one time, and how often tensors had been written to."""
 _ABSENT = object(), 0
+
+
+class UnseenError(ModelError):
+    """A forward pass did something that it was not measured with; it is remembered, and the step can be run again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from harmony_ds.calls.compiling import AskedToCompile, Compiler
 from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
-from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
+from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import UnsupportedError
 
@@ -115,9 +115,6 @@ class Handler(Protocol):
         """The outputs of the layer call."""
 
 
-_IN_A_LAYER = "Transform within one layer's forward, or name a module that contains all of it in harmony.layers."
-
-
 class _Active(threading.local):
     handler: Handler | None = None
 
@@ -171,12 +168,9 @@ class InterceptedForward(Added):
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_in_backward()
             return self._forward(*args, **kwargs)
-        grad = torch.is_grad_enabled()
-        refuse_transforms(f"layer {layer.name} is called", _IN_A_LAYER)
-        if grad:
-            check_saved_tensors(f"the call of layer {layer.name}")
+        refuse_transforms(layer.name)
         autocast = Autocast.current(handler.device_type)
-        context = contextvars.copy_context()
+        context, grad = contextvars.copy_context(), torch.is_grad_enabled()
         return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
 
     def _refuse_in_backward(self) -> None:

@@ -19,6 +19,7 @@ from harmony_ds.calls.boundary import propagate
 from harmony_ds.calls.buffers import buffers_apart, copied_buffers
 from harmony_ds.calls.caches import held_by, restore, take_caches
 from harmony_ds.calls.called_layer import CalledLayer
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
@@ -30,7 +31,6 @@ from harmony_ds.calls.recorded_call import RecordedCall, Trial, norms_of
 from harmony_ds.calls.slices import Assembled, Cut, Piece, cut_of
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import CallChangedError
 from harmony_ds.offload.residency import Leaves

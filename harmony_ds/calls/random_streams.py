@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from harmony_ds.calls.unseen import UnseenError
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.device.base import Device
 
 _Standing = tuple[Any, ...]

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.calls.boundary import backward_of_engine
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.recorded_call import RecordedCall, Writes
 from harmony_ds.calls.sameness import comparison
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
-from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, RecomputeError
@@ -163,6 +163,10 @@ class Measurement(Passes):
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
             calls.copy_inputs(layer)
             self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place behind its call.")
+        unseen = self._parts.installation.buffers.look_for_unseen() if self._parts.device.has_values else set()
+        for one in self._layers:
+            if not unseen.isdisjoint(one.module.modules()) and calls.replay_buffers(one.index):
+                self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
         self._surprises += [f"{name} is used outside its layer's calls." for name in self._parts.installation.touched]
         if self._surprises:
             raise UnseenError(" ".join(self._surprises))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.unseen import UnseenError
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.base import Device

@@ -8,9 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.contract import Contract, UnseenError
 from harmony_ds.calls.sameness import comparison
-from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.errors import ModelError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.stepping.runner import Runner

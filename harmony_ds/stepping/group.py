@@ -6,17 +6,18 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.checkpointing import refuse_around_engine
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
-from harmony_ds.calls.transforms import check_saved_tensors, refuse_transforms
+from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.calls.unseen import UnseenError
 from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
 from harmony_ds.measuring.sample import Sample
@@ -88,7 +89,6 @@ class StepGroup(Queue):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the engine: pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
-        check_saved_tensors("a call of the engine")
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
         assert kind is not None
@@ -167,13 +167,12 @@ class StepGroup(Queue):
     @contextmanager
     def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
         """While open, forward passes run as `ticket` was called, and are not counted."""
-        micro_batch = ticket.micro_batch
         with (
             self._parts.calls.ledger.aside(),
             ticket.aside(),
-            Autocast.entered(micro_batch.autocast),
+            Autocast.entered(ticket.micro_batch.autocast),
             self._contract.running(),
-            self._contract.entered(micro_batch.state),
+            self._contract.entered(ticket.micro_batch.state),
         ):
             yield
 
@@ -207,9 +206,7 @@ class StepGroup(Queue):
         """Runs forward passes that wait (of calls before `until`), in order, if they change buffers."""
         if not self._runner.changes_buffers or self._contract.is_running:
             return
-        for ticket in self._queue:
-            if ticket is until:
-                return
+        for ticket in takewhile(lambda one: one is not until, self._queue):
             if ticket.stage is Stage.QUEUED:
                 self._run_forward(ticket)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
@@ -155,15 +155,13 @@ class Runner:
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
 
-    @contextmanager
-    def recording(self) -> Iterator[list[ExecutedStep]]:
+    def recording(self) -> AbstractContextManager[list[ExecutedStep]]:
         """A context whose steps are recorded; they are in the list when it has been left.
 
         Raises:
             RuntimeError: another one is open.
         """
-        with self._parts.timeline.recording(self._finish_updates) as steps:
-            yield steps
+        return self._parts.timeline.recording(self._finish_updates)
 
     def _finish_updates(self) -> None:
         if self._parts.updater is not None:

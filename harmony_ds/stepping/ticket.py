@@ -29,12 +29,9 @@ class Stage(enum.Enum):
     """What of a micro-batch has run."""
 
     QUEUED = enum.auto()
-    FORWARDED = enum.auto()
-    """Its forward pass, on its own: somebody looked at what comes of it."""
-    FAILED = enum.auto()
-    """Its forward pass, which has raised something that its caller has got."""
-    PROPAGATED = enum.auto()
-    """Both passes."""
+    FORWARDED = enum.auto()  # its forward pass, on its own: somebody looked at what comes of it
+    FAILED = enum.auto()  # its forward pass, which has raised something that its caller has got
+    PROPAGATED = enum.auto()  # both passes
 
 
 class Queue(Protocol):

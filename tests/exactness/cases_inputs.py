@@ -184,12 +184,12 @@ def buffer_filled_within_a_group(side: Side) -> Found:
 
 @case(*ALL)
 def buffer_filled_between_steps(side: Side) -> Found:
-    """`model.shift.fill_(i)`, a registered buffer, before each step."""
+    """`model.shift.fill_(i)` and `model.shift.data.fill_(i)`, a registered buffer, before each step in turn."""
     model = Tempered()
     engine = side.initialize(model, adamw(model))
     for i, (x, y) in enumerate(batches(3 * side.accumulation)):
         if i % side.accumulation == 0:
-            model.shift.fill_(0.1 * i)
+            (model.shift if i % 2 else model.shift.data).fill_(0.1 * i)
         engine.backward(engine(x, labels=y))
         engine.step()
     return weights(model)

@@ -100,14 +100,28 @@ class Codebook(Block):
         quantized = self.codes[nearest]
         if self.training:
             with torch.no_grad():
-                self.codes[nearest] = 0.9 * quantized + 0.1 * x
+                self.buffer()[nearest] = 0.9 * quantized + 0.1 * x
         return x + (quantized - x).detach()
+
+    def buffer(self) -> Tensor:
+        return self.codes
+
+
+class CodebookByData(Codebook):
+    def buffer(self) -> Tensor:
+        return self.codes.data
 
 
 @case(*PAIRS)
 def codebook(side: Side) -> Found:
     """Vector quantization whose codes are updated in forward by an exponential average."""
     return trained(side, Net(Codebook))
+
+
+@case(*PAIRS)
+def codebook_by_data(side: Side) -> Found:
+    """The same, written to by `.data`."""
+    return trained(side, Net(CodebookByData))
 
 
 class Normalized(Block):
