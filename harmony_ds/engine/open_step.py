@@ -99,12 +99,12 @@ class OpenStep:
         self.group.abandon(destroyed=True)
 
     def settle(self) -> None:
-        """Before the model runs: what the user has done to it by hand is taken over.
+        """Before the model runs, or is updated: what the user has done to it by hand is taken over.
 
         Raises:
             ModelError, CallChangedError: it cannot be.
         """
-        if not self.group:
+        if not self.group.is_open:
             self.links.settle()
         if self._assembly.interception.follow() and self.group.is_open:
             raise CallChangedError(

@@ -72,7 +72,7 @@ REFUSED = [
     (assign, ModelError, "'weight' is replaced"),
     (other_dtype, ModelError, r"blocks\.0\.weight is to become .*float16"),
     (other_shape, ModelError, r"head\.weight is to become \(5, 8\)"),
-    (load_by_assignment, RuntimeError, "'weight' is assigned"),
+    (load_by_assignment, RuntimeError, "'weight' is replaced"),
     (post_accumulate, UnsupportedError, "register_post_accumulate_grad_hook"),
 ]
 
@@ -265,6 +265,18 @@ def test_masters_follow_what_is_written_before_a_batch(write: Any) -> None:
         engine.train_batch([(batch(1)[0].bfloat16(),)], loss_fn=lambda out: out.float().square().mean())
         master = safe_get_full_fp32_param(model.head.weight)
         assert master is not None and 0.0 < (master - 0.5).abs().max() < 0.2
+
+
+def test_masters_follow_what_is_written_between_backward_and_step() -> None:
+    model = net().bfloat16()
+    with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
+        for value in (0.5, 0.25):
+            engine.backward(engine(batch(1)[0].bfloat16()).float().square().mean())
+            with torch.no_grad():
+                model.head.weight.fill_(value)
+            engine.step()
+            master = safe_get_full_fp32_param(model.head.weight)
+            assert master is not None and 0.0 < (master - value).abs().max() < 0.1
 
 
 def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_is_written(

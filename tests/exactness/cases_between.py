@@ -26,17 +26,6 @@ class Clamped(torch.autograd.Function):
         return gradient.clamp(-1e-3, 1e-3)
 
 
-class Residual(Net):
-    """Clamps the gradient of the residual stream around its blocks."""
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = Clamped.apply(x)
-            x = x + block(x)
-        return x
-
-
 def trained(side: Side, model: nn.Module) -> Found:
     engine = side.initialize(model, sgd(model))
     losses = by_both_ways(engine, batches(4 * side.accumulation))

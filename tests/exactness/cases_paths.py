@@ -724,18 +724,6 @@ def gradient_taken_between_layers(side: Side) -> Found:
     return trained(side, Forces())
 
 
-class ByItsModule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-        ctx.module = module
-        module.scale = float(x.mean())
-        return x * module.scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.module.scale, None
-
-
 @case(*PAIRS, tolerance=REGROUPED)
 def view_of_the_input_returned(side: Side) -> Found:
     """Blocks return views: of their input, of a parameter (`self.pos[:n]`), and an expanded one."""
