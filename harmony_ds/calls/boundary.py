@@ -11,7 +11,7 @@ the gradients of its inputs on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,3 +152,15 @@ def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None],
 def nodes_behind(node: Node | None) -> list[Node]:
     """The nodes that `node` hands its gradients to."""
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
+
+
+def graph_behind(roots: Iterable[Node | None]) -> set[Node]:
+    """Every node that `roots` lead to, up to the Boundaries."""
+    seen: set[Node] = set()
+    todo = [node for node in roots if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen and targets_of(node) is None:
+            seen.add(node)
+            todo += nodes_behind(node)
+    return seen

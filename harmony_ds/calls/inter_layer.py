@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from harmony_ds.calls.boundary import nodes_behind, propagate, targets_of
+from harmony_ds.calls.boundary import graph_behind, nodes_behind, propagate, targets_of
 from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputGradient
 
 
@@ -55,7 +55,7 @@ class InterLayerGraph:
         """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
         if tensor.grad_fn is None:
             return False
-        return not _nodes_behind(node for node, _ in self._edges).isdisjoint(_nodes_behind([tensor.grad_fn]))
+        return not graph_behind(node for node, _ in self._edges).isdisjoint(graph_behind([tensor.grad_fn]))
 
     def spans(
         self, consumers: Mapping[InterLayerGradient, tuple[int, int]], last: Tensor | None, end: int
@@ -71,7 +71,7 @@ class InterLayerGraph:
         if last is not None and last.grad_fn is not None:
             roots.append((last.grad_fn, end, end))
         for root, first, latest in roots:
-            for node in _nodes_behind([root]):
+            for node in graph_behind([root]):
                 known = used.get(node, (first, latest))
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
@@ -90,15 +90,3 @@ class InterLayerGraph:
             own = [target.call for target in targets_of(node) or () if isinstance(target, OutputGradient)]
             self._newest[node] = max([*own, *(self._newest[n] for n in following if n in self._newest)], default=-1)
         return self._newest[root]
-
-
-def _nodes_behind(roots: Iterable[Node]) -> set[Node]:
-    """Every node that `roots` lead to, up to the Boundaries."""
-    seen: set[Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in seen and targets_of(node) is None:
-            seen.add(node)
-            todo += nodes_behind(node)
-    return seen

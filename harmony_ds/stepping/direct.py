@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from harmony_ds.calls.boundary import nodes_behind
+from harmony_ds.calls.boundary import graph_behind
 
 
 class EngineBackward:
@@ -44,14 +43,5 @@ def divided(tensor: Tensor, divisor: int) -> Tensor:
 
 def behind_others(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of those `outputs` that others were computed from."""
-    made = [(output.grad_fn, output.output_nr, id(output)) for output in outputs if output.grad_fn is not None]
-    todo = [node for node, *_ in made]
-    edges: set[tuple[Node | None, int]] = set()
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            edges.update(node.next_functions)
-            todo += nodes_behind(node)
-    return {output for node, number, output in made if (node, number) in edges}
+    edges = {edge for node in graph_behind(output.grad_fn for output in outputs) for edge in node.next_functions}
+    return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

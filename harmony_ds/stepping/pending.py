@@ -1,8 +1,8 @@
 """A loss that has not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
 
-What stays pending: arithmetic with numbers, other pending losses and scalars without a graph, `detach`, `float`, `clone`,
-`mean`, ... and `backward`. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`,
-comparisons, formatting, collectives of `torch.distributed`, adding it in place to a plain tensor (`total += loss`).
+What stays pending: arithmetic with numbers, other pending losses, scalars without a graph and penalties over weights,
+`detach`, `float`, `clone`, `mean`, ... and `backward`. Everything else looks at the value, and looking computes it at once:
+`item`, `float(...)`, comparisons, formatting, collectives, adding it in place to a plain tensor (`total += loss`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from harmony_ds.calls.boundary import graph_behind, nodes_behind
 from harmony_ds.errors import UnsupportedError
 
 _LAZY = frozenset(
@@ -133,7 +134,7 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
     operands = [_as_it_is(leaf) for leaf in leaves]
     pending = [one for one in operands if isinstance(one, PendingLoss)]
     others = [one for one in operands if isinstance(one, Tensor) and not isinstance(one, PendingLoss)]
-    if not pending or any(other.ndim or other.requires_grad for other in others):
+    if not pending or any(other.ndim or (other.requires_grad and _leads_elsewhere(other)) for other in others):
         return None
 
     def function(operands: Iterable[Any]) -> Tensor:
@@ -148,6 +149,14 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
     if func.__name__ == "div" and not others:
         loss.divisors |= {operands[-1]}
     return loss
+
+
+def _leads_elsewhere(tensor: Tensor) -> bool:
+    """Whether its gradients go to anything but parameters of an engine, which keep them for the step."""
+    behind = graph_behind([tensor.grad_fn])
+    ends = all(node in behind for one in behind for node in nodes_behind(one))  # in no layer's output
+    own = all(hasattr(node.variable, "_hp_mapping") for node in behind if hasattr(node, "variable"))
+    return not (behind and ends and own)
 
 
 def _as_it_is(operand: Any) -> Any:

@@ -299,7 +299,6 @@ def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_i
             compared.clear()
 
 
-@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_parameter_that_only_the_users_loss_uses(clip: float | None) -> None:
     plain, model = net(), net()
