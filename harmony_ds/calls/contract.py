@@ -77,6 +77,7 @@ class Contract:
         self._held = [module.__dict__ for module in self._modules]
         self._parameters = list(model.parameters())
         self._written: set[Key] = set()  # by forward
+        self._is_said = False
         self.is_running = False
         self._look()
         self._newest = CallState(self._modes(), self._attributes)
@@ -202,15 +203,15 @@ class Contract:
         }
 
     def _note_written(self, keys: set[Key]) -> None:
-        new = sorted(keys - self._written)
-        if new and not self._written:
+        names = sorted(self._name(key) for key in keys - self._written if key[1] not in self._held[key[0]]["_buffers"])
+        if names and not self._is_said:
+            self._is_said = True
             _logger.warning(
-                "the model's forward sets %s%s: since micro-batches run later than they are called, what it has set is "
+                "the model's forward sets %s: since micro-batches run later than they are called, what it has set is "
                 "there when engine.step() or a look at a loss has run them.",
-                ", ".join(map(self._name, new[:4])),
-                ", ..." if len(new) > 4 else "",
+                ", ".join([*names[:4], "..."] if len(names) > 4 else names),
             )
-        self._written.update(new)
+        self._written |= keys
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))
