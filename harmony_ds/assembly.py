@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.calls.layer_call import LayerCalls
@@ -19,7 +20,7 @@ from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
-from harmony_ds.device import Device, make_device
+from harmony_ds.device import Device, make_devices
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError, UnsupportedError
 from harmony_ds.incoming import accept, fill_meta
 from harmony_ds.offload.cores import update_threads
@@ -121,7 +122,7 @@ def assemble(
     settings = config.harmony
     _check_parallel(config, world)
     saved = saved_plan(settings.plan)
-    device = device or make_device(settings.device, settings.budget_bytes, settings.pin_memory)
+    device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
@@ -214,6 +215,7 @@ def _parts(
     if host_optimizer is not None:
         host_optimizer.watch(looks.at_state)
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
+    crossings = Crossings(device, ledger)
     parts = Parts(
         device=device,
         residency=residency,
@@ -224,7 +226,8 @@ def _parts(
         updater=updater,
         installation=installation,
         contract=Contract(model),
-        layer_calls=LayerCalls(decomposition.layers, installation, stash),
+        crossings=crossings,
+        layer_calls=LayerCalls(decomposition.layers, installation, stash, crossings),
         random=RandomStreams(device),
         timeline=timeline,
         own=OwnGradients(store, updater),

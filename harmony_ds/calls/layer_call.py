@@ -20,6 +20,7 @@ from harmony_ds.calls.buffers import buffers_apart, copied_buffers
 from harmony_ds.calls.caches import held_by, restore, take_caches
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
@@ -45,9 +46,12 @@ class LayerCalls:
         proving: what calls give is compared with what their recomputations give.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
+    def __init__(
+        self, layers: tuple[Layer, ...], installation: Installation, stash: Stash, crossings: Crossings
+    ) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._keeping = Keeping(stash)
+        self._crossings = crossings
         self.proving = True
         self._surprises: list[str] | None = None  # while they are gathered
 
@@ -103,6 +107,7 @@ class LayerCalls:
         else:  # generation fills them
             values, caches = [*request.args, *request.kwargs.values()], {}
         held = held_by(caches.values())
+        values = self._crossings.values_here(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
         with layer.parameters.installed(copies):
             outputs = request.run(values[: len(request.args)], kwargs)
@@ -111,6 +116,7 @@ class LayerCalls:
         if not own.isdisjoint(memory_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
+        self._crossings.made(outputs)
         return outputs
 
     def _unrecorded(self, request: Request, copies: Leaves, rows: Rows) -> Any:
@@ -147,6 +153,7 @@ class LayerCalls:
         if not request.grad:
             return self._unrecorded(request, copies, rows or WHOLE_CALLS), None
         layer, given = self._layers[request.layer], Given.of(request)
+        given.tensors = self._crossings.here(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request.without_arguments(), number, given.arguments, targets)
         before = [t._version for t in given.tensors]
@@ -159,6 +166,7 @@ class LayerCalls:
             outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
         leaves = cut_outputs(call, outcome, given.tensors, layer.memory(copies), layer.name)
         outputs = given.hand_over(outcome, leaves)
+        self._crossings.made(outputs)
         self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
         if keeps_graph:
             call.keep_graph(outcome.tensors)

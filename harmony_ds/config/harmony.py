@@ -24,6 +24,7 @@ class HarmonySettings(PlanSwitches):
     """The "harmony" block, and all that a plan is asked for beside the model and the machine."""
 
     device: str = "auto"
+    devices: int | str | tuple[str, ...] = 1
     device_memory_gib: float | None = None
     pack_layers: int | None = None
     layers: tuple[str, ...] = ()

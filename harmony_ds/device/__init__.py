@@ -7,6 +7,7 @@ import torch
 from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
+from harmony_ds.device.group import DeviceGroup
 from harmony_ds.device.host_streams import HostStreamDevice
 from harmony_ds.errors import ConfigError, ContradictionError
 
@@ -19,7 +20,9 @@ __all__ = [
     "MemoryProbe",
     "Stream",
     "device_of_process",
+    "DeviceGroup",
     "make_device",
+    "make_devices",
 ]
 
 
@@ -38,6 +41,24 @@ def device_of_process(name: str, local_rank: int, processes: int) -> str | None:
         )
     torch.cuda.set_device(local_rank)
     return f"cuda:{local_rank}"
+
+
+def make_devices(name: str, devices: int | str | tuple[str, ...], budget_bytes: int | None, pin: bool = True) -> Device:
+    """The devices that one process drives, one of which is called `name`: so many, "all" there are, or these.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if devices == 1:
+        return make_device(name, budget_bytes, pin)
+    on_cpu = name == "cpu" or (name == "auto" and not torch.cuda.is_available())
+    if devices == "all":
+        devices = 1 if on_cpu else torch.cuda.device_count()
+    if isinstance(devices, int):
+        devices = ("cpu",) * devices if on_cpu else tuple(f"cuda:{index}" for index in range(devices))
+    assert not isinstance(devices, str)
+    made = [make_device(one, budget_bytes, pin) for one in devices]
+    return made[0] if len(made) == 1 else DeviceGroup(made)
 
 
 def make_device(name: str, budget_bytes: int | None, pin: bool = True) -> Device:

@@ -76,6 +76,9 @@ class CudaDevice(Device):
     def inherited(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream(Stream.COMPUTE))
 
+    def enter(self, number: int) -> None:
+        torch.cuda.set_stream(self._stream(Stream.COMPUTE))
+
     def current(self) -> object:
         return torch.cuda.current_device(), torch._C._cuda_getCurrentStream(self.torch_device.index)
 
@@ -94,6 +97,9 @@ class CudaDevice(Device):
         # goes back to its pool behind the copy: neither page-locked memory of the caller's nor a slab is read later.
         staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
+
+    def used(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream(Stream.COMPUTE))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype)

@@ -22,10 +22,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes copied, by direction and kind."""
+    """Bytes copied, by direction and kind; between devices of one process by their numbers."""
 
     host_to_device: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     device_to_host: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -41,6 +42,11 @@ class Ledger:
     def book_out(self, kind: Kind, nbytes: int) -> None:
         """`nbytes` were copied from device to host."""
         self._traffic.device_to_host[kind] += nbytes
+
+    def book_peer(self, source: int, target: int, nbytes: int) -> None:
+        """`nbytes` of activations, or of their gradients, were copied from one device to another."""
+        between = self._traffic.between_devices
+        between[source, target] = between.get((source, target), 0) + nbytes
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
-        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
+        self._reading: dict[int, Event] = {}  # by device: behind its last copy out of host memory that may be queued
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,7 +109,7 @@ class Residency:
                     self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
-        arrived = self._reading = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading[self._device.number] = self._device.record(Stream.SWAP_IN)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
@@ -128,9 +128,8 @@ class Residency:
 
     def finish_reads(self) -> None:
         """Waits until no swap-in reads host memory any more: afterwards it may be written."""
-        if self._reading is not None:
-            self._reading.synchronize()
-            self._reading = None
+        while self._reading:
+            self._reading.popitem()[1].synchronize()
 
     def written(self, copy: DeviceCopy) -> list[str]:
         """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.device.base import Stream
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.device.base import HOME, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -66,6 +67,8 @@ class Executor:
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.MOVE: self._move,
+            TaskKind.MOVE_BACK: self._move_back,
             **self.updates.handlers,
         }
 
@@ -110,6 +113,7 @@ class Executor:
                 ):
                     self._execute(waiting.placed(tasks))
             self._execute(waiting.left())
+            parts.device.enter(HOME)
             if not self.propagated:
                 parts.random.check_drawn()
         finally:
@@ -121,6 +125,7 @@ class Executor:
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
         parts = self._parts
         for task, nbytes in tasks:
+            parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 if parts.timeline.is_recording:
@@ -149,7 +154,7 @@ class Executor:
         """
         for pack, copy in list(self._copies.items()):
             if not any(copy is one for one in self._before):
-                self._parts.residency.evict(self._copies.pop(pack))
+                self._free(pack)
         self._parts.stash.abandon()
 
     def abandon(self) -> None:
@@ -157,11 +162,15 @@ class Executor:
         updater.
         """
         self._parts.device_store.forget_gradients()
-        for copy in self._copies.values():
-            self._parts.residency.evict(copy)
-        self._copies.clear()
+        for pack in list(self._copies):
+            self._free(pack)
         self.updates.abandon()
         self._parts.stash.abandon()
+        self._parts.crossings.abandon()
+
+    def _free(self, pack: int) -> None:
+        self._parts.device.enter(self._plan.packs[pack].device)
+        self._parts.residency.evict(self._copies.pop(pack))
 
     def _handle(self, task: Task) -> None:
         """A task, in the modes that its micro-batch was called in."""
@@ -350,7 +359,22 @@ class Executor:
             self._parts.random.switch(micro_batch)
             return micro_batch.lane
         self._parts.random.start(micro_batch, micro_batch.seed)
-        return micro_batch.start(self._parts.device)
+        return micro_batch.start(self._parts.device, self._parts.crossings.between_layers)
+
+    # ---- between devices
+
+    def _move(self, task: Task) -> None:
+        """What the micro-batch hands to the next pack goes to that pack's device while others compute."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        if micro_batch.lane is not None and micro_batch.lane.request is not None:
+            request = micro_batch.lane.request
+            self._parts.crossings.here(tensors_in((request.args, request.kwargs)))
+
+    def _move_back(self, task: Task) -> None:
+        """Gradients of what the pack has given go back to its device."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
+            micro_batch.inter_layer.settle(calls[-1].number)
 
     # ---- stash
 

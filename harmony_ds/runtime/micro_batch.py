@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +84,9 @@ class MicroBatch:
 
     # ---- its forward pass
 
-    def start(self, device: Device) -> Lane:
-        """Runs forward up to the first layer call."""
-        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context)
+    def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
+        """Runs forward up to the first layer call; `between_layers` makes what the model's own code runs in."""
+        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, between_layers)
         self.lane.resume()
         return self.lane
 

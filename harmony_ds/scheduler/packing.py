@@ -86,10 +86,11 @@ class Packer:
         owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
         known = self._known.get((positions, owned))
         if known is not None:
-            return replace(known, index=index)
+            return replace(known, index=index, device=index % self._policy.pipeline)
         trained = [self._specs[n] for n in parameters if self._specs[n].trainable and needs_backward]
         pack = self._known[positions, owned] = Pack(
             index=index,
+            device=index % self._policy.pipeline,
             positions=positions,
             layers=layers,
             parameters=parameters,

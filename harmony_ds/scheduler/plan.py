@@ -42,6 +42,8 @@ class TaskKind(Enum):
     UPDATE_ON_DEVICE = "D"
     REDUCE = "R"
     GATHER = "A"
+    MOVE = "M"
+    MOVE_BACK = "W"
 
 
 FORWARD_KINDS = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
@@ -94,6 +96,7 @@ class Pack:
             have it done; else empty.
         gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
             each swaps in its share.
+        device: of those that one process drives, the one that it runs on.
     """
 
     index: int
@@ -110,6 +113,7 @@ class Pack:
     gradient_pieces: tuple[int, ...] = ()
     sent_bytes: tuple[int, ...] = ()
     gathered_bytes: int = 0
+    device: int = 0
 
     def swap_in_bytes(self, shared: bool) -> int:
         """What one swap-in moves; `shared`: of a device's share."""
@@ -187,6 +191,7 @@ class Policy(PlanSwitches):
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
+        pipeline: how many devices one process drives, to which packs are dealt in turn.
     """
 
     stash_on_host: int = 0
@@ -200,6 +205,7 @@ class Policy(PlanSwitches):
     servers: int = 1
     shared: bool = False
     reduce_on_host: bool = False
+    pipeline: int = 1
 
     @staticmethod
     def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1, servers: int = 1) -> Policy:

@@ -1,0 +1,176 @@
+"""Tensors that go from one device to another, where one process drives several.
+
+A layer's arguments go to the layer's device when it is called, or before (MOVE). Between layers, where operands lie on
+different devices, they go to the device of the last layer that ran; what is changed in place stays where it is. A crossing
+is part of the autograd graph: its gradient crosses back.
+
+    MOVE, or the call     argument --Crossing--> argument of the layer     copied by the PEER stream
+    backward, MOVE_BACK   gradient <--Crossing-- gradient
+
+Where torch tells the devices apart (CUDA), a tensor is where it is. Where it does not (CPU devices, logical devices of one
+GPU), it is where the attribute says that was set when it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harmony_ds.calls.trees import map_tensors
+from harmony_ds.device.base import HOME, Device, Event, Stream
+from harmony_ds.device.group import DeviceGroup
+from harmony_ds.offload.ledger import Ledger
+
+_PLACE = "_harmony_device"
+_COPIES = "_harmony_crossed"
+
+
+class Crossings:
+    """Moves tensors between the devices of one process."""
+
+    def __init__(self, device: Device, ledger: Ledger) -> None:
+        self._group = device if isinstance(device, DeviceGroup) else None
+        self._ledger = ledger
+        self._numbers: dict[torch.device, int] = {}
+        if self._group is not None and self._group.is_apart:
+            self._numbers = {member.torch_device: number for number, member in enumerate(self._group.members)}
+        self._leaving: dict[int, tuple[Event, Tensor]] = {}
+
+    @property
+    def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """What makes the context that code between layers runs in; None: it needs none."""
+        return None if self._group is None else lambda: _Alignment(self)
+
+    # ---- where tensors are
+
+    def place(self, tensor: Tensor) -> int | None:
+        """The device of `tensor`; None: it is on the host."""
+        if self._numbers:
+            return self._numbers.get(tensor.device)
+        place: int = getattr(tensor, _PLACE, HOME)
+        return place
+
+    def made(self, tree: Any, place: int | None = None) -> None:
+        """Tensors of `tree` that were made just now are on the current device, or on `place`."""
+        if self._group is not None and not self._numbers:
+            map_tensors(self._put(self._group.number if place is None else place), tree)
+
+    def _put(self, place: int) -> Callable[[Tensor], Tensor]:
+        def put(tensor: Tensor) -> Tensor:
+            if not hasattr(tensor, _PLACE):
+                setattr(tensor, _PLACE, place)
+            return tensor
+
+        return put
+
+    # ---- moving them
+
+    def here(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors`, those that are on another device moved to the current one."""
+        return tensors if self._group is None else [self.moved(tensor) for tensor in tensors]
+
+    def values_here(self, values: list[Any]) -> list[Any]:
+        """The same of arguments: tensors, and what tuples, lists and dictionaries hold."""
+        if self._group is None:
+            return values
+        return [map_tensors(self.moved, v) if isinstance(v, (Tensor, tuple, list, dict)) else v for v in values]
+
+    def moved(self, tensor: Tensor, place: int | None = None) -> Tensor:
+        """`tensor` on the current device, or on `place`: moved there once, as long as it lives."""
+        group = self._group
+        assert group is not None
+        source, target = self.place(tensor), group.number if place is None else place
+        if source is None or source == target:
+            return tensor
+        copies: dict[tuple[int, int], Tensor] = tensor.__dict__.setdefault(_COPIES, {})
+        key = target, tensor._version
+        if key not in copies:
+            with torch.enable_grad():
+                copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+            if not self._numbers:
+                setattr(copy, _PLACE, target)
+            copies[key] = copy
+        return copies[key]
+
+    def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """A copy of `tensor` on another device, there before what its compute stream does next."""
+        assert self._group is not None
+        there, here = self._group.members[source], self._group.members[target]
+        self._let_go(source)
+        here.wait(Stream.PEER, there.record(Stream.COMPUTE))
+        with torch.no_grad(), here.on(Stream.PEER):
+            copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
+        copied = here.record(Stream.PEER)
+        here.wait(Stream.COMPUTE, copied)
+        here.used(copy)
+        self._leaving[source] = copied, tensor
+        self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
+        return copy
+
+    def _let_go(self, source: int) -> None:
+        """The memory of what left last belongs to the compute stream: its next owner there comes after the copy."""
+        assert self._group is not None
+        if source in self._leaving:
+            copied, _ = self._leaving.pop(source)
+            self._group.members[source].wait(Stream.COMPUTE, copied)
+
+    def abandon(self) -> None:
+        """Drop what is on its way, each after its copy."""
+        for source in list(self._leaving):
+            self._let_go(source)
+
+
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, crossings: Crossings, source: int, target: int) -> Tensor:
+        ctx.harmony_way = crossings, source, target
+        return crossings.copy(tensor, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        crossings, source, target = ctx.harmony_way
+        return crossings.copy(gradient, target, source), None, None, None
+
+
+class _Alignment(TorchFunctionMode):
+    """Moves operands that lie on different devices to the current one."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._crossings = crossings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        crossings = self._crossings
+        places = {place for tensor in tensors if (place := crossings.place(tensor)) is not None}
+        if len(places) > 1:
+            place = crossings.place(tensors[0]) if _writes(func, kwargs) else None
+            args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
+            places = {place} if place is not None else set()
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)):
+            crossings.made(result, *places)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among `values`, and in lists and tuples among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `func` changes its first operand in place."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

@@ -1,0 +1,162 @@
+"""The devices that one process drives, as one `Device`: one of them is current, and all calls go to that one.
+
+The executor enters the device of each task. What holds bytes (residency, stash, gradients) never asks which one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import HOME, Device, Event, Issuing, MemoryProbe, Moment, Stream
+
+
+class DeviceGroup(Device):
+    """Several devices of one kind and one budget each."""
+
+    def __init__(self, members: Sequence[Device]) -> None:
+        self.members = tuple(members)
+        self.count = len(members)
+        home = members[HOME]
+        self.name = f"{len(members)} x {home.name}"
+        self.budget_bytes = home.budget_bytes
+        self.copies_overlap = home.copies_overlap
+        self.host_type = home.host_type
+        self.pins_host = home.pins_host
+        self.has_values = home.has_values
+        self.modes = home.modes
+        self._now = home
+        self._apart = len({member.torch_device for member in members}) == len(members)
+
+    @property
+    def torch_device(self) -> torch.device:  # type: ignore[override]
+        """That of the current member."""
+        return self._now.torch_device
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether torch tells the members' tensors apart."""
+        return self._apart
+
+    def enter(self, number: int) -> None:
+        """From now on member `number` is current. The random numbers go on where they were."""
+        if number == self.number:
+            return
+        state = self._now.random_state()
+        self.number, self._now = number, self.members[number]
+        self._now.enter(0)
+        self._now.set_random_state(state)
+
+    # ---- all members
+
+    @contextmanager
+    def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.copies_watched(watch))
+            yield
+
+    @contextmanager
+    def inherited(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in reversed(self.members):  # the home device last, so that it is current
+                stack.enter_context(member.inherited())
+            try:
+                yield
+            finally:
+                self.enter(HOME)
+
+    def now_ms(self) -> float:
+        return max(member.now_ms() for member in self.members)
+
+    def moment(self, stream: Stream) -> Moment:
+        return self.number, self._now.moment(stream)
+
+    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+        times: dict[int, float] = {}
+        for number, member in enumerate(self.members):
+            own = [(place, m[1]) for place, m in enumerate(moments) if isinstance(m, tuple) and m[0] == number]
+            read = member.read_moments([moment for _, moment in own])
+            times |= dict(zip([place for place, _ in own], read, strict=True))
+        return [times[place] for place in range(len(moments))]
+
+    def limit_process(self) -> None:
+        for member in self.members:
+            member.limit_process()
+
+    def unlimit_process(self) -> None:
+        for member in self.members:
+            member.unlimit_process()
+
+    def host_free(self, buffer: Tensor) -> None:
+        for member in self.members:
+            member.host_free(buffer)
+
+    def reset_peak(self) -> None:
+        for member in self.members:
+            member.reset_peak()
+
+    def peak_bytes(self) -> int:
+        return max(self.peaks())
+
+    def peaks(self) -> tuple[int, ...]:
+        return tuple(member.peak_bytes() for member in self.members)
+
+    # ---- the current one
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._now.on(stream)
+
+    def record(self, stream: Stream) -> Event:
+        return self._now.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._now.wait(stream, event)
+
+    def current(self) -> object:
+        return self._now.current()
+
+    def make_current(self, place: object) -> None:
+        self._now.make_current(place)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return self._now.upload(tensor)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._now.empty(numel, dtype)
+
+    def free(self, buffer: Tensor) -> None:
+        self._now.free(buffer)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._now.host_empty(numel, dtype)
+
+    def host_lock(self, buffer: Tensor) -> None:
+        self._now.host_lock(buffer)
+
+    def charge(self, nbytes: int, what: str) -> None:
+        self._now.charge(nbytes, what)
+
+    def discharge(self, nbytes: int) -> None:
+        self._now.discharge(nbytes)
+
+    def reserve_bytes(self) -> int:
+        return self._now.reserve_bytes()
+
+    def allocated_bytes(self) -> int:
+        return self._now.allocated_bytes()
+
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        return self._now.probe()
+
+    def random_state(self) -> tuple[Tensor, ...]:
+        return self._now.random_state()
+
+    def set_random_state(self, state: tuple[Tensor, ...]) -> None:
+        self._now.set_random_state(state)
+
+    def seed(self, seed: int) -> None:
+        self._now.seed(seed)
