@@ -11,14 +11,17 @@ What becomes of the gradients is `updates`'.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
+from torch import nn
+
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.calls.trees import tensors_in
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
@@ -47,6 +50,7 @@ class Executor:
         self._first = 0  # task of a micro-batch, as what follows
         self._suspended: frozenset[int] = frozenset()
         self._needs_backward: dict[int, bool] = {}  # by position
+        self._buffers: dict[nn.Module, int] = {}  # of several devices: the one that a module's buffers are on
         self._micro_batches: Mapping[int, MicroBatch] = {}
         self._copies: dict[int, DeviceCopy] = {}
         self._done = 0  # tasks
@@ -108,9 +112,8 @@ class Executor:
             waiting = WaitingSwapIns(parts, plan)
             self._execute(waiting.placed(islice(tasks, self._first)))
             if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
-                with parts.installation.installed(
-                    {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
-                ):
+                unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
+                with parts.installation.installed(unlayered, places=self._buffers):
                     self._execute(waiting.placed(tasks))
             self._execute(waiting.left())
             parts.device.enter(HOME)
@@ -211,6 +214,13 @@ class Executor:
         self._suspended = suspended(plan.packs, plan.tasks)
         packs = [plan.packs[index] for index in plan.packing.backward]
         self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
+        if self._parts.device.count > 1:
+            devices: defaultdict[int, list[int]] = defaultdict(list)
+            for pack in plan.packing.covering:
+                for layer in pack.layers:
+                    devices[layer].append(pack.device)
+            unlayered = [name for pack in plan.packing.always for name in pack.parameters]
+            self._buffers = self._parts.layer_calls.spread(devices, unlayered)
         self.updates.take(plan)
 
     @property
@@ -275,6 +285,7 @@ class Executor:
         self._enter(micro_batch).run_on(partial(self._answer_cut, task, micro_batch, leaves))
         if micro_batch.has_ended:
             micro_batch.finish()
+            micro_batch.outputs = map_tensors(self._parts.crossings.home, micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
         """What the model gets of a layer call that is cut from its graph."""
@@ -321,7 +332,8 @@ class Executor:
 
     def _begin_backward(self, micro_batch: MicroBatch) -> None:
         self.propagated = True
-        micro_batch.propagate_loss()
+        with self._parts.crossings.aligned():
+            micro_batch.propagate_loss()
         self._parts.random.check_drawn()
 
     def _run_to_end(self, micro_batch: MicroBatch) -> None:

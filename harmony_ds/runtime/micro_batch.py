@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harmony_ds.calls.boundary import backward_of_engine, cut, outlet
@@ -42,6 +43,7 @@ class MicroBatch:
         backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model; None: what is there when it runs.
+        home: the device that losses are on whose values somebody sees.
         reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
     """
 
@@ -54,6 +56,7 @@ class MicroBatch:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     state: CallState | None = None
     grad: bool = True
+    home: torch.device | None = None
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
