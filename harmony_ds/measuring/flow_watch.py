@@ -24,7 +24,7 @@ class FlowWatch(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._key = object()  # numbers of another watch are none
         self._nbytes: list[int] = []
         self._returns: list[bool] = []
