@@ -13,9 +13,6 @@ class PlanSwitches:
 
     grouping: bool = True
     prefetch: bool = True
-    just_in_time_update: bool = True
-    overlap_update: bool = True
-    fuse_last_pack: bool = True
     gradient_slabs: int = 3
 
 

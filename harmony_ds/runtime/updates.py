@@ -100,7 +100,6 @@ class Updates:
         if self.outcome.norm is None and updater is not None:
             updater.add_norms(self._parts.device_store.take_norms())
             self.outcome.norm = updater.norm_of_updates()
-        self._wait_for_host()
 
     def step_whole(self, clipping: Clipping) -> None:
         """The optimizer's own `step` over all gradients that have gathered, and have left the device."""
@@ -195,12 +194,6 @@ class Updates:
             self._gathered.receive_own(pack.owned)
             if self._clipping is not None and pack.owned:
                 parts.updater.measure(pack.owned)
-        self._wait_for_host()
-
-    def _wait_for_host(self) -> None:
-        """Where updates do not overlap: until the host has done what it was asked for."""
-        if not self._plan.policy.overlap_update and self._parts.updater is not None:
-            self._parts.updater.wait_all()
 
     def _free_gradients(self, task: Task) -> None:
         self._free(task.pack)
@@ -237,7 +230,6 @@ class Updates:
             self._gathered.receive_own(pack.owned)
         self.outcome.updates_issued += 1
         self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
-        self._wait_for_host()
 
     def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:

@@ -8,8 +8,8 @@
 Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: in front of N, if there is one.
 U u updates them, and U v those that the model does not use.
 
-Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
-last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
+Without grouping, forward to backward once for each micro-batch, and the updates with the last one's. A micro-batch whose
+forward pass ran alone has B n-1 in the place of L n-1.
 
 Of several devices, R p in front of every O p, or behind it if gradients are added up on the host; and A p behind every I p
 where each swaps in a share.
@@ -94,11 +94,10 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
         for pack in packing.always
         for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
-    if policy.deferred_update:
-        tasks += [*away, Task(TaskKind.NORM, 0)]
-    if policy.updates_last:  # in forward order: what is needed first goes first
-        tasks += [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
-    if not policy.deferred_update:
+    if policy.deferred_update:  # in forward order: what is needed first goes first
+        updates = [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
+        tasks += [*away, Task(TaskKind.NORM, 0), *updates]
+    else:
         tasks += away
     tasks += [_update(index, policy) for index in (packing.unlayered, packing.uncalled) if index is not None]
     return tuple(tasks)
@@ -153,17 +152,15 @@ class _Composer:
     def passes(self, last: bool) -> Iterator[Task]:
         """Both passes; in the last round of a step with the updates that are due."""
         policy, packs = self._policy, self._packing.packs
-        end = self._packing.backward[-1]
-        through = [*self._packing.forward] if policy.fuse_last_pack else [*self._packing.forward, end]
-        forward = through if self._group.fresh else []
-        backward = [end, *(i for i in reversed(self._packing.backward[:-1]) if packs[i].needs_backward)]
-        # Without a pass there and a pass back there is nothing to be kept for. What ends one pass begins the other.
-        stays = (*policy.kept, end)
-        kept = {*policy.resident, *(index for index in stays if index in forward and index in backward)}
+        forward = self._packing.forward if self._group.fresh else ()
+        *earlier, end = self._packing.backward
+        backward = [end, *(i for i in reversed(earlier) if packs[i].needs_backward)]
+        # Without a pass there and a pass back there is nothing to be kept for.
+        kept = {*policy.resident, *(index for index in policy.kept if index in forward and index in backward)}
         self._graphs = {
             (index, m)
             for index, count in enumerate(policy.graphs)
-            if index in kept and index in forward and packs[index].needs_backward and index != end
+            if index in kept and index in forward and packs[index].needs_backward
             for m in self._group.fresh[:count]
         }
         # One sequence, so that the last pack is swapped in while the one before it computes.
@@ -172,7 +169,7 @@ class _Composer:
             + [(index, index not in kept) for index in backward]
         )
         yield from self._forward(forward, kept)
-        yield from self._backward(backward, updates=last and not policy.updates_last)
+        yield from self._backward(backward, updates=last and not policy.deferred_update)
 
     def _forward(self, order: Sequence[int], kept: Collection[int]) -> Iterator[Task]:
         for index in order:
@@ -188,13 +185,12 @@ class _Composer:
                 yield Task(TaskKind.EVICT, index)
 
     def _backward(self, order: Sequence[int], updates: bool) -> Iterator[Task]:
-        fused = self._group.fresh if self._policy.fuse_last_pack else ()
         freed: Task | None = None
         for index in order:
             pack = self._packing.packs[index]
             resident = index in self._policy.resident
             yield from next(self._swap_ins)
-            yield from self._run_backward(pack, fused=fused if index == order[0] else ())
+            yield from self._run_backward(pack, fused=self._group.fresh if index == order[0] else ())
             if freed:
                 yield freed
                 freed = None

@@ -8,7 +8,6 @@
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
                              here where gradients are reduced on the host
 
-Where updates do not overlap, whatever is issued behind them waits for them.
 Where copies do not overlap with compute (the CPU device), all but updates are one stream.
 """
 
@@ -47,7 +46,7 @@ class Lowering:
         self._plan = plan
         self._costs = costs
         self._machine = machine
-        self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
+        self._times = _PackTimes(costs)
         self._runs = _merged(plan.tasks, -(-plan.micro_batches // STASH_PIECES))
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
@@ -238,8 +237,6 @@ class Lowering:
         demands: tuple[tuple[str, float], ...] = (),
     ) -> int:
         lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
-        if stream != UPDATE and not self._plan.policy.overlap_update:
-            after = (*after, *self._latest(UPDATE))
         self._last[stream] = len(self.jobs)
         self.jobs.append(Job((lane,), duration_ms, after, demands))
         self.work.append((stream, tasks))
@@ -247,11 +244,10 @@ class Lowering:
 
 
 class _PackTimes:
-    """How long one micro-batch takes through a pack; `suspended`: the one whose backward pass begins with the loss."""
+    """How long one micro-batch takes through a pack."""
 
-    def __init__(self, costs: CostTable, suspended: Pack | None) -> None:
+    def __init__(self, costs: CostTable) -> None:
         self._costs = costs
-        self._suspended = suspended
         self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
 
     def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
@@ -267,8 +263,7 @@ class _PackTimes:
         if kind is TaskKind.BACKWARD_FROM_GRAPH:
             return sum(cost.propagate_ms for cost in costs)
         if kind is TaskKind.BACKWARD:
-            tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
-            return tail_ms + sum(cost.backward_ms for cost in costs)
+            return sum(cost.backward_ms for cost in costs)
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 
 

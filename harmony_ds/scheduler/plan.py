@@ -16,7 +16,6 @@ the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` upd
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -213,11 +212,6 @@ class Policy(PlanSwitches):
         return self.devices == self.servers == 1
 
     @property
-    def updates_last(self) -> bool:
-        """Whether all updates come behind the backward pass."""
-        return self.deferred_update or not self.just_in_time_update
-
-    @property
     def leave_whole(self) -> bool:
         """Whether the gradients that a device swaps out are all there are of their pack."""
         return self.grouping and self.alone
@@ -225,7 +219,7 @@ class Policy(PlanSwitches):
     @property
     def gradients_wait(self) -> bool:
         """Whether the gradients of all packs are on the host at once."""
-        return self.updates_last or not self.grouping
+        return self.deferred_update or not self.grouping
 
 
 _NEVER = 2**30
@@ -314,17 +308,6 @@ class Plan:
 
 NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 """Where none has been run."""
-
-
-def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
-    """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
-    its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
-    """
-    last = max(packs, key=lambda pack: pack.positions[-1:]).index
-    there = {task.micro_batch for task in tasks if task.kind is TaskKind.FORWARD and task.pack == last}
-    if not there:
-        return frozenset()
-    return frozenset(t.micro_batch for t in tasks if t.kind is TaskKind.BACKWARD and t.pack == last) & there
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
