@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 
@@ -33,9 +34,6 @@ class _Visit:
 
     runs: Task | None = None
     tasks: list[Task] = field(default_factory=list)
-
-    def numbers(self, kind: TaskKind) -> list[int]:
-        return _numbers(self.tasks, kind)
 
     def goes_on(self, task: Task) -> bool:
         """Whether `task` belongs to it still."""
@@ -108,7 +106,7 @@ def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
 
 
 def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
-    pack, numbers = plan.packs[runs.pack], visit.numbers
+    pack, numbers = plan.packs[runs.pack], partial(_numbers, visit.tasks)
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
     stash = [f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)
     updated = [f"on host {ranges(updates)}"] * bool(updates) + ["on device"] * bool(numbers(TaskKind.UPDATE_ON_DEVICE))

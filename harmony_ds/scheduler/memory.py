@@ -176,10 +176,8 @@ class _Walk:
 
     def _held_behind(self, pack: PackBytes, task: Task) -> int:
         """What a micro-batch holds that has been run forward through `pack`, beside its stash."""
-        following = pack.last + 1
-        if following < len(self._costs.costs):
-            return self._costs.costs[following].alive_bytes
-        return self._held_by(task)
+        calls, following = self._costs.costs, pack.last + 1
+        return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
 
     def _fused(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)

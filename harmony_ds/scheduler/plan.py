@@ -16,11 +16,10 @@ the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` upd
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
@@ -168,8 +167,8 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(PlanSwitches):
-    """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
+class Policy:
+    """Where things wait, and when tasks are issued: what the ds_config says (the first three), and what the search decides.
 
     Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
 
@@ -188,6 +187,9 @@ class Policy(PlanSwitches):
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
     """
 
+    grouping: bool = True
+    prefetch: bool = True
+    gradient_slabs: int = 3
     stash_on_host: int = 0
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
@@ -199,12 +201,6 @@ class Policy(PlanSwitches):
     servers: int = 1
     shared: bool = False
     reduce_on_host: bool = False
-
-    @staticmethod
-    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1, servers: int = 1) -> Policy:
-        """As the ds_config says; what the search decides is left as it is."""
-        given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
-        return Policy(**given, deferred_update=deferred_update, devices=devices, servers=servers)
 
     @property
     def alone(self) -> bool:
@@ -278,10 +274,6 @@ class Plan:
         """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
         shared = set(pack.parameters) - set(pack.owned)
         return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
-
-    def until(self, kind: TaskKind) -> Plan:
-        """The tasks before the first one of that kind."""
-        return self.part(0, next(place for place, task in enumerate(self.tasks) if task.kind is kind))
 
     def part(self, begin: int, end: int | None = None) -> Plan:
         """The tasks from one place to before another."""

@@ -16,8 +16,6 @@ from harmony_ds.scheduler.resident import closed
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
-_AMONG_DEVICES = ("devices", "servers", "shared", "reduce_on_host")
-"""Of a policy: a plan that was made for one device may be run on several."""
 _CONTRADICTS = (
     "harmony.plan contradicts itself, or is another model's: its packs are not those of this model's layer calls, once and "
     "in order in both passes, or one is resident and shares a parameter with another that is not. Plan again."
@@ -43,7 +41,8 @@ def adopt(
             raise ConfigError(
                 f"harmony.plan was made for {what} {there[what]}, and is to run with {here[what]}. Plan again."
             )
-    policy = replace(plan.policy, **{one: getattr(wanted, one) for one in _AMONG_DEVICES})
+    several = ("devices", "servers", "shared", "reduce_on_host")  # a plan that was made for one may be run on several
+    policy = replace(plan.policy, **{one: getattr(wanted, one) for one in several})
     adopted = make_plan(packing, costs, request, policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
         raise DoesNotFitError(

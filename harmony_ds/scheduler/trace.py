@@ -104,21 +104,21 @@ def _planned_bytes(plan: Plan, costs: CostTable) -> dict[Task, int]:
     return {task: plan.resident_bytes + weights + rest for task, weights, rest in rows}
 
 
+@dataclass(frozen=True, slots=True)
 class _Process:
     """One step's events."""
 
-    def __init__(self, pid: int, name: str, plan: Plan, costs: CostTable, layer_names: Sequence[str]) -> None:
-        self._pid = pid
-        self._name = name
-        self._plan = plan
-        self._costs = costs
-        self._layer_names = layer_names
+    pid: int
+    name: str
+    plan: Plan
+    costs: CostTable
+    layer_names: Sequence[str]
 
     def events(self, spans: Sequence[Span], bytes_of: Mapping[Task, int]) -> Iterator[_Event]:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
-        yield self._meta("process_name", 0, {"name": f"{self._name} step"})
-        yield self._meta("process_sort_index", 0, {"sort_index": self._pid})
-        tracks = STREAMS if self._plan.policy.alone else (*STREAMS, PEER)
+        yield self._meta("process_name", 0, {"name": f"{self.name} step"})
+        yield self._meta("process_sort_index", 0, {"sort_index": self.pid})
+        tracks = STREAMS if self.plan.policy.alone else (*STREAMS, PEER)
         for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})
@@ -133,17 +133,17 @@ class _Process:
             }
 
     def _meta(self, name: str, tid: int, args: _Event) -> _Event:
-        return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "args": args}
+        return {"ph": "M", "name": name, "pid": self.pid, "tid": tid, "args": args}
 
     def _event(self, phase: str, name: str, begin_ms: float, tid: int, args: _Event) -> _Event:
-        return {"ph": phase, "name": name, "pid": self._pid, "tid": tid, "ts": _us(begin_ms), "args": args}
+        return {"ph": phase, "name": name, "pid": self.pid, "tid": tid, "ts": _us(begin_ms), "args": args}
 
     def _args(self, span: Span) -> _Event:
         """The same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM
-        pack = self._plan.packs[task.pack]
-        moved = swaps_of(replace(self._plan, tasks=(task,)), self._costs)
+        pack = self.plan.packs[task.pack]
+        moved = swaps_of(replace(self.plan, tasks=(task,)), self.costs)
         return {
             "task": str(task),
             "pack": -1 if whole else task.pack,
@@ -156,7 +156,7 @@ class _Process:
     def _layers(self, pack: Pack) -> str:
         if not pack.layers:
             return "parameters that no layer call covers"
-        names = [self._layer_names[i] if self._layer_names else str(i) for i in pack.layers]
+        names = [self.layer_names[i] if self.layer_names else str(i) for i in pack.layers]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 

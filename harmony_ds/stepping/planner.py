@@ -54,7 +54,14 @@ class Planner:
         self._saved = saved
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-        self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.local_size, parts.world.servers)
+        self._policy = Policy(
+            grouping=config.harmony.grouping,
+            prefetch=config.harmony.prefetch,
+            gradient_slabs=config.harmony.gradient_slabs,
+            deferred_update=config.deferred_update,
+            devices=parts.world.local_size,
+            servers=parts.world.servers,
+        )
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
         self.graph = graph
