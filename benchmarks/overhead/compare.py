@@ -10,10 +10,10 @@ A layer call is one layer run for one micro-batch, forward and back. The plan is
                 each layer is run again before its backward pass
     fused       one pack: each layer is run once
 
-Beside them the same layers run in plain PyTorch, and what those take is taken off: forward twice (in the last
-pack once) and backward once, layer by layer, or (fused) forward and backward once. Every side has a process of its own, and
-all take turns, so that they meet the same machine. Printed are medians over rounds, of wall and of processor time, and how many of Python's and C's
-functions are called in a layer call (these are the same in every run).
+Beside them the same layers run in plain PyTorch, and what those take is taken off: forward twice (in the last pack once)
+and backward once, layer by layer, or (fused) forward and backward once. Every side has a process of its own, and all take
+turns, so that they meet the same machine. Printed are medians over rounds, of wall and of processor time, and how many of
+Python's and C's functions are called in a layer call (these are the same in every run).
 """
 
 from __future__ import annotations
