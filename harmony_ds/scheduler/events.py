@@ -55,32 +55,7 @@ def run_jobs(
         crowded: resources that have a limit only while several jobs use them: two together may do less than one alone.
     """
     assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
-    limited = capacities or {}
-    if any(resource in limited for job in jobs for resource, _ in job.demands):
-        return _run_together(jobs, _Speeds(limited, crowded))
-    return _run_alone(jobs)
-
-
-def _run_alone(jobs: Sequence[Job]) -> Timeline:
-    """Nobody slows anybody down: each job is placed in turn."""
-    begin: list[float] = []
-    end: list[float] = []
-    free: dict[str, float] = {}
-    for job in jobs:
-        start = 0.0
-        for before in job.after:
-            start = max(start, end[before])
-        for stream in job.streams:
-            start = max(start, free.get(stream, 0.0))
-        stop = start + job.duration_ms
-        for stream in job.streams:
-            free[stream] = stop
-        begin.append(start)
-        end.append(stop)
-    return Timeline(tuple(begin), tuple(end))
-
-
-def _run_together(jobs: Sequence[Job], speeds: _Speeds) -> Timeline:
+    speeds = _Speeds(capacities or {}, crowded)
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     missing, followers = _dependencies(jobs)
     ready = [place for place, count in enumerate(missing) if not count]

@@ -8,7 +8,6 @@
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
                              here where gradients are reduced on the host
 
-Where updates do not overlap, whatever is issued behind them waits for them.
 Where copies do not overlap with compute (the CPU device), all but updates are one stream.
 """
 
@@ -47,7 +46,7 @@ class Lowering:
         self._plan = plan
         self._costs = costs
         self._machine = machine
-        self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
+        self._times: dict[tuple[TaskKind, int], float] = {}  # of one micro-batch through a pack
         self._runs = _merged(plan.tasks, -(-plan.micro_batches // STASH_PIECES))
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
@@ -117,7 +116,8 @@ class Lowering:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
             there = (self._there[task.pack],) if task.pack in self._there else ()
-            done = self._update((task,), pack.update_elements, (*there, *normed))
+            duration = self._machine.host_update_ms(pack.update_elements)
+            done = self._add(UPDATE, (task,), duration, (*there, *normed), self._host_demand())
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -131,8 +131,11 @@ class Lowering:
         stash = {self._stashed.pop((one.pack, one.micro_batch), -1) for one in tasks} - {-1}
         after = (*arrived, *self._compute_after, *sorted(stash))
         self._compute_after = []
+        if (task.kind, task.pack) not in self._times:
+            self._times[task.kind, task.pack] = _run_ms(task.kind, pack, self._costs)
+        duration = self._times[task.kind, task.pack]
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
-        duration = self._times.of(task.kind, pack, first and task.kind not in BACKWARD_KINDS)
+        duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
         self._compute(tasks, len(tasks) * duration, after)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
@@ -204,9 +207,6 @@ class Lowering:
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
         return self._add(SWAP_OUT, tasks, len(tasks) * machine.swap_out_ms(nbytes), after, demands)
 
-    def _update(self, tasks: _Tasks, elements: int, after: tuple[int, ...]) -> int:
-        return self._add(UPDATE, tasks, self._machine.host_update_ms(elements), after, self._host_demand())
-
     def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The host's part in a task; where nothing overlaps, it is part of the task itself."""
         if not self._machine.copies_overlap or (not duration_ms and not after):
@@ -238,38 +238,22 @@ class Lowering:
         demands: tuple[tuple[str, float], ...] = (),
     ) -> int:
         lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
-        if stream != UPDATE and not self._plan.policy.overlap_update:
-            after = (*after, *self._latest(UPDATE))
         self._last[stream] = len(self.jobs)
         self.jobs.append(Job((lane,), duration_ms, after, demands))
         self.work.append((stream, tasks))
         return self._last[stream]
 
 
-class _PackTimes:
-    """How long one micro-batch takes through a pack; `suspended`: the one whose backward pass begins with the loss."""
-
-    def __init__(self, costs: CostTable, suspended: Pack | None) -> None:
-        self._costs = costs
-        self._suspended = suspended
-        self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
-
-    def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
-        known = self._known.get((kind, pack.positions))
-        if known is None:
-            known = self._known[kind, pack.positions] = self._sum(kind, pack)
-        return known + (self._costs.head_ms if first else 0.0)
-
-    def _sum(self, kind: TaskKind, pack: Pack) -> float:
-        costs = [self._costs.costs[p] for p in pack.positions]
-        if kind in FORWARD_KINDS:
-            return sum(cost.forward_ms for cost in costs)
-        if kind is TaskKind.BACKWARD_FROM_GRAPH:
-            return sum(cost.propagate_ms for cost in costs)
-        if kind is TaskKind.BACKWARD:
-            tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
-            return tail_ms + sum(cost.backward_ms for cost in costs)
-        return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
+def _run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
+    """How long one micro-batch takes through a pack."""
+    calls = [costs.costs[p] for p in pack.positions]
+    if kind in FORWARD_KINDS:
+        return sum(call.forward_ms for call in calls)
+    if kind is TaskKind.BACKWARD_FROM_GRAPH:
+        return sum(call.propagate_ms for call in calls)
+    if kind is TaskKind.BACKWARD:
+        return sum(call.backward_ms for call in calls)
+    return costs.tail_ms + sum(call.fused_ms for call in calls)
 
 
 def _merged(tasks: _Tasks, at_once: int) -> list[_Tasks]:

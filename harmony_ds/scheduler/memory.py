@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind, suspended
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class MemoryWalks:
     def walk(self, tasks: tuple[Task, ...]) -> MemoryProfile:
         """The bytes alive while each task runs."""
         away = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
-        walk = _Walk(self._packs, *self._counted(away), suspended(self._packs, tasks))
+        walk = _Walk(self._packs, *self._counted(away))
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in self._packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
@@ -94,11 +94,8 @@ class _Total:
 
 
 class _Walk:
-    def __init__(
-        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], suspended: frozenset[int]
-    ) -> None:
+    def __init__(self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes]) -> None:
         self._costs = costs
-        self._suspended = suspended
         self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
@@ -179,13 +176,8 @@ class _Walk:
 
     def _held_behind(self, pack: PackBytes, task: Task) -> int:
         """What a micro-batch holds that has been run forward through `pack`, beside its stash."""
-        following = pack.last + 1
-        if following < len(self._costs.costs):
-            return self._costs.costs[following].alive_bytes
-        if task.micro_batch in self._suspended:
-            last = self._costs.costs[-1]
-            return max(self._held_by(task), last.alive_bytes + last.graph_bytes)
-        return self._held_by(task)
+        calls, following = self._costs.costs, pack.last + 1
+        return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
 
     def _fused(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)
@@ -217,10 +209,7 @@ class _Walk:
         self._graphs.take(key)
         kept = task.kind is TaskKind.BACKWARD_FROM_GRAPH
         running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
-        backward = self._held_by(task) + excess + running[again]
-        if task.micro_batch in self._suspended and pack.is_last:
-            backward = max(backward, pack.forward_bytes)  # which holds the loss
-        most = self._between + backward
+        most = self._between + self._held_by(task) + excess + running[again]
         self._leave(pack, task)
         return max(most, self._between)
 

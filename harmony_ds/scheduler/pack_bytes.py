@@ -63,17 +63,13 @@ class PackBytes:
                 max(self.forward_bytes, held + self.backward_bytes[1]),
             )
 
-    @property
-    def is_last(self) -> bool:
-        return self.last == len(self._costs.costs) - 1
-
     def _forward(self, graphs: list[int]) -> int:
         """Beside the stash of earlier packs. `graphs`: what is kept of those of the calls before each."""
         stash, most = 0, 0
         for graph, call in zip(graphs, self._calls, strict=False):
             most = max(most, stash + graph + call.alive_bytes + call.forward_bytes)
             stash += call.stashed_bytes
-        if self.is_last:
+        if self.last == len(self._costs.costs) - 1:
             call = self._calls[-1]
             most = max(most, stash - call.stashed_bytes + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
         return most

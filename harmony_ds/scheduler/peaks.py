@@ -81,9 +81,7 @@ class Peaks:
         walks, away = self._walks_of(packing), policy.stash_on_host > 0
         costs, bytes_of = walks.costs(away), walks.pack_bytes(away)
         fused, loss = packing.backward[-1], 2 * costs.scalar_bytes
-        held = loss + costs.held_bytes
-        if policy.fuse_last_pack:
-            held = loss + min(costs.held_bytes, bytes_of[fused].alive_after_forward_bytes)
+        held = loss + min(costs.held_bytes, bytes_of[fused].alive_after_forward_bytes)
         first_needing = min((place for place, cost in enumerate(costs.costs) if cost.needs_backward), default=0)
         resident, taking = {*policy.resident}, stash_moves(packing, policy)[1]
         order = [i for i in reversed(packing.backward[:-1]) if packing.packs[i].needs_backward]
@@ -132,7 +130,7 @@ class Peaks:
         full = kept + weights[-1] + self._stash_before([begin], packing, policies)[0] + self._working(fused.positions)
         # While the last one runs, the others have left gradients; while the first does, they wait with its inputs.
         last = (left[-1] if any(cost.needs_backward for cost in self._costs.costs[:begin]) else 0) * (wanted - 1)
-        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin and policies.base.fuse_last_pack else 0
+        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin else 0
         full = full + max(last + fused.gradient_bytes, inputs)
         return busy.max(axis=0), full
 

@@ -60,7 +60,7 @@ class TimeBounds:
         swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
         peer = rounds * sum(machine.peer_exchange_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
         peer += rounds * sum(self._gather_ms(p, shared) for p in (*there, *back))
-        compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
+        compute = self._compute_ms(packing, backward)
         compute -= sum(count * self._saved_ms(packs[i]) for i, count in enumerate(policy.graphs))
         on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
         update = sum(self._update_ms(p) + self._sum_ms(p, policy) for p in out)
@@ -87,7 +87,7 @@ class TimeBounds:
             for index, backward in walk.order:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
-                run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
+                run_ms = self._run_ms(packing, pack, backward)
                 times = run_ms - walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
                 walk.run(index, backward, times, self._stash_of(pack))
             ends.append(walk.finish())
@@ -107,10 +107,10 @@ class TimeBounds:
         """By not recomputing one micro-batch."""
         return self._kept[pack.positions[-1] + 1] - self._kept[pack.positions[0]]
 
-    def _run_ms(self, packing: Packing, pack: Pack, backward: bool, fuse: bool) -> float:
+    def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
         """All micro-batches through one pack."""
         first, behind = pack.positions[0], pack.positions[-1] + 1
-        fused = backward and fuse and pack is packing.fused
+        fused = backward and pack is packing.fused
         sums = self._fused if fused else self._backward if backward else self._forward
         ms = sums[behind] - sums[first]
         if backward and pack is packing.fused:
@@ -118,14 +118,12 @@ class TimeBounds:
         begins = not backward or (fused and not packing.forward)
         return self._micro_batches * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
 
-    def _compute_ms(self, packing: Packing, backward: list[Pack], fuse: bool) -> float:
+    def _compute_ms(self, packing: Packing, backward: list[Pack]) -> float:
         machine = self._machine
         fused = packing.fused.positions
         begin = fused[0]
-        runs = len(packing.forward) + len(backward) + (not fuse)
+        runs = len(packing.forward) + len(backward)
         last = self._fused[-1] - self._fused[begin]
-        if not fuse:
-            last = self._forward[-1] - self._forward[begin] + self._backward[-1] - self._backward[begin]
         ms = self._forward[begin] + last + self._costs.head_ms + self._costs.tail_ms
         ms += sum(self._backward[p.positions[-1] + 1] - self._backward[p.positions[0]] for p in backward[:-1])
         overhead = 0.0 if machine.copies_overlap else machine.task_ms * runs
@@ -156,13 +154,11 @@ class _Walk:
         self._micro_batches = micro_batches
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
-        last = [] if base.fuse_last_pack else [(there[-1], False)]  # forward alone, and it stays
-        self.order = [(i, False) for i in there[:-1]] + last + [(there[-1], True)] + [(i, True) for i in back]
-        none, every = np.zeros(count, bool), np.ones(count, bool)
+        self.order = [(i, False) for i in there[:-1]] + [(there[-1], True)] + [(i, True) for i in back]
+        none = np.zeros(count, bool)
         self._stay = {i: policies.resident[i] if i < len(policies.resident) else none for i, _ in self.order}
         both = {*packing.forward}.intersection(back)
         self._kept = {i: policies.kept[i] if i in both else none for i, _ in self.order}
-        self._kept.update((i, every) for i, _ in last)
         ends = np.array([0, *(packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
         self._away = {i: packs[i].positions[0] < ends for i, _ in self.order}
         self._any_away = bool(policies.away.any())
@@ -243,7 +239,7 @@ class _Walk:
         if not machine.copies_overlap:
             self._computed = np.where(stay, self._computed, gone)
         self._host = np.where(stay, self._host, np.maximum(self._host, gone) + host_ms)
-        if not self._policy.updates_last:
+        if not self._policy.deferred_update:
             self._update(pack)
 
     def _update(self, pack: Pack) -> None:
@@ -255,7 +251,7 @@ class _Walk:
 
     def finish(self) -> _Times:
         """The end of a step; updates that come last begin."""
-        if self._policy.updates_last:
+        if self._policy.deferred_update:
             if self._policy.deferred_update:  # what stays is updated behind all norms
                 stay = np.logical_or.reduce(list(self._stay.values()))
                 self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)

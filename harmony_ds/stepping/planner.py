@@ -54,8 +54,15 @@ class Planner:
         self._saved = saved
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-        policy = Policy.of(config.harmony, config.deferred_update, parts.world.local_size, parts.world.servers)
-        self._policy = replace(policy, pipeline=parts.device.count)
+        self._policy = Policy(
+            grouping=config.harmony.grouping,
+            prefetch=config.harmony.prefetch,
+            gradient_slabs=config.harmony.gradient_slabs,
+            deferred_update=config.deferred_update,
+            devices=parts.world.local_size,
+            servers=parts.world.servers,
+            pipeline=parts.device.count,
+        )
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
         self.graph = graph

@@ -29,8 +29,6 @@ def test_no_peak_is_below_its_bounds(seed: int) -> None:
             policy,
             prefetch=draw.random() < 0.5,
             deferred_update=draw.random() < 0.5,
-            fuse_last_pack=draw.random() < 0.7,
-            overlap_update=draw.random() < 0.7,
         )
         peaks = Peaks(replace(costs, scalar_bytes=draw.choice((0, 512)), margin_bytes=77), request)
         for one in (policy, other):

@@ -253,17 +253,9 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
     assert "4 micro-batches" in message
 
 
-SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack")
-
-
-@pytest.mark.parametrize(
-    ("off", "machine", "deferred"),
-    pairs([*((switch,) for switch in SWITCHES), SWITCHES], [GPU, CPU], [True, False]),
-)
-def test_bounds_and_peaks_hold_with_mechanisms_switched_off(
-    off: tuple[str, ...], machine: Machine, deferred: bool
-) -> None:
-    policy = replace(Policy(deferred_update=deferred), **dict.fromkeys(off, False))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("machine", "deferred"), pairs([GPU, CPU], [True, False]))
+def test_bounds_and_peaks_hold_without_grouping(machine: Machine, deferred: bool) -> None:
+    policy = Policy(deferred_update=deferred, grouping=False)
     wanted = replace(request(40_000, residency="auto"), policy=policy, micro_batches=7)
     bounds, peaks = TimeBounds(COSTS, machine, wanted), Peaks(COSTS, wanted)
     for packing in every_cut(wanted, GRAPH, COSTS)[::5]:
