@@ -15,7 +15,7 @@ Where copies do not overlap with compute (the CPU device), all but updates are o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, zip_longest
 
 from harmony_ds.profiler.costs import CostTable
@@ -43,17 +43,25 @@ class Lowering:
         work: for each job, its stream and the tasks behind it.
     """
 
-    def __init__(self, plan: Plan, costs: CostTable, machine: Machine) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostTable,
+        machine: Machine,
+        counts: Sequence[int] = (),
+        pieces: int = STASH_PIECES,
+    ) -> None:
+        """`counts`: how many micro-batches each one stands for; empty: for itself. `pieces`: of the stash for a pack."""
         self._plan = plan
         self._costs = costs
         self._machine = machine
         self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
-        self._runs = _merged(plan.tasks, -(-plan.micro_batches // STASH_PIECES))
+        self._runs = _merged(plan.tasks, -(-plan.micro_batches // pieces), counts)
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []
         self._arrived: dict[int, int] = {}  # pack -> its swap-in, or what brings its shares together
-        self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
+        self._stashed: dict[int, list[int]] = {}  # pack -> its stash's way back, by micro-batches that have not run yet
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
         self._there: dict[int, int] = {}  # pack -> what its update waits for: that, or their sum on the host
@@ -111,7 +119,7 @@ class Lowering:
             self._leaving = self._copy_out(tasks, nbytes)
         else:
             done = self._copy_in(tasks, nbytes, self._latest(SWAP_OUT))
-            self._stashed.update(((task.pack, task.micro_batch), done) for task in tasks)
+            self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
 
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
@@ -128,8 +136,11 @@ class Lowering:
         task = tasks[0]
         needed = (task.pack, *(pack.index for pack in self._plan.packing.always))
         arrived = [self._arrived[index] for index in needed if index in self._arrived]
-        stash = {self._stashed.pop((one.pack, one.micro_batch), -1) for one in tasks} - {-1}
-        after = (*arrived, *self._compute_after, *sorted(stash))
+        back = self._stashed.get(task.pack) if task.kind is TaskKind.BACKWARD else None
+        stash = sorted({*back[: len(tasks)]}) if back else ()
+        if back:
+            del back[: len(tasks)]
+        after = (*arrived, *self._compute_after, *stash)
         self._compute_after = []
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration = self._times.of(task.kind, pack, first and task.kind not in BACKWARD_KINDS)
@@ -272,15 +283,18 @@ class _PackTimes:
         return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
 
 
-def _merged(tasks: _Tasks, at_once: int) -> list[_Tasks]:
+def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     """Runs of further micro-batches through the same pack go with the first one; where their stash moves between them,
-    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs.
+    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs. A task that stands for several is
+    there as often.
     """
     merged: list[_Tasks] = []
     for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
         several = tuple(visit)
+        if counts:
+            several = tuple(chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several))
         moves = tuple(task for task in several if task.kind not in _RUNS)
-        if through and at_once > 1 and 2 * len(moves) == len(several):
+        if through and moves and 2 * len(moves) == len(several):
             runs = tuple(task for task in several if task.kind in _RUNS)
             merged += _alternating(_cut(runs, at_once), _cut(moves, at_once))
             continue

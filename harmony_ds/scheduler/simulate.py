@@ -6,13 +6,13 @@ one counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.events import run_jobs
-from harmony_ds.scheduler.lowering import Lowering
+from harmony_ds.scheduler.events import Timeline, run_jobs
+from harmony_ds.scheduler.lowering import STASH_PIECES, Lowering
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
@@ -55,10 +55,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     """
     lowering = Lowering(plan, costs, machine)
     steps = [lowering.step() for _ in range(_STEPS)]
-    timeline = run_jobs(lowering.jobs, _capacities(machine), crowded=("cores",))
-    before, end = (
-        max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
-    )
+    timeline = _run(lowering, machine)
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
         stream = lowering.work[job][0]
@@ -70,7 +67,27 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
         for stream, tasks in (lowering.work[job],)
         if timeline.end_ms[job] > timeline.begin_ms[job]
     )
-    return Prediction(end - before, busy, swaps_of(plan, costs), tuple(spans))
+    return Prediction(_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
+
+
+def step_ms(
+    plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = (), pieces: int = STASH_PIECES
+) -> float:
+    """How long a step takes, and no more; for `counts` and `pieces` see `Lowering`."""
+    lowering = Lowering(plan, costs, machine, counts, pieces)
+    steps = [lowering.step() for _ in range(_STEPS)]
+    return _step_ms(lowering, steps, _run(lowering, machine))
+
+
+def _run(lowering: Lowering, machine: Machine) -> Timeline:
+    return run_jobs(lowering.jobs, _capacities(machine), crowded=("cores",))
+
+
+def _step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
+    before, end = (
+        max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
+    )
+    return end - before
 
 
 def _capacities(machine: Machine) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
@@ -25,9 +26,9 @@ class Swaps:
         return self.weights_in + self.gradients_out + self.stash_out + self.stash_in
 
 
-def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
+def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequence[int] = ()) -> Swaps:
     """The bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most); what the ledger will
-    count.
+    count. `counts`: how many micro-batches each one stands for; empty: for itself.
     """
     weights = gradients = out = back = sent = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
@@ -43,9 +44,10 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
             case TaskKind.REDUCE if pack.sent_bytes:
                 sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
-                out += stash_bytes(pack, costs)
+                out += stash_bytes(pack, costs) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
-                back += sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                nbytes = sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
     return Swaps(weights, gradients, out, back, sent)
