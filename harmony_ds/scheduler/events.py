@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 _Demands = tuple[tuple[str, float], ...]
@@ -134,10 +135,10 @@ class _Speeds:
     """Of running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
     def __init__(self, capacities: Mapping[str, float], crowded: Collection[str]) -> None:
-        self._capacities = capacities
-        self._crowded = crowded
+        self._capacities = tuple(capacities.items())
+        self._crowded = frozenset(crowded)
         self._demands: list[_Demands] = []  # each that a job has, once
-        self._known: dict[tuple[int, ...], list[float]] = {}
+        self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
     def kinds(self, jobs: Sequence[Job]) -> list[int]:
         """A number for the demands of each job: what is looked up at every event is short."""
@@ -146,28 +147,34 @@ class _Speeds:
         self._demands = list(numbers)
         return kinds
 
-    def of(self, running: tuple[int, ...]) -> list[float]:
+    def of(self, running: tuple[int, ...]) -> Sequence[float]:
         """By the kinds of the jobs that run."""
         speeds = self._known.get(running)
         if speeds is None:
-            speeds = self._known[running] = self._share_out([self._demands[kind] for kind in running])
+            demands = tuple([self._demands[kind] for kind in running])
+            speeds = self._known[running] = _share_out(demands, self._capacities, self._crowded)
         return speeds
 
-    def _share_out(self, running: Sequence[_Demands]) -> list[float]:
-        drawn: dict[str, float] = defaultdict(float)
-        for demands in running:
-            for resource, demand in demands:
-                drawn[resource] += demand
-        return [
-            min(
-                (
-                    self._capacities[resource] / drawn[resource]
-                    for resource, demand in demands
-                    if demand > 0
-                    and drawn[resource] > self._capacities.get(resource, drawn[resource])
-                    and (drawn[resource] > demand or resource not in self._crowded)
-                ),
-                default=1.0,
-            )
-            for demands in running
-        ]
+
+@lru_cache(maxsize=4096)  # the same jobs run together in plan after plan
+def _share_out(
+    running: tuple[_Demands, ...], capacities: tuple[tuple[str, float], ...], crowded: frozenset[str]
+) -> Sequence[float]:
+    capacity_of = dict(capacities)
+    drawn: dict[str, float] = defaultdict(float)
+    for demands in running:
+        for resource, demand in demands:
+            drawn[resource] += demand
+    return [
+        min(
+            (
+                capacity_of[resource] / drawn[resource]
+                for resource, demand in demands
+                if demand > 0
+                and drawn[resource] > capacity_of.get(resource, drawn[resource])
+                and (drawn[resource] > demand or resource not in crowded)
+            ),
+            default=1.0,
+        )
+        for demands in running
+    ]

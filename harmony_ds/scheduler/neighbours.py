@@ -75,25 +75,27 @@ def recut(point: Point) -> Iterator[Point]:
 
 
 def reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
-    """Every point with the same cuts that uses memory otherwise.
+    """Every point with the same cuts that uses memory otherwise, in one way; in two, where packs are few."""
+    single = dict.fromkeys(_reused(point, packing, request, copies_overlap))
+    yield from single
+    if len(packing.backward) <= _FEW:
+        for one in single:
+            yield from (two for two in _reused(one, packing, request, copies_overlap) if two != point)
 
-    A pack becomes kept, resident or swapped; one does while another is swapped for it, where packs are few; the first or
-    the last half as many, or twice as many, are kept; stash, prefetch and graphs.
-    """
+
+def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
+    """Swaps are issued ahead, or not; more or less stash waits on the host; a pack stays, or no longer; other graphs."""
     for early in ahead(copies_overlap, request):
         if early != point.prefetch:
             yield replace(point, prefetch=early)
     if request.settings.stash == "auto":
-        place = point.forward.index(point.away)
-        for other in {place - 1, place + 1, place // 2, (place + len(point.forward)) // 2} - {place}:
-            if 0 <= other < len(point.forward):
+        most = len(point.forward) - 1
+        place = sum(bound <= point.away for bound in point.forward[1:])
+        for other in sorted({place - 1, place + 1, place // 2, (place + most + 1) // 2} - {place}):
+            if 0 <= other <= most:
                 yield replace(point, away=point.forward[other])
     if may_stay(request):
-        single = [*_restated(point, packing, request)]
-        yield from single
-        if len(packing.backward) <= _FEW:
-            for one in single:
-                yield from (two for two in _restated(one, packing, request) if two != point)
+        yield from _restated(point, packing, request)
     stays = sorted(point.kept | point.resident)
     for begin in (None, *stays) if request.settings.keep_graphs and len(stays) <= _FEW else ():
         if begin != point.graphs:

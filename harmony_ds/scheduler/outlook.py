@@ -78,11 +78,12 @@ class Outlook:
         """What a micro-batch adds in each pack."""
         return self._walks.pack_bytes(packing.packs, away=policy.stash_on_host > 0)
 
-    def step_ms(self, short: Short, pieces: int) -> float:
-        """How long a step takes, the stash for a pack moving in so many pieces."""
+    def step_ms(self, short: Short, pieces: int, wanted_ms: float = float("inf")) -> float:
+        """How long a step takes, the stash for a pack moving in so many pieces; infinite if more than wanted."""
         plan, counts = short.plan, short.counts
         if plan.policy.grouping or len(counts) == self._request.micro_batches:
-            return step_ms(plan, self._costs, self._machine, counts if plan.policy.grouping else (), pieces)
+            counts = counts if plan.policy.grouping else ()
+            return step_ms(plan, self._costs, self._machine, counts, pieces, wanted_ms)
         # One micro-batch after the other passes all packs, each as the one before it.
         fewer = replace(plan, micro_batches=plan.micro_batches - 1)
         fewer = replace(fewer, tasks=compose_step(plan.packing, Group.of(fewer.micro_batches), plan.policy))

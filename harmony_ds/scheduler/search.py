@@ -37,7 +37,7 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 400
+_PATIENCE = 4000
 """After so many plans none of which was better, the others are taken not to be."""
 _TASKS = 200_000
 """After so many simulated tasks no more neighbours are looked at."""
@@ -97,7 +97,6 @@ def _search(
     return (*best, *others)[:top]
 
 
-_Rank = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +104,13 @@ class _Found:
     """A candidate that fits: as in `Choice`, but not walked in full.
 
     Attributes:
+        ms: the time of a step.
         rank: less is better.
         cut: the name of its cuts.
     """
 
-    rank: _Rank
+    ms: float
+    rank: tuple[int, ...]
     packing: Packing
     policy: Policy
     point: Point
@@ -144,12 +145,18 @@ class _Search:
         """Look at the ways to cut there are, then at neighbours of the best."""
         request = self._request
         for packing, cut in packings(graph, self._costs, self._packer, request):
-            for policy in policies(
-                packing, self._machine.copies_overlap, request, lambda one, packing=packing: self._fits(packing, one)
-            ):
-                self._look(packing, Point.of(packing, policy), policy, cut)
+            self._look_at_uses(packing, cut)
         if request.policy.grouping:
             self._improve()
+
+    def _look_at_uses(self, packing: Packing, cut: str) -> None:
+        """Look at a few ways to use memory with these cuts."""
+
+        def fits(policy: Policy) -> bool:
+            return self._fits(packing, policy)
+
+        for policy in policies(packing, self._machine.copies_overlap, self._request, fits):
+            self._look(packing, Point.of(packing, policy), policy, cut)
 
     def _improve(self) -> None:
         """Look at the neighbours of the best, as long as they bring better ones."""
@@ -176,7 +183,10 @@ class _Search:
 
     def _look_near(self, point: Point, best: _Found) -> None:
         """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
+        known = len(self._packings)
         packing = self._packing(point)
+        if len(self._packings) > known:
+            self._look_at_uses(packing, f"{len(packing.backward)} packs, cut by trial")
         policy = point.policy_for(packing, self._request.policy)
         same = packing is best.packing
         cut = best.cut if same else f"{len(packing.backward)} packs, cut by trial"
@@ -235,14 +245,19 @@ class _Search:
         first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
         peaks = self._stages(packing, policy)
         policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
-        better = self._add(_Found(self._rank(packing, policy, max(peaks), _PIECES), packing, policy, point, cut))
+        wanted_ms = self.found[-1].ms if len(self.found) == self._most else float("inf")
+        new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), _PIECES, wanted_ms)
+        better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1
 
-    def _rank(self, packing: Packing, policy: Policy, peak: int, pieces: int) -> _Rank:
-        short = self._outlook.short(packing, policy)
+    def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+        short = self._outlook.short(found.packing, found.policy)
         self._tasks += len(short.plan.tasks)
-        ms = self._outlook.step_ms(short, pieces)
-        return steps(ms), self._outlook.swapped_bytes(short), len(packing.packs), peak
+        ms = self._outlook.step_ms(short, pieces, wanted_ms)
+        if ms == float("inf"):
+            return found
+        rank = steps(ms), self._outlook.swapped_bytes(short), len(found.packing.packs), peak
+        return replace(found, ms=ms, rank=rank)
 
     def _add(self, new: _Found) -> bool:
         """Keep it if it is among the best, one for each way to cut. Returns whether it is the best of all."""
@@ -261,8 +276,7 @@ class _Search:
     def choices(self) -> tuple[Choice, ...]:
         """The best, walked and simulated in full."""
         finalists = sorted(
-            (replace(one, rank=self._rank(one.packing, one.policy, one.rank[-1], STASH_PIECES)) for one in self.found),
-            key=lambda one: one.rank,
+            (self._judged(one, one.rank[-1], STASH_PIECES) for one in self.found), key=lambda one: one.rank
         )
         choices = [self._settled(one) for one in finalists[: self._top]]
         return tuple(sorted(choices, key=lambda one: steps(one.prediction.step_ms)))

@@ -71,11 +71,24 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
 
 
 def step_ms(
-    plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = (), pieces: int = STASH_PIECES
+    plan: Plan,
+    costs: CostTable,
+    machine: Machine,
+    counts: Sequence[int] = (),
+    pieces: int = STASH_PIECES,
+    wanted_ms: float = float("inf"),
 ) -> float:
-    """How long a step takes, and no more; for `counts` and `pieces` see `Lowering`."""
+    """How long a step takes, and no more; infinite if that is certain to be more than `wanted_ms`.
+
+    Args:
+        counts, pieces: see `Lowering`.
+    """
     lowering = Lowering(plan, costs, machine, counts, pieces)
     steps = [lowering.step() for _ in range(_STEPS)]
+    if wanted_ms < float("inf"):  # jobs that slow each other down end later, never earlier
+        alone_ms = _step_ms(lowering, steps, run_jobs(lowering.jobs))
+        if alone_ms > wanted_ms:
+            return float("inf")
     return _step_ms(lowering, steps, _run(lowering, machine))
 
 
