@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from itertools import combinations, product
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
@@ -15,14 +11,9 @@ from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sums_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.policies import Policies
-from harmony_ds.scheduler.resident import closed, holders, resident_packs
+from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
 
-_SWAPPED, _KEPT, _RESIDENT = range(3)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_SINGLE = 32
-_MOST = 6_000
-"""So many policies of the same packs are all looked at."""
 _FORWARD_MULTIPLES = (2, 4)
 
 
@@ -111,36 +102,59 @@ def _ladder(count: int) -> list[int]:
 # ---- what to do with spare memory
 
 
-def policies(packing: Packing, copies_overlap: bool, request: PlanRequest) -> Policies:
-    """The policies for these packs: all there are where they are few, else what is likely to be near the best."""
-    stashes, ahead = _stashes(packing, request), _ahead(copies_overlap, request)
-    states = _states(packing, request, _MOST // (len(stashes) * len(ahead)))
-    which, away, early = (grid.ravel() for grid in np.meshgrid(np.arange(len(states)), stashes, ahead, indexing="ij"))
-    chosen = states[which].T
-    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
+def policies(
+    packing: Packing, copies_overlap: bool, request: PlanRequest, fits: Callable[[Policy], bool]
+) -> Iterator[Policy]:
+    """A few policies for these packs that fit: with the least memory, and with spare memory used in one way or another."""
+    stashes = _stashes(packing, request)
+    for early in ahead(copies_overlap, request):
+        base = replace(request.policy, resident=_given(packing, request), prefetch=early)
+        ways = [replace(base, stash_on_host=away) for away in stashes]
+        first = first_fitting(ways, fits)
+        if first is None:
+            continue
+        for way in dict.fromkeys((first, ways[-1])):
+            yield way
+            if may_stay(request):
+                yield from _filled(packing, way, request, fits)
 
 
-def around(packing: Packing, policy: Policy, copies_overlap: bool, request: PlanRequest) -> Policies:
-    """The policies that differ from one in a pack or two, in the stash of one pack, or in whether swaps are ahead."""
-    row = np.zeros(len(packing.backward), int)
-    row[list(policy.resident)], row[list(policy.kept)] = _RESIDENT, _KEPT
-    changed = [(row, policy.stash_on_host, policy.prefetch)]
-    choices = _choices(packing, request) if may_stay(request) else []
-    single = [(place, state) for place, of_pack in enumerate(choices) for state in of_pack if state != row[place]]
-    several = [[one] for one in single] + (list(combinations(single, 2)) if len(single) <= _SINGLE else [])
-    for changes in several:
-        states = row.copy()
-        for place, state in changes:
-            states[place] = state
-        changed.append((states, policy.stash_on_host, policy.prefetch))
-    if request.settings.stash == "auto":
-        least, most = max(0, policy.stash_on_host - 1), min(len(packing.forward), policy.stash_on_host + 1)
-        changed += [(row, away, policy.prefetch) for away in {least, most} - {policy.stash_on_host}]
-    changed += [(row, policy.stash_on_host, early) for early in _ahead(copies_overlap, request)]
-    states = np.array([one for one, _, _ in changed])
-    chosen = _with_their_own(packing, states).T
-    away, early = np.array([n for _, n, _ in changed]), np.array([early for _, _, early in changed])
-    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
+def _filled(
+    packing: Packing, policy: Policy, request: PlanRequest, fits: Callable[[Policy], bool]
+) -> Iterator[Policy]:
+    """The same with as many packs that stay as fit: the last ones kept; before that, the first ones or the last resident."""
+    yield _kept(packing, policy, fits)
+    if request.settings.residency == "auto":
+        count = len(packing.backward)
+        for places in (range(count), range(count - 1, -1, -1)):
+            more = [
+                replace(policy, resident=closed(packing, sorted(places[:number]))) for number in range(count, 0, -1)
+            ]
+            some = first_fitting(more, fits)
+            if some is not None:
+                yield _kept(packing, some, fits)
+
+
+def _kept(packing: Packing, policy: Policy, fits: Callable[[Policy], bool]) -> Policy:
+    able = sorted(both_ways(packing).difference(policy.resident))
+    most = [replace(policy, kept=tuple(able[first:])) for first in range(len(able) + 1)]
+    return first_fitting(most, fits) or policy
+
+
+def first_fitting(policies: list[Policy], fits: Callable[[Policy], bool]) -> Policy | None:
+    """The first of policies, each of which takes less memory than the one before, that fits."""
+    if not policies or not fits(policies[-1]):
+        return None
+    first, last = 0, len(policies) - 1
+    while first < last:
+        middle = (first + last) // 2
+        first, last = (first, middle) if fits(policies[middle]) else (middle + 1, last)
+    return policies[last]
+
+
+def both_ways(packing: Packing) -> set[int]:
+    """Packs that may be kept from forward to backward: both passes have them."""
+    return {i for i in packing.forward if i in packing.backward[:-1] and packing.packs[i].needs_backward}
 
 
 def use_of(packing: Packing, policy: Policy) -> str:
@@ -160,12 +174,8 @@ def use_of(packing: Packing, policy: Policy) -> str:
     return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
-def may_stay(request: PlanRequest) -> bool:
-    """Whether the search decides which packs are kept, and perhaps which are resident."""
-    return request.settings.residency in ("auto", "kept") and request.budget_bytes is not None
-
-
-def _ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+def ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+    """Whether swaps may be issued ahead, and whether not."""
     if not request.policy.prefetch or request.is_manual:
         return [request.policy.prefetch]
     # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
@@ -180,54 +190,7 @@ def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
     return sorted({round(share * count) for share in _SHARES}) if count > len(_SHARES) else list(range(count + 1))
 
 
-def _states(packing: Packing, request: PlanRequest, most: int) -> NDArray[np.int_]:
-    """What becomes of each pack of the backward pass, a row for each way: swapped, kept, or resident."""
-    count = len(packing.backward)
-    if isinstance(request.settings.residency, int):
-        chosen = resident_packs(packing, request.settings.residency)
-        return np.array([[_RESIDENT if index in chosen else _SWAPPED for index in packing.backward]])
-    if not may_stay(request):
-        return np.zeros((1, count), int)
-    choices = _choices(packing, request)
-    if request.policy.grouping and math.prod(map(len, choices)) <= most:
-        rows = np.array(list(product(*choices)))
-        possible: NDArray[np.int_] = rows[(rows == _with_their_own(packing, rows)).all(axis=1)]
-        return possible
-    return np.unique(_with_their_own(packing, np.array(list(_likely(choices, request.policy.grouping)))), axis=0)
-
-
-def _choices(packing: Packing, request: PlanRequest) -> list[list[int]]:
-    """What can become of each pack of the backward pass."""
-    both = {i for i in packing.forward if i in packing.backward and packing.packs[i].needs_backward}
-    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
-    return [[_SWAPPED] + [_KEPT] * (i in both) + [_RESIDENT] * (i in able) for i in packing.backward]
-
-
-def _with_their_own(packing: Packing, rows: NDArray[np.int_]) -> NDArray[np.int_]:
-    """The same, but that a pack is swapped if one that it shares a parameter with is not resident as it is."""
-    having = holders(packing)
-    tied = [
-        (index, other)
-        for index in packing.backward
-        for other in having[index]
-        if index != other < len(packing.backward)
-    ]
-    rows = rows.copy()
-    for index, other in tied * len(packing.backward) if tied else ():
-        alone = (rows[:, index] == _RESIDENT) & (rows[:, other] != _RESIDENT)
-        rows[alone, index] = _SWAPPED
-    return rows
-
-
-def _likely(choices: list[list[int]], grouping: bool) -> Iterator[list[int]]:
-    """The first packs resident, for whose update the next step waits, or the last ones; of the others, the last kept."""
-    count = len(choices)
-    some = [0, *(2**power for power in range(count.bit_length())), count]
-    for number in some:
-        for first in (True, False) if grouping else (False,):
-            there = range(number) if first else range(count - number, count)
-            states = [_RESIDENT if i in there and _RESIDENT in choices[i] else _SWAPPED for i in range(count)]
-            rest = [i for i in range(count) if states[i] == _SWAPPED and _KEPT in choices[i]]
-            for kept_share in (0.0, 0.5, 1.0):
-                kept = {*rest[len(rest) - round(kept_share * len(rest)) :]}
-                yield [_KEPT if i in kept else state for i, state in enumerate(states)]
+def _given(packing: Packing, request: PlanRequest) -> tuple[int, ...]:
+    """The packs that are resident because the settings say how many are."""
+    residency = request.settings.residency
+    return resident_packs(packing, residency) if isinstance(residency, int) else ()

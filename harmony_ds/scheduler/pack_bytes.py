@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,9 +11,12 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack
 
 
-def with_stash_on_host(packs: Sequence[Pack], costs: CostTable) -> CostTable:
-    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
-    firsts = {pack.positions[0] for pack in packs if pack.positions}
+def with_stash_on_host(firsts: Collection[int], costs: CostTable) -> CostTable:
+    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it.
+
+    Args:
+        firsts: calls with which packs begin (those may be left out that stash nothing again there).
+    """
     calls = (
         replace(
             call,
