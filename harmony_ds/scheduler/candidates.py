@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import Packer
@@ -14,142 +14,171 @@ from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_FORWARD_MULTIPLES = (2, 4)
+_MULTIPLES = (1, 2, 4)
 
 
 # ---- where to cut
 
 
-def packings(
-    graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest
-) -> Iterator[tuple[Packing, str]]:
-    """Ways to cut both passes, each once, and its name; the same whatever the budget."""
-    seen: set[tuple[Bounds, Bounds | None]] = set()
-    cuts = _cuts(graph, costs, packer, request)
-    # Where every micro-batch swaps every pack, ends and first packs are nothing special, and plans are long to simulate.
-    plain = request.is_manual or not request.policy.grouping
-    for backward, name in cuts if plain else _with_short_ends(cuts):
-        whole = packer.packing(backward)
-        if (backward, None) not in seen:
-            seen.add((backward, None))
-            yield whole, f"{len(whole.backward)} packs {name}"
-        if request.is_manual:
-            continue
-        for multiple in _FORWARD_MULTIPLES:
-            # Forward packs hold no gradients and no graph: several backward packs fit in one.
-            before = backward[:-1]
-            forward = tuple(sorted({0, *before[len(before) - 1 :: -multiple]}))
-            if len(forward) < len(before) and len(forward) > 1 and (backward, forward) not in seen:
-                seen.add((backward, forward))
-                yield (
-                    packer.packing(backward, forward),
-                    (f"{len(whole.backward)} packs {name}, {len(forward) - 1} in the forward pass"),
-                )
+class Kind(Enum):
+    """What packs have in common."""
+
+    EQUAL = "of {size} calls"
+    TIME = "of balanced time"
+    MEMORY = "of balanced memory"
 
 
-def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest) -> Iterator[tuple[Bounds, str]]:
-    count = len(graph.calls)
-    if request.settings.pack_layers is not None:
-        yield (
-            uniform_bounds(count, request.settings.pack_layers),
-            f"of {request.settings.pack_layers} calls, as configured",
-        )
-        return
-    for size in _sizes(count):
-        yield uniform_bounds(count, size), f"of {size} calls"
-    singles = packer.packs(tuple(range(count + 1)))
-    times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
-    weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
-    for values, name in ((times, "of balanced time"), (weights, "of balanced memory")):
-        cuts = BestCuts(sums_of(values), Combine.MAX)
-        for parts in _ladder(count):
-            bounds = cuts.bounds(parts)
-            if bounds is not None:
-                yield bounds, name
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to cut both passes.
 
-
-def _with_short_ends(cuts: Iterator[tuple[Bounds, str]]) -> Iterator[tuple[Bounds, str]]:
-    """Each cut, and the same with its first pack cut into packs of 1, 2, 4, ... calls and the rest.
-
-    Nothing hides the update of the first pack, which is the last to have its gradients and the first that the next step
-    needs: it should be small, and the ones behind it so large that theirs are hidden under what runs before.
+    Attributes:
+        parts: packs of the backward pass.
+        small_first: with the first pack cut into packs of 1, 2, 4, ... calls and the rest. Nothing hides the update of the
+            first pack, which is the last to have its gradients and the first that the next step needs: it should be small,
+            and the ones after it so large that theirs are hidden under what runs before.
+        multiple: so many of its packs are one in the forward pass, which holds neither gradients nor graphs.
     """
-    for bounds, name in cuts:
-        yield bounds, name
-        ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
-        if ends:
-            yield (0, *ends, *bounds[1:]), f"{name}, small ones first"
+
+    kind: Kind
+    parts: int
+    small_first: bool = False
+    multiple: int = 1
 
 
-def _sizes(count: int) -> list[int]:
-    """Calls in a pack, the most first: for each number of packs the fewest, and the most, with which there are as many."""
-    sizes: set[int] = set()
-    for parts in {-(-count // size) for size in range(1, count + 1)}:
-        sizes.add(-(-count // parts))
-        sizes.add(-(-count // (parts - 1)) - 1 if parts > 1 else count)
-    return sorted(sizes, reverse=True)
+class Cuts:
+    """Ways to cut the calls of one model."""
+
+    def __init__(self, costs: CostTable, packer: Packer, request: PlanRequest) -> None:
+        self._count = count = len(costs.calls)
+        self._packer = packer
+        self._size = request.settings.pack_layers
+        singles = packer.packs(tuple(range(count + 1)))
+        times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
+        weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
+        self._best = {
+            kind: BestCuts(sums_of(values), Combine.MAX) for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
+        }
+
+    def first(self) -> Iterator[Cut]:
+        """Those to look at first: of every kind, into 1, 2, 3, 4, 6, 9, ... packs."""
+        if self._size is not None:
+            yield Cut(Kind.EQUAL, -(-self._count // self._size))
+            return
+        for parts in _ladder(self._count):
+            yield from (Cut(kind, parts) for kind in Kind)
+
+    def near(self, cut: Cut) -> Iterator[Cut]:
+        """Those to look at if that one is good."""
+        yield replace(cut, small_first=not cut.small_first)
+        yield from (replace(cut, multiple=multiple) for multiple in _MULTIPLES if multiple != cut.multiple)
+        for parts in sorted({cut.parts - 1, cut.parts + 1, round(0.8 * cut.parts), round(1.25 * cut.parts)}):
+            if 0 < parts <= self._count and parts != cut.parts:
+                yield replace(cut, parts=parts)
+
+    def packing(self, cut: Cut) -> tuple[Packing, str] | None:
+        """Its packs and its name; None: there are none."""
+        size = self._size or -(-self._count // cut.parts)
+        if cut.kind is Kind.EQUAL:
+            bounds: Bounds | None = uniform_bounds(self._count, size)
+        else:
+            bounds = self._best[cut.kind].bounds(cut.parts)
+        if bounds is None:
+            return None
+        name = cut.kind.value.format(size=size) + (", as configured" if self._size is not None else "")
+        if cut.small_first:
+            ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
+            if not ends:
+                return None
+            bounds, name = (0, *ends, *bounds[1:]), f"{name}, small ones first"
+        before = bounds[:-1]
+        forward = tuple(sorted({0, *before[len(before) - 1 :: -cut.multiple]}))
+        if cut.multiple > 1:
+            if not 1 < len(forward) < len(before):
+                return None
+            name += f", {len(forward) - 1} in the forward pass"
+        return self._packer.packing(bounds, forward), f"{len(bounds) - 1} packs {name}"
 
 
 def _ladder(count: int) -> list[int]:
     """1, 2, 3, ... with growing steps, up to `count`."""
     rungs, rung = [], 1
-    while rung <= count:
+    while rung < count:
         rungs.append(rung)
-        rung += max(1, rung // 8)
-    return rungs
+        rung += max(1, rung // 2)
+    return [*rungs, count]
 
 
 # ---- what to do with spare memory
 
 
+Peak = Callable[[Policy], float]
+
+
 def policies(
-    packing: Packing, copies_overlap: bool, request: PlanRequest, fits: Callable[[Policy], bool]
+    packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak, thorough: bool = True
 ) -> Iterator[Policy]:
-    """A few policies for these packs that fit: with the least memory, and with spare memory used in one way or another."""
+    """A few policies for these packs that fit, spare memory used in one way or another.
+
+    Args:
+        peak: the device peak in bytes; infinite where the host has no room.
+        thorough: also with all the stash on the host, and with the last packs resident.
+    """
     stashes = _stashes(packing, request)
     for early in ahead(copies_overlap, request):
         base = replace(request.policy, resident=_given(packing, request), prefetch=early)
         ways = [replace(base, stash_on_host=away) for away in stashes]
-        first = first_fitting(ways, fits)
+        first = first_fitting(ways, peak, request)
         if first is None:
             continue
-        for way in dict.fromkeys((first, ways[-1])):
-            yield way
+        yield first
+        for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
             if may_stay(request):
-                yield from _filled(packing, way, request, fits)
+                yield from _filled(packing, way, request, peak, thorough)
 
 
-def _filled(
-    packing: Packing, policy: Policy, request: PlanRequest, fits: Callable[[Policy], bool]
-) -> Iterator[Policy]:
+def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
     """The same with as many packs that stay as fit: the last ones kept; before that, the first ones or the last resident."""
-    yield _kept(packing, policy, fits)
+    yield _kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)
-        for places in (range(count), range(count - 1, -1, -1)):
-            more = [
-                replace(policy, resident=closed(packing, sorted(places[:number]))) for number in range(count, 0, -1)
-            ]
-            some = first_fitting(more, fits)
+        for places in (range(count), range(count - 1, -1, -1))[: 2 if thorough else 1]:
+            more = [replace(policy, resident=closed(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
+            some = first_fitting(more, peak, request)
             if some is not None:
-                yield _kept(packing, some, fits)
+                yield _kept(packing, some, request, peak)
 
 
-def _kept(packing: Packing, policy: Policy, fits: Callable[[Policy], bool]) -> Policy:
+def _kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) -> Policy:
     able = sorted(both_ways(packing).difference(policy.resident))
     most = [replace(policy, kept=tuple(able[first:])) for first in range(len(able) + 1)]
-    return first_fitting(most, fits) or policy
+    return first_fitting(most, peak, request) or policy
 
 
-def first_fitting(policies: list[Policy], fits: Callable[[Policy], bool]) -> Policy | None:
-    """The first of policies, each of which takes less memory than the one before, that fits."""
-    if not policies or not fits(policies[-1]):
+def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) -> Policy | None:
+    """The first of policies, each of which takes less memory than the one before, that fits.
+
+    Few peaks are asked for: where memory changes evenly, the place is told from those of the first and the last.
+    """
+    budget = request.budget_bytes
+    if not policies or budget is None:
+        return policies[0] if policies and peak(policies[0]) < float("inf") else None
+    low, high = 0, len(policies) - 1
+    least = peak(policies[high])
+    if least > budget:
         return None
-    first, last = 0, len(policies) - 1
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (first, middle) if fits(policies[middle]) else (middle + 1, last)
-    return policies[last]
+    most = peak(policies[low])
+    if most <= budget:
+        return policies[low]
+    while high - low > 1:  # the one at `low` does not fit, the one at `high` does
+        share = (most - budget) / (most - least) if most < float("inf") else 0.5
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        here = peak(policies[middle])
+        if here > budget:
+            low, most = middle, here
+        else:
+            high, least = middle, here
+    return policies[high]
 
 
 def both_ways(packing: Packing) -> set[int]:

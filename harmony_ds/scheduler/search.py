@@ -13,14 +13,14 @@ fewer packs. Nothing depends on chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import first_fitting, packings, policies, use_of
+from harmony_ds.scheduler.candidates import Cut, Cuts, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.host_room import waiting_of
@@ -37,10 +37,14 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 4000
+_PATIENCE = 300
 """After so many plans none of which was better, the others are taken not to be."""
-_TASKS = 200_000
-"""After so many simulated tasks no more neighbours are looked at."""
+_WORK, _FIRST_WORK = 1_200_000, 500_000
+"""After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
+_SIMULATED = 3
+"""So much more work it is to simulate a task than to walk it."""
+_SHORT = 8
+"""Of so many packs at most, all uses of memory are looked at for each way to cut."""
 _PIECES = 8
 """In so many pieces, at most, the stash for a pack moves while candidates are compared."""
 _TRIALS = 4
@@ -57,21 +61,26 @@ class Choice:
 
 
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1,
+    thorough: bool = True,
 ) -> tuple[Choice, ...]:
     """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
+
+    Args:
+        thorough: whether neighbours of the best are looked at, too; without, it is quick, and near.
 
     Raises:
         DoesNotFitError: nothing fits the device; says what the smallest plan needs and what would help.
     """
-    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top)
+    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top, thorough)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
-    return _search(graph, costs, machine, element, request, top) or fastest
+    return _search(graph, costs, machine, element, request, top, thorough) or fastest
 
 
 def _search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int,
+    thorough: bool,
 ) -> tuple[Choice, ...]:
     """None where the host's room is what is too small."""
     found: list[tuple[Choice, ...]] = []
@@ -79,7 +88,7 @@ def _search(
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
         one = _Search(costs, machine, packer, way, top)
-        one.look_at_all(graph)
+        one.run(thorough)
         choices = one.choices()
         if choices:
             found.append(choices)
@@ -133,7 +142,8 @@ class _Search:
         self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
         self._peaks: dict[tuple[Bounds, Bounds, Policy], list[int]] = {}
         self._tried: set[Point] = set()
-        self._tasks = 0  # simulated
+        self._work = 0  # tasks walked
+        self._cuts: dict[tuple[Bounds, Bounds], Cut] = {}
         self._in_vain = 0
         self.found: list[_Found] = []
         self.smallest: tuple[Packing, Policy] | None = None
@@ -141,21 +151,34 @@ class _Search:
 
     # ---- the way
 
-    def look_at_all(self, graph: LayerGraph) -> None:
-        """Look at the ways to cut there are, then at neighbours of the best."""
-        request = self._request
-        for packing, cut in packings(graph, self._costs, self._packer, request):
-            self._look_at_uses(packing, cut)
-        if request.policy.grouping:
+    def run(self, thorough: bool) -> None:
+        """Look at ways to cut from scratch, then at neighbours of the best."""
+        cuts = Cuts(self._costs, self._packer, self._request)
+        self._look_at(cuts.first(), cuts)
+        varied: set[Cut] = set()
+        while not self._request.is_manual and self._work < _FIRST_WORK:
+            best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
+            cut = next((one for one in best if one not in varied), None)
+            if cut is None:
+                break
+            varied.add(cut)
+            self._look_at(cuts.near(cut), cuts)
+        if thorough and self._request.policy.grouping:
             self._improve()
 
-    def _look_at_uses(self, packing: Packing, cut: str) -> None:
+    def _look_at(self, several: Iterable[Cut], cuts: Cuts) -> None:
+        for cut in several:
+            made = cuts.packing(cut)
+            if made is not None and self._cuts.setdefault(_cuts_of(made[0]), cut) == cut:
+                self._look_at_uses(*made, thorough=len(made[0].backward) <= _SHORT)
+
+    def _look_at_uses(self, packing: Packing, cut: str, thorough: bool) -> None:
         """Look at a few ways to use memory with these cuts."""
 
-        def fits(policy: Policy) -> bool:
-            return self._fits(packing, policy)
+        def peak(policy: Policy) -> float:
+            return self._peak(packing, policy)
 
-        for policy in policies(packing, self._machine.copies_overlap, self._request, fits):
+        for policy in policies(packing, self._machine.copies_overlap, self._request, peak, thorough):
             self._look(packing, Point.of(packing, policy), policy, cut)
 
     def _improve(self) -> None:
@@ -163,7 +186,7 @@ class _Search:
         waiting: dict[Point, Iterator[Point]] = {}
         over: set[Point] = set()
         self._in_vain = 0
-        while self._in_vain < _PATIENCE and self._tasks < _TASKS:
+        while self._in_vain < _PATIENCE and self._work < _WORK:
             best = next((one for one in self.found[:_BEAM] if one.point not in over), None)
             if best is None:
                 return
@@ -185,16 +208,16 @@ class _Search:
         """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
         known = len(self._packings)
         packing = self._packing(point)
-        if len(self._packings) > known:
-            self._look_at_uses(packing, f"{len(packing.backward)} packs, cut by trial")
+        if len(self._packings) > known and len(packing.backward) <= _SHORT:
+            self._look_at_uses(packing, f"{len(packing.backward)} packs, cut by trial", thorough=True)
         policy = point.policy_for(packing, self._request.policy)
         same = packing is best.packing
         cut = best.cut if same else f"{len(packing.backward)} packs, cut by trial"
-        if self._fits(packing, policy):
+        if self._peak(packing, policy) <= self._budget:
             self._look(packing, point, policy, cut)
             return
         for way in self._smaller(packing, policy):
-            fitting = first_fitting(way, lambda one: self._fits(packing, one))
+            fitting = first_fitting(way, lambda one: self._peak(packing, one), self._request)
             if fitting is not None:
                 self._look(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
 
@@ -224,18 +247,21 @@ class _Search:
         key = (*_cuts_of(packing), policy)
         peaks = self._peaks.get(key)
         if peaks is None:
-            peaks = self._peaks[key] = self._outlook.stages(self._outlook.short(packing, policy))
+            short = self._outlook.short(packing, policy)
+            self._work += len(short.plan.tasks)
+            peaks = self._peaks[key] = self._outlook.stages(short)
             if max(peaks) < self._least:
                 self._least, self.smallest = max(peaks), (packing, policy)
         return peaks
 
-    def _fits(self, packing: Packing, policy: Policy) -> bool:
+    def _peak(self, packing: Packing, policy: Policy) -> float:
+        """The device peak in bytes; infinite where the host has no room."""
         room = self._request.host_bytes
         if room is not None:
             plan = Plan(packing, policy, (), self._request.micro_batches, 0, 0)
             if waiting_of(plan, self._costs).total_bytes > room:
-                return False
-        return max(self._stages(packing, policy)) <= self._budget
+                return float("inf")
+        return max(self._stages(packing, policy))
 
     def _look(self, packing: Packing, point: Point, policy: Policy, cut: str) -> None:
         """Simulate a candidate that fits."""
@@ -252,7 +278,7 @@ class _Search:
 
     def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
         short = self._outlook.short(found.packing, found.policy)
-        self._tasks += len(short.plan.tasks)
+        self._work += _SIMULATED * len(short.plan.tasks)
         ms = self._outlook.step_ms(short, pieces, wanted_ms)
         if ms == float("inf"):
             return found
