@@ -246,7 +246,7 @@ def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None
     if settings.pack_layers is not None or settings.plan is not None or device.budget_bytes is None:
         return "off"
     # Each of several processes updates pieces of a pack: none could update it on its device.
-    able = world.size == 1 and optimizer is not None and optimizer.refusal is None
+    able = world.size == device.count == 1 and optimizer is not None and optimizer.refusal is None
     return "auto" if able else "kept"
 
 

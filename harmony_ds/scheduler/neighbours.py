@@ -68,10 +68,11 @@ class Point:
         )
 
 
-def recut(point: Point) -> Iterator[Point]:
+def recut(point: Point, pipeline: int) -> Iterator[Point]:
     """Every point with other cuts that is one change away."""
     yield from _other_cuts(point)
-    yield from _other_forward_cuts(point)
+    if pipeline == 1:
+        yield from _other_forward_cuts(point)
 
 
 def reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:

@@ -50,7 +50,8 @@ class Outlook:
     def short(self, packing: Packing, policy: Policy) -> Short:
         """The plan over as few micro-batches as show everything."""
         wanted = self._request.micro_batches
-        counts = _counts(wanted, policy.graphs)
+        # Waves do not grow evenly with micro-batches: they are walked in full.
+        counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
         graphs = tuple(_first(counts, count) for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
         tasks = compose_step(packing, Group.of(len(counts)), policy)

@@ -202,7 +202,7 @@ class _Search:
     def _around(self, best: _Found) -> Iterator[Point]:
         yield from reused(best.point, best.packing, self._request, self._machine.copies_overlap)
         if not self._request.is_manual:
-            yield from recut(best.point)
+            yield from recut(best.point, self._request.policy.pipeline)
 
     def _look_near(self, point: Point, best: _Found) -> None:
         """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
