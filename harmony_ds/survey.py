@@ -225,7 +225,8 @@ def _sized(survey: Survey, config: Config) -> Survey:
         return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
-        return search(survey.graph, costs, profile.machine, survey.element, with_sizes(sizes).request)[0]
+        request = with_sizes(sizes).request
+        return search(survey.graph, costs, profile.machine, survey.element, request, thorough=False)[0]
 
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])

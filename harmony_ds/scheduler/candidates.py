@@ -61,12 +61,11 @@ class Cuts:
         }
 
     def first(self) -> Iterator[Cut]:
-        """Those to look at first: of every kind, into 1, 2, 3, 4, 6, 9, ... packs."""
+        """Those to look at first: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
         if self._size is not None:
             yield Cut(Kind.EQUAL, -(-self._count // self._size))
             return
-        for parts in _ladder(self._count):
-            yield from (Cut(kind, parts) for kind in Kind)
+        yield from (Cut(kind, parts) for parts in _ladder(self._count) for kind in Kind)
 
     def near(self, cut: Cut) -> Iterator[Cut]:
         """Those to look at if that one is good."""
@@ -122,7 +121,7 @@ def policies(
 
     Args:
         peak: the device peak in bytes; infinite where the host has no room.
-        thorough: also with all the stash on the host, and with the last packs resident.
+        thorough: also without swaps ahead, with all the stash on the host, and with the last packs resident.
     """
     stashes = _stashes(packing, request)
     for early in ahead(copies_overlap, request):
@@ -131,10 +130,13 @@ def policies(
         first = first_fitting(ways, peak, request)
         if first is None:
             continue
-        yield first
+        if thorough or not may_stay(request):
+            yield first
         for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
             if may_stay(request):
                 yield from _filled(packing, way, request, peak, thorough)
+        if not thorough:
+            return
 
 
 def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:

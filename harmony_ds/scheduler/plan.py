@@ -165,6 +165,12 @@ class Packing:
         return () if self.unlayered is None else (self.packs[self.unlayered],)
 
     @property
+    def turning(self) -> tuple[int, ...]:
+        """Of several devices: the last pack of each one's forward pass, which begins its backward pass, and stays there."""
+        last = {self.packs[index].device: index for index in (*self.forward, self.backward[-1])}
+        return tuple(index for index in last.values() if index != self.backward[-1])
+
+    @property
     def covering(self) -> tuple[Pack, ...]:
         """The packs that have calls."""
         return tuple(pack for pack in self.packs if pack.positions)

@@ -13,6 +13,7 @@ fewer packs. Nothing depends on chance.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import Cut, Cuts, first_fitting, policies, use_of
+from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.host_room import waiting_of
@@ -39,14 +40,17 @@ _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
 _PATIENCE = 300
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 1_200_000, 500_000
+_WORK, _FIRST_WORK = 400_000, 250_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
+_SLOWER, _MARGIN = 2, 1.1
+"""After so many ways to cut of one kind, each so much slower than the best, more packs are taken to be slower still."""
 _SHORT = 8
 """Of so many packs at most, all uses of memory are looked at for each way to cut."""
 _PIECES = 8
-"""In so many pieces, at most, the stash for a pack moves while candidates are compared."""
+"""In so many pieces, at most, the stash for a pack moves while candidates are compared; in fewer where packs are many."""
+_MANY = 24
 _TRIALS = 4
 """So often graphs are added to the plan that was found: what is certain to fit is less than what does."""
 
@@ -167,19 +171,23 @@ class _Search:
             self._improve()
 
     def _look_at(self, several: Iterable[Cut], cuts: Cuts) -> None:
+        slower: Counter[Kind] = Counter()
         for cut in several:
-            made = cuts.packing(cut)
-            if made is not None and self._cuts.setdefault(_cuts_of(made[0]), cut) == cut:
-                self._look_at_uses(*made, thorough=len(made[0].backward) <= _SHORT)
+            made = cuts.packing(cut) if slower[cut.kind] < _SLOWER else None
+            if made is None or self._cuts.setdefault(_cuts_of(made[0]), cut) != cut:
+                continue
+            ms = self._look_at_uses(*made, thorough=len(made[0].backward) <= _SHORT)
+            if self.found and len(made[0].backward) > _SHORT:
+                slower[cut.kind] = slower[cut.kind] + 1 if ms > _MARGIN * self.found[0].ms else 0
 
-    def _look_at_uses(self, packing: Packing, cut: str, thorough: bool) -> None:
-        """Look at a few ways to use memory with these cuts."""
+    def _look_at_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
+        """Look at a few ways to use memory with these cuts. Returns the shortest step; infinite if it is too long."""
 
         def peak(policy: Policy) -> float:
             return self._peak(packing, policy)
 
-        for policy in policies(packing, self._machine.copies_overlap, self._request, peak, thorough):
-            self._look(packing, Point.of(packing, policy), policy, cut)
+        every = policies(packing, self._machine.copies_overlap, self._request, peak, thorough)
+        return min([self._look(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
 
     def _improve(self) -> None:
         """Look at the neighbours of the best, as long as they bring better ones."""
@@ -263,18 +271,20 @@ class _Search:
                 return float("inf")
         return max(self._stages(packing, policy))
 
-    def _look(self, packing: Packing, point: Point, policy: Policy, cut: str) -> None:
-        """Simulate a candidate that fits."""
+    def _look(self, packing: Packing, point: Point, policy: Policy, cut: str) -> float:
+        """Simulate a candidate that fits. Returns the time of its step; infinite if it is none of the best."""
         if point in self._tried:
-            return
+            return float("inf")
         self._tried.add(point)
         first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
         peaks = self._stages(packing, policy)
         policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
+        pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
         wanted_ms = self.found[-1].ms if len(self.found) == self._most else float("inf")
-        new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), _PIECES, wanted_ms)
+        new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
         better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1
+        return new.ms
 
     def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
         short = self._outlook.short(found.packing, found.policy)
