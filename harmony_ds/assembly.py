@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,7 +211,7 @@ def _parts(
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
     if host_optimizer is not None:
-        host_optimizer.watch(looks.at_state)
+        host_optimizer.watch(looks.at_everything)
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     parts = Parts(
         device=device,
@@ -270,22 +269,11 @@ class Looks:
     updater: Updater | None
     device_store: DeviceStore
 
-    def at_weights(self, names: tuple[str, ...]) -> None:
-        """The weights `names`, through a module."""
-        self._at(lambda: self.device_store.show_weights(names))
-
-    def at_everything(self) -> None:
-        """Weights, masters and the optimizer's state."""
-        self._at(self.device_store.show)
-
-    def at_state(self, name: str | None) -> None:
-        """The optimizer's state of `name` (None: of all), through the optimizer."""
-        self._at(self.device_store.show if name is None else lambda: self.device_store.show_state(name))
-
-    def _at(self, show: Callable[[], None]) -> None:
+    def at_everything(self, _: object = None) -> None:
+        """Weights, masters and the optimizer's state; whatever of them it is that somebody wants to see."""
         if self.updater is not None:
             self.updater.wait_all()
-        show()
+        self.device_store.show()
         self.device_store.finish_reads()
 
 
@@ -302,10 +290,11 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     specs = []
     for spec in graph.parameters:
         if spec.trainable and optimizer.trains(spec.name):
-            footprint = optimizer.footprint(spec.name, store.masters[spec.name].shape)
             master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
             spec = replace(  # noqa: PLW2901
-                spec, state_bytes=master + footprint.state_bytes, update_bytes=footprint.working_bytes
+                spec,
+                state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
+                update_bytes=optimizer.working_bytes(spec.name, spec.numel),
             )
         specs.append(spec)
     return replace(graph, parameters=tuple(specs))

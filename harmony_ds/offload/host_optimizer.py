@@ -195,11 +195,6 @@ class HostOptimizer:
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        if self.native:
-            for name, gradient in trained.items():
-                master = self._masters[name]
-                # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
-                assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
         known = plain(self.optimizer.state)  # load_state_dict puts another one there
         if not self._apart:
             self.part.state = known  # type: ignore[assignment]
@@ -257,9 +252,7 @@ class HostOptimizer:
         """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
         if not _is_elementwise(self.optimizer):  # its step may do anything, to anybody
             return torch.optim.AdamW([master])
-        scratch = part_of(self.optimizer)
-        if self.native:
-            setattr(scratch, *gil_free_op(self.optimizer))
+        scratch = part_of(self.part)
         scratch.state = defaultdict(dict)
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch
