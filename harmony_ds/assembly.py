@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ from harmony_ds.stepping.runner import Runner
 _ALONE = Alone()
 
 
+def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
+    if updater is not None:
+        updater.wait_all()
+    device_store.show()
+    device_store.finish_reads()
+
+
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """What an engine is made of."""
@@ -54,7 +62,6 @@ class Assembly:
     ledger: Ledger
     parts: Parts
     world: Alone
-    looks: Looks
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -67,8 +74,8 @@ class Assembly:
             self.parts.updater.wait_all()
 
     def finish_updates(self) -> None:
-        """Makes every weight, master and optimizer state on the host true."""
-        self.looks.at_everything()
+        """Makes every weight, master and optimizer state on the host true, for somebody who may write into them."""
+        _finish_updates(self.parts.updater, self.parts.device_store)
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -136,11 +143,11 @@ def assemble(
     graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)
     # What follows starts a thread: whatever may be refused has been by now.
     memory = device, store, world
-    parts, looks, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
+    parts, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
     layers = decomposition.layers
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
     device.limit_process()
-    return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
+    return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
 
 
 def _check_room(need: HostNeed, world: Alone) -> None:
@@ -198,7 +205,7 @@ def _parts(
     memory: tuple[Device, HostStore, Alone],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
-) -> tuple[Parts, Looks, Ledger]:
+) -> tuple[Parts, Ledger]:
     device, store, world = memory
     ledger, timeline = Ledger(), StepTimeline(device)
     gradients: HostGradients | None = None
@@ -209,14 +216,14 @@ def _parts(
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
-    looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
+    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
     if host_optimizer is not None:
-        host_optimizer.watch(looks.at_everything)
+        host_optimizer.watch(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     parts = Parts(
         device=device,
         residency=residency,
-        device_store=looks.device_store,
+        device_store=device_store,
         stash=stash,
         gradients=gradients,
         optimizer=host_optimizer,
@@ -230,7 +237,7 @@ def _parts(
         world=world,
         follow_masters=store.follow_masters,
     )
-    return parts, looks, ledger
+    return parts, ledger
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
@@ -260,21 +267,6 @@ def saved_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Looks:
-    """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
-
-    updater: Updater | None
-    device_store: DeviceStore
-
-    def at_everything(self, _: object = None) -> None:
-        """Weights, masters and the optimizer's state; whatever of them it is that somebody wants to see."""
-        if self.updater is not None:
-            self.updater.wait_all()
-        self.device_store.show()
-        self.device_store.finish_reads()
 
 
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:

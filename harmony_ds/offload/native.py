@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
     return row if row is not None and row.native is not None and row.native.cls in names else None
 
 
-def is_native(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of DeepSpeed's compiled CPU optimizers."""
-    return native_of(optimizer) is not None
-
-
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
     """An instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
 
@@ -48,13 +42,12 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)
-
-    def make() -> torch.optim.Optimizer:
-        _tell_of_lock(f"cpu_{native.update.removesuffix('_update')}")
-        made: torch.optim.Optimizer = cls(parameter_groups, **options)
-        return made
-
-    return _or_explain(name, make)
+    _tell_of_lock(f"cpu_{native.update.removesuffix('_update')}")
+    try:
+        optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
+    except (RuntimeError, OSError, ImportError) as error:
+        raise CompilerMissingError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
+    return optimizer
 
 
 def _tell_of_lock(extension: str) -> None:
@@ -105,34 +98,11 @@ class GilFreeOp:
         return getattr(self._op, name)
 
 
-def _check_compiler(name: str) -> None:
-    compiler = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        raise CompilerMissingError(_remedy(name, f'the C++ compiler "{compiler}" was not found'))
-    if not cpp_extension.is_ninja_available():
-        raise CompilerMissingError(_remedy(name, "ninja was not found (pip install ninja)"))
-
-
-def _or_explain(name: str, make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    _check_compiler(name)
-    try:
-        return make()
-    except (RuntimeError, OSError, ImportError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.errno is not None:  # none: the library cannot be loaded
-            what = f"its folder cannot be written ({cause})"
-            raise CompilerMissingError(_remedy(name, what, _ANOTHER_FOLDER)) from None
-        said = f"{cause}\n{error}".splitlines()
-        first = next((line for line in said if "error:" in line), said[0])
-        raise CompilerMissingError(_remedy(name, f"compiling it failed ({first.strip()})")) from None
-
-
-_COMPILER = "Install a C++ compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) and try again"
-_ANOTHER_FOLDER = "Let the environment variable TORCH_EXTENSIONS_DIR name one that can"
-
-
-def _remedy(name: str, what: str, cure: str = _COMPILER) -> str:
+def _remedy(name: str, said: list[str]) -> str:
+    why = next((line for line in said if "error:" in line or "not found" in line), said[-1])
     return (
-        f'{name} is compiled on first use, and {what}. {cure}, or set "torch_adam": true in the ds_config\'s optimizer '
-        "params to use torch's fused AdamW, which needs no compiler."
+        f"{name} is compiled on first use, and that failed ({why.strip()}). Install a C++ compiler and ninja (Debian, "
+        "Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; pip install ninja) and try again, let the environment "
+        'variable TORCH_EXTENSIONS_DIR name a folder that can be written, or set "torch_adam": true in the ds_config\'s '
+        "optimizer params to use torch's fused AdamW, which needs no compiler."
     )

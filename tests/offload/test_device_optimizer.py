@@ -97,10 +97,10 @@ def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) 
 
 
 def test_a_watched_state_asks_before_it_answers() -> None:
-    looked: list[Any] = []
-    state = WatchedState({1: "one", 2: "two"}, looked.append)
+    looked: list[None] = []
+    state = WatchedState({1: "one", 2: "two"}, lambda: looked.append(None))
     assert state[1] == "one"
     assert list(state) == [1, 2]
     assert 2 in state
-    assert [key for key in looked if key is not None] == [1, 2]
+    assert len(looked) >= 3
     assert type(copy.deepcopy(state)) is dict

@@ -196,10 +196,6 @@ def doors() -> dict[str, tuple[str, str]]:
         engine.backward(engine(**batches()[0]))
         assert weight.grad is not None
 
-    def write_state(engine: Any, weight: Any) -> None:
-        master = engine.optimizer.param_groups[0]["params"][-1]
-        engine.optimizer.state[master]["exp_avg"].mul_(2.0)
-
     several: dict[str, Callable[[Any, Any], Any]] = {
         "add_": add,
         "data=": lambda engine, weight: setattr(weight, "data", torch.zeros_like(weight)),
@@ -212,7 +208,6 @@ def doors() -> dict[str, tuple[str, str]]:
         "grad": gradient,
         "grad=": lambda engine, weight: setattr(weight, "grad", torch.ones_like(weight)),
         "step hook": lambda engine, weight: engine.optimizer.register_step_post_hook(lambda *_: None),
-        "optimizer state": write_state,
     }
 
     def through(door: Callable[[Any, Any], Any]) -> None:
