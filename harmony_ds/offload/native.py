@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
@@ -69,30 +67,29 @@ class GilFreeOp:
 
     def __init__(self, op: Any, native: Native) -> None:
         self._op = op
-        self._kinds = [_KINDS[letter] for letter in native.numbers]
+        kinds = [_KINDS[letter] for letter in native.numbers]
+        self._numbers = len(kinds)
         tensors = "RN2at6TensorE" + "S1_" * (native.tensors - 1)  # as C++ compilers spell it
         function = f"{native.update.removesuffix('_update')}_step"
         self._step = ctypes.CDLL(op.__file__)[f"_Z{len(function) + 3}ds_{function}{native.numbers}{tensors}"]
+        self._step.argtypes = [*kinds, *[ctypes.c_void_p] * native.tensors]
         self._counts_powers = "b" in native.numbers
-        self._none = [torch.empty(0)] * native.tensors
+        self._nothing = torch.empty(0)
+        self._nowhere = [ctypes.c_void_p(self._nothing._cdata)] * native.tensors
         self.__dict__[native.update] = self._update
 
     def _update(self, *given: Any) -> None:
-        numbers, tensors = given[: len(self._kinds)], given[len(self._kinds) :]
+        numbers, tensors = given[: self._numbers], given[self._numbers :]
+        # It takes another dtype for its own and skips what is not contiguous; what it raises ends the process.
+        assert all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
         if self._counts_powers:
             # DeepSpeed's Adam multiplies the powers of its betas up from step to step, and computes them anew after a jump
             # to another step, which rounds differently: what a step does would depend on when the process began. So it is
             # sent to another step first, with nothing to update, and jumps every time.
-            self._call([numbers[0], numbers[1] + 2, *numbers[2:]], self._none)
-        self._call(numbers, tensors)
-
-    def _call(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        # It takes another dtype for its own and skips what is not contiguous; what it raises ends the process.
-        assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+            self._step(numbers[0], numbers[1] + 2, *numbers[2:], *map(ctypes.addressof, self._nowhere))
         # A C++ tensor is a pointer to what Python's knows by its address.
         places = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
-        values = [kind(number) for kind, number in zip(self._kinds, numbers, strict=True)]
-        self._step(*values, *map(ctypes.byref, places))
+        self._step(*numbers, *map(ctypes.addressof, places))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)

@@ -34,7 +34,7 @@ def test_a_missing_compiler_is_an_error_that_names_the_remedy(tmp_path: Path, mo
     assert isinstance(caught.value, OptimizerError)
 
 
-def failing(*_: object) -> object:
+def failing(*_: object, **__: object) -> object:
     raise RuntimeError("building\nadam.cpp:3: error: no such header\nmore")
 
 
