@@ -67,7 +67,7 @@ class GilFreeOp:
 
     def __init__(self, op: Any, native: Native) -> None:
         self._op = op
-        kinds = [_KINDS[letter] for letter in native.numbers]
+        kinds: list[Any] = [_KINDS[letter] for letter in native.numbers]
         self._numbers = len(kinds)
         tensors = "RN2at6TensorE" + "S1_" * (native.tensors - 1)  # as C++ compilers spell it
         function = f"{native.update.removesuffix('_update')}_step"
