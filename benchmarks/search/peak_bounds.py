@@ -52,7 +52,7 @@ class PeakBounds:
         full = kept + weights[-1] + self._stash_before([begin], packing, policies)[0] + self._working(fused.positions)
         # While the last one runs, the others have left gradients; while the first does, they wait with its inputs.
         last = (left[-1] if any(cost.needs_backward for cost in self._costs.costs[:begin]) else 0) * (wanted - 1)
-        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin and policies.base.fuse_last_pack else 0
+        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin else 0
         full = full + max(last + fused.gradient_bytes, inputs)
         return busy.max(axis=0), full
 
