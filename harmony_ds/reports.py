@@ -61,12 +61,13 @@ class MemoryReport:
     """Bytes on the device and on the host.
 
     Attributes:
-        device_peak_bytes: the most in use during the last step.
+        device_peak_bytes: the most in use during the last step; of several devices, on the one with most.
         planned_peak_bytes: what the plan predicted.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
+        device_peaks: the most in use on each device that this process drives.
         beside_bytes: of the budget, what is no part of a plan: libraries' workspaces, what the allocator cannot hand
             out, tensors that were on the device before.
     """
@@ -77,13 +78,16 @@ class MemoryReport:
     host_bytes: dict[str, int]
     counted: str
     beside_bytes: int = 0
+    device_peaks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"
         host = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.host_bytes.items())
+        several = len(self.device_peaks) > 1
+        each = f"\neach device {', '.join(f'{peak:,}' for peak in self.device_peaks)}" if several else ""
         return (
             f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
-            f"budget {budget}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
+            f"budget {budget}{each}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
         )
 
 

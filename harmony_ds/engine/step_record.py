@@ -24,7 +24,7 @@ class StepRecord:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._planner = assembly.runner.planner
-        self._peak_bytes = 0
+        self._peaks: tuple[int, ...] = (0,)
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_step_ms` is of
         self.traffic: Traffic | None = None
@@ -45,7 +45,7 @@ class StepRecord:
             traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
-        self._peak_bytes = device.peak_bytes()
+        self._peaks = device.peaks()
         self.traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
     def _note_time(self, step_ms: float, as_planned: bool) -> None:
@@ -113,7 +113,7 @@ class StepRecord:
         return PlanReport(
             self._planner.choices,
             tuple(self._step_ms),
-            self._peak_bytes,
+            max(self._peaks),
             swapped,
             self._sent_bytes,
             self._planner.swaps,
@@ -124,10 +124,11 @@ class StepRecord:
         self._assembly.wait_for_updates()
         plan, device = self._planner.plan, self._assembly.device
         return MemoryReport(
-            device_peak_bytes=self._peak_bytes,
+            device_peak_bytes=max(self._peaks),
+            device_peaks=self._peaks,
             planned_peak_bytes=0 if plan is None else plan.peak_bytes,
             budget_bytes=device.budget_bytes,
             host_bytes=self._assembly.host_bytes(),
-            counted="plan" if device.name == "cpu" else "allocator",
+            counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
         )

@@ -57,7 +57,8 @@ class Cuts:
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
         self._best = {
-            kind: BestCuts(sums_of(values), Combine.MAX) for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
+            kind: BestCuts(sums_of(values), Combine.MAX)
+            for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
         }
 
     def first(self) -> Iterator[Cut]:

@@ -97,8 +97,8 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
     """The plan over given packs, with its peak."""
     plan = draft_plan(packing, costs, request, policy)
     walked = walk_memory(packing.packs, plan.tasks, costs)
-    peak = plan.resident_bytes + walked.peak_bytes
-    return replace(plan, peak_bytes=peak, activation_bytes=walked.activation_bytes)
+    peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
+    return replace(plan, peak_bytes=max(peaks), device_peaks=peaks, activation_bytes=walked.activation_bytes)
 
 
 def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:

@@ -68,7 +68,9 @@ class Lowering:
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
-        self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what its next compute waits for
+        self._compute_after: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # device -> what its next compute waits for
         self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
@@ -227,7 +229,11 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
-        after = (*self._host(tasks, len(tasks) * machine.task_ms, updates), *updates, *self._swap_in_after.get(self._device, ()))
+        after = (
+            *self._host(tasks, len(tasks) * machine.task_ms, updates),
+            *updates,
+            *self._swap_in_after.get(self._device, ()),
+        )
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
         return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
 
@@ -303,7 +309,9 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
         several = tuple(visit)
         if counts:
-            several = tuple(chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several))
+            several = tuple(
+                chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
+            )
         moves = tuple(task for task in several if task.kind not in _RUNS)
         if through and moves and 2 * len(moves) == len(several):
             runs = tuple(task for task in several if task.kind in _RUNS)

@@ -245,8 +245,9 @@ class Plan:
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
         resident_bytes: everything that is on the device from step to step: buffers, resident packs.
-        peak_bytes: predicted device peak.
+        peak_bytes: predicted device peak; of several devices that one process drives, the highest.
         calls: the call order, by the layers' indices: what packs' positions refer to.
+        device_peaks: the peak of each.
         activation_bytes: what each task holds beside weights, in the order of `tasks`.
         rows: how layer calls are cut into slices of a micro-batch's rows. Where they are, the fused pack keeps no graph.
     """
@@ -259,6 +260,7 @@ class Plan:
     peak_bytes: int
     calls: tuple[int, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    device_peaks: tuple[int, ...] = ()
     rows: Rows = WHOLE_CALLS
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import DoesNotFitError
+from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, first_fitting, policies, use_of
@@ -65,7 +65,12 @@ class Choice:
 
 
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1,
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int = 1,
     thorough: bool = True,
 ) -> tuple[Choice, ...]:
     """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
@@ -74,8 +79,15 @@ def search(
         thorough: whether neighbours of the best are looked at, too; without, it is quick, and near.
 
     Raises:
+        ConfigError: there are more devices than packs.
         DoesNotFitError: nothing fits the device; says what the smallest plan needs and what would help.
     """
+    packs, devices = -(-len(costs.calls) // (request.settings.pack_layers or 1)), request.policy.pipeline
+    if packs < devices:
+        raise ConfigError(
+            f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} packs "
+            "at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
+        )
     fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top, thorough)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
@@ -83,7 +95,12 @@ def search(
 
 
 def _search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int,
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int,
     thorough: bool,
 ) -> tuple[Choice, ...]:
     """None where the host's room is what is too small."""
@@ -108,8 +125,6 @@ def _search(
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choice for choices in found if choices is not best for choice in choices]
     return (*best, *others)[:top]
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +249,7 @@ class _Search:
         kept, resident, count = policy.kept, policy.resident, len(packing.forward)
         yield [replace(policy, kept=kept[number:]) for number in range(1, len(kept) + 1)]
         if self._request.settings.residency == "auto":
-            yield [
-                replace(policy, resident=(), kept=kept)
-            ] if resident else []
+            yield [replace(policy, resident=(), kept=kept)] if resident else []
         if self._request.settings.stash == "auto":
             yield [replace(policy, stash_on_host=away) for away in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:

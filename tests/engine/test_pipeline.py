@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import DoesNotFitError, HarmonyEngine
+from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError
 from harmony_ds.offload.ledger import Kind
 from tests.engine.drive import (
@@ -27,7 +27,6 @@ from tests.families import Family
 
 STEPS, ACCUMULATION = 2, 4
 LLAMA = family("llama")
-SHOWN = ("llama", "t5", "mixtral")  # at every number of devices in `make test`, the others at two
 
 
 def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -45,7 +44,7 @@ def assert_equal(one: tuple[dict[str, Tensor], list[float]], other: tuple[dict[s
     assert all(torch.equal(weight, other[0][name]) for name, weight in one[0].items())
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, id="3-deep"), pytest.param(4, id="4-deep")])
+@pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("one", EVERY_FAMILY, ids=str)
 def test_every_family_trains_as_on_one_device(one: Family, devices: int) -> None:
     assert_equal(trained(one, devices), trained(one, 1))
@@ -60,9 +59,7 @@ def test_losses_that_are_looked_at_early() -> None:
     groups, results = groups_of(LLAMA, STEPS, ACCUMULATION), []
     for devices in (1, 3):
         model = LLAMA.build(0.1)
-        with engine_for(
-            model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})
-        ) as engine:
+        with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})) as engine:
             losses = loop(engine, groups, look=lambda i: i == 1)
             with torch.no_grad():
                 seen = engine.eval_batch(iter(groups[0])).item()
@@ -131,7 +128,7 @@ def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
 
 def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
     with (
-        pytest.raises(DoesNotFitError, match="64 devices"),
+        pytest.raises(ConfigError, match="asks for 64 devices"),
         engine_for(LLAMA.build(0.0), adamw, config_of(2, 0.5, {"devices": 64})) as engine,
     ):
         train_groups(engine, groups_of(LLAMA, 1, 2))

@@ -91,10 +91,16 @@ class _Walk:
             TaskKind.FREE_GRADIENTS: self._free,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.MOVE: self._move,
+            TaskKind.MOVE_BACK: self._move,
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
             TaskKind.UPDATE_ON_DEVICE: self._update,
         }
+
+    def _move(self, task: Task) -> None:
+        through = self._forward[task.micro_batch] or self._backward[task.micro_batch]
+        _require(through[:1] == [task.pack], "it does not go to the pack that comes next")
 
     def check_end(self) -> None:
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
