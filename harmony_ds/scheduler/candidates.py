@@ -57,7 +57,8 @@ class Cuts:
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
         self._best = {
-            kind: BestCuts(sums_of(values), Combine.MAX) for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
+            kind: BestCuts(sums_of(values), Combine.MAX)
+            for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
         }
 
     def first(self) -> Iterator[Cut]:
@@ -140,7 +141,7 @@ def policies(
 
 
 def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
-    """The same with as many packs that stay as fit: the last ones kept; before that, the first ones or the last resident."""
+    """The same with as many packs that stay as fit: the last ones kept; before that, the first or the last resident."""
     yield _kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)

@@ -292,7 +292,9 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
         several = tuple(visit)
         if counts:
-            several = tuple(chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several))
+            several = tuple(
+                chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
+            )
         moves = tuple(task for task in several if task.kind not in _RUNS)
         if through and moves and 2 * len(moves) == len(several):
             runs = tuple(task for task in several if task.kind in _RUNS)

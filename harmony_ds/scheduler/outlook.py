@@ -17,7 +17,7 @@ from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
-from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, TaskKind
 from harmony_ds.scheduler.simulate import step_ms
 from harmony_ds.scheduler.swaps import swaps_of
 

@@ -5,9 +5,9 @@ packs stay on the device from forward to backward, and which from step to step; 
 are kept.
 
 First many ways to cut are looked at, with few uses of memory each; then, again and again, the neighbours of the best few.
-All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full. Times
-are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one with
-fewer packs. Nothing depends on chance.
+All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full.
+Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
+with fewer packs. Nothing depends on chance.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError
@@ -65,7 +66,12 @@ class Choice:
 
 
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1,
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int = 1,
     thorough: bool = True,
 ) -> tuple[Choice, ...]:
     """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
@@ -83,7 +89,12 @@ def search(
 
 
 def _search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int,
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int,
     thorough: bool,
 ) -> tuple[Choice, ...]:
     """None where the host's room is what is too small."""
@@ -108,8 +119,6 @@ def _search(
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choice for choices in found if choices is not best for choice in choices]
     return (*best, *others)[:top]
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +217,11 @@ class _Search:
                 self._look_near(near, best)
 
     def _around(self, best: _Found) -> Iterator[Point]:
-        yield from reused(best.point, best.packing, self._request, self._machine.copies_overlap)
-        if not self._request.is_manual:
-            yield from recut(best.point)
+        """Its neighbours: other uses of memory and other cuts in turn."""
+        uses = reused(best.point, best.packing, self._request, self._machine.copies_overlap)
+        cuts = iter(()) if self._request.is_manual else recut(best.point)
+        for both in zip_longest(uses, cuts):
+            yield from filter(None, both)
 
     def _look_near(self, point: Point, best: _Found) -> None:
         """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
@@ -234,9 +245,7 @@ class _Search:
         kept, resident, count = policy.kept, policy.resident, len(packing.forward)
         yield [replace(policy, kept=kept[number:]) for number in range(1, len(kept) + 1)]
         if self._request.settings.residency == "auto":
-            yield [
-                replace(policy, resident=(), kept=kept)
-            ] if resident else []
+            yield [replace(policy, resident=(), kept=kept)] if resident else []
         if self._request.settings.stash == "auto":
             yield [replace(policy, stash_on_host=away) for away in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:

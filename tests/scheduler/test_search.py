@@ -18,7 +18,6 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cuts, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import Choice, search, steps
@@ -261,9 +260,7 @@ SWITCHES = ("grouping", "just_in_time_update", "overlap_update", "fuse_last_pack
     ("off", "machine", "deferred"),
     pairs([*((switch,) for switch in SWITCHES), SWITCHES], [GPU, CPU], [True, False]),
 )
-def test_plans_are_found_with_mechanisms_switched_off(
-    off: tuple[str, ...], machine: Machine, deferred: bool
-) -> None:
+def test_plans_are_found_with_mechanisms_switched_off(off: tuple[str, ...], machine: Machine, deferred: bool) -> None:
     policy = replace(Policy(deferred_update=deferred), **dict.fromkeys(off, False))  # type: ignore[arg-type]
     wanted = replace(request(40_000, residency="auto"), policy=policy, micro_batches=7)
     assert search(GRAPH, COSTS, machine, FP32, wanted)[0].plan.peak_bytes <= 40_000
