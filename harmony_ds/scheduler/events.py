@@ -100,10 +100,10 @@ def _run_together(jobs: Sequence[Job], speeds: _Speeds) -> Timeline:
         now += step
         still, left_of = [], []
         for place, ms, v in zip(running, left, speed, strict=True):
-            ms -= step * v
-            if ms > 1e-9 * jobs[place].duration_ms:
+            rest = ms - step * v
+            if rest > 1e-9 * jobs[place].duration_ms:
                 still.append(place)
-                left_of.append(ms)
+                left_of.append(rest)
                 continue
             end[place] = now
             for other in followers[place]:
