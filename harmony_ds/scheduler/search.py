@@ -303,7 +303,7 @@ class _Search:
         return replace(found, ms=ms, rank=rank)
 
     def _add(self, new: _Found) -> bool:
-        """Keep it if it is among the best: one for each way to cut, and of those that do the same, that of the fewest packs.
+        """Keep it if it is among the best: one for each way to cut; of those that do the same, that of the fewest packs.
 
         Returns whether it is the best of all.
         """
