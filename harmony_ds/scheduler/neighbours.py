@@ -16,7 +16,7 @@ from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import closed, holders, may_stay
 
-_FEW = 4
+_FEW = 8
 """Of so many packs at most, two are changed at once."""
 _MANY = 8
 """Of so many packs that stay at most, each in turn has its graphs kept before the others'."""

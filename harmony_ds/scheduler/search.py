@@ -40,9 +40,9 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 400
+_PATIENCE = 1_500
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 500_000, 250_000
+_WORK, _FIRST_WORK = 600_000, 250_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
