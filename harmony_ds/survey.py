@@ -223,8 +223,8 @@ def _sized(survey: Survey, config: Config) -> Survey:
         return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
-        request = with_sizes(sizes).request
-        return search(survey.graph, costs, profile.machine, survey.element, request, thorough=False)[0]
+        request = replace(with_sizes(sizes).request, thorough=False)
+        return search(survey.graph, costs, profile.machine, survey.element, request)[0]
 
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])

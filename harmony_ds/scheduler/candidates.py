@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import combinations, product
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
@@ -140,8 +141,21 @@ def policies(
             return
 
 
+def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
+    """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
+    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
+    sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
+    for early, resident in product(ahead(copies_overlap, request), sets):
+        if closed(packing, resident) == resident:
+            base = replace(request.policy, resident=resident, prefetch=early)
+            ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
+            first = first_fitting(ways, peak, request)
+            if first is not None:
+                yield _kept(packing, first, request, peak)
+
+
 def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
-    """The same with as many packs that stay as fit: the last ones kept; before that, the first ones or the last resident."""
+    """The same with as many packs that stay as fit: the last ones kept; before that, the first or the last resident."""
     yield _kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)

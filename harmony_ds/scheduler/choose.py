@@ -26,6 +26,7 @@ class PlanRequest:
         host_bytes: host memory for what waits there, of one device (None: unlimited). Where no plan can do with that, it is
             no bound: the host says itself what it lacks.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
+        thorough: whether neighbours of the best plans are looked at, too; without, the search is quick, and near.
     """
 
     settings: HarmonySettings
@@ -36,6 +37,7 @@ class PlanRequest:
     beside_bytes: int = 0
     exchange_bytes: int = 0
     host_bytes: int | None = None
+    thorough: bool = True
 
     @property
     def budget(self) -> str:

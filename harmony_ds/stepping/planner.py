@@ -173,8 +173,9 @@ class Planner:
     def _choose(
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
-        """The best plans, as the first process finds them; all run the same. `thorough`: see `search`."""
-        machine, request = self._machine(), self.request(graph, group_size, sizes)
+        """The best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        machine = self._machine()
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
 
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:

@@ -117,7 +117,9 @@ def test_under_a_budget_each_device_takes_and_swaps_what_was_planned(budget: int
         memory, report = engine.memory_report(), engine.plan_report()
         assert report.swapped_bytes == report.planned.total
         planned = report.choices[0].plan.device_peaks
-        assert all(0.9 * most <= taken <= most <= budget for taken, most in zip(memory.device_peaks, planned, strict=True))
+        assert all(
+            0.9 * most <= taken <= most <= budget for taken, most in zip(memory.device_peaks, planned, strict=True)
+        )
 
 
 def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
