@@ -101,12 +101,8 @@ class Lowering:
         match task.kind:
             case kind if kind in _RUNS:
                 self._run(tasks, pack)
-            case TaskKind.SWAP_IN:
-                after = self._owner_updates(pack.parameters)
-                self._arrived[task.pack] = self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), after)
-            case TaskKind.GATHER:
-                shares = (self._arrived[task.pack],)
-                self._arrived[task.pack] = self._exchange(task, pack.gathered_bytes, shares)
+            case TaskKind.SWAP_IN | TaskKind.GATHER:
+                self._arrived[task.pack] = self._weights_in(task, pack)
             case TaskKind.EVICT:
                 self._swap_in_after[pack.device] = self._latest(COMPUTE)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
@@ -121,6 +117,12 @@ class Lowering:
                 self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
             case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
                 self._update_pack(task, pack)
+
+    def _weights_in(self, task: Task, pack: Pack) -> int:
+        if task.kind is TaskKind.GATHER:
+            return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
+        updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
+        return self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), updates)
 
     def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
         if pack.device in self._leaving:
@@ -214,9 +216,6 @@ class Lowering:
         demands = self._link_demand(machine.peer_bytes_per_ms) if machine.peers_share_link else ()
         after = (*self._host((task,), machine.task_ms), *behind)
         return self._add(PEER, (task,), machine.peer_exchange_ms(sent_bytes), after, demands)
-
-    def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple({self._updated[name] for name in parameters if name in self._updated})
 
     # ---- jobs
 
