@@ -91,6 +91,7 @@ RULES: dict[str, Rule] = {
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
         "way"
     ),
+    "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
     "tests/test_forecast.py": one,
     "tests/test_survey.py": one,
 }
