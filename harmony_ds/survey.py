@@ -29,7 +29,7 @@ from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
-from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
@@ -76,9 +76,7 @@ class Survey:
         return replace(self, profile=profile, request=request)
 
 
-def estimate(
-    model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware, kernels: Kernels = Kernels.CUDA
-) -> Survey:
+def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware) -> Survey:
     """The survey of a machine that is only described.
 
     Args:
@@ -96,7 +94,7 @@ def estimate(
         )
     machine = hardware.machine(update_cost(config))
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return _sized(_on_meta(model, inputs, config, (hardware.kernels(), kernels), (machine, budget)), config)
+    return _sized(_on_meta(model, inputs, config, hardware.kernels(), (machine, budget)), config)
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
@@ -127,7 +125,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         ModelError: the model cannot be decomposed, or not run without data.
     """
     budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    found = _on_meta(model, inputs, config, (_NO_RATES, Kernels.CUDA), (profile.machine, budget))
+    found = _on_meta(model, inputs, config, _NO_RATES, (profile.machine, budget))
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -160,12 +158,12 @@ def _on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Config,
-    rates: tuple[KernelRates, Kernels],
+    rates: KernelRates,
     target: tuple[Machine, int | None],
 ) -> Survey:
     """`target`: the machine, and what may be used of its device's memory."""
     machine, budget = target
-    with on_meta(*rates) as clock:
+    with on_meta(rates) as clock:
         device = MetaDevice(lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
         assembly = assemble(model, _bare(config), None, None, device)
         try:
@@ -225,7 +223,8 @@ def _sized(survey: Survey, config: Config) -> Survey:
         return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
-        return search(survey.graph, costs, profile.machine, survey.element, with_sizes(sizes).request)[0]
+        request = with_sizes(sizes).request
+        return search(survey.graph, costs, profile.machine, survey.element, request, thorough=False)[0]
 
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])

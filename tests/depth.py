@@ -75,7 +75,6 @@ RULES: dict[str, Rule] = {
     "tests/late_device": one,
     "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": every_third,
     "tests/offload": each_value,
-    "tests/offload/test_compiled.py": none,
     "tests/parallel": none,
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
     "tests/parallel/test_exchange.py": every,
@@ -158,12 +157,10 @@ SLOW = """
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
     late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     parallel/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
-    parallel/test_failures.py::test_a_process_that_works_for_long_is_not_taken_for_stopped
     parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
     parallel/test_failures.py::test_reading_is_right_in_every_process
     parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
     parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
-    parallel/test_failures.py::test_who_is_left_in_an_exchange_by_a_stopped_process_ends
     parallel/test_host_room.py::test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan
     scheduler/test_devices.py::test_bounds_of_the_search_hold_for_several_devices
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step

@@ -82,9 +82,6 @@ def test_the_harmony_block_is_read() -> None:
         "residency": 3,
         "micro_batch": {"forward": 8, "backward": 4},
         "grouping": False,
-        "just_in_time_update": False,
-        "overlap_update": False,
-        "fuse_last_pack": False,
         "keep_graphs": False,
         "reduce": "host",
     }

@@ -14,7 +14,7 @@ GPU), it is where the attribute says that was set when it was made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ class Crossings:
         """What makes the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 
+    def aligned(self) -> AbstractContextManager[object]:
+        """The context that code between layers runs in."""
+        return nullcontext() if self._group is None else _Alignment(self)
+
     # ---- where tensors are
 
     def place(self, tensor: Tensor) -> int | None:
@@ -73,6 +77,10 @@ class Crossings:
     def here(self, tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, those that are on another device moved to the current one."""
         return tensors if self._group is None else [self.moved(tensor) for tensor in tensors]
+
+    def home(self, tensor: Tensor) -> Tensor:
+        """`tensor` on HOME."""
+        return tensor if self._group is None else self.moved(tensor, HOME)
 
     def values_here(self, values: list[Any]) -> list[Any]:
         """The same of arguments: tensors, and what tuples, lists and dictionaries hold."""
@@ -141,16 +149,16 @@ class _Alignment(TorchFunctionMode):
     """Moves operands that lie on different devices to the current one."""
 
     def __init__(self, crossings: Crossings) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._crossings = crossings
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = [*tensors_among(args), *tensors_among(kwargs.values())]
         crossings = self._crossings
         places = {place for tensor in tensors if (place := crossings.place(tensor)) is not None}
         if len(places) > 1:
-            place = crossings.place(tensors[0]) if _writes(func, kwargs) else None
+            place = crossings.place(tensors[0]) if writes(func) else None
             args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
             places = {place} if place is not None else set()
         result = func(*args, **kwargs)
@@ -159,18 +167,18 @@ class _Alignment(TorchFunctionMode):
         return result
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among `values`, and in lists and tuples among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
+            found += tensors_among(value)
     return found
 
 
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+def writes(func: Any) -> bool:
     """Whether `func` changes its first operand in place."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

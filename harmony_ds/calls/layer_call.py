@@ -6,13 +6,13 @@ required, and the recomputation must give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harmony_ds.calls.arguments import Given, Outcome
 from harmony_ds.calls.boundary import propagate
@@ -77,6 +77,19 @@ class LayerCalls:
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
         return new
 
+    def spread(self, devices: Mapping[int, Sequence[int]], unlayered: Iterable[str]) -> dict[nn.Module, int]:
+        """Where the modules of layers have their buffers: on the first of the `devices` that run the layer.
+
+        A layer that several run, or that uses `unlayered` parameters, which are on HOME, has its operands aligned.
+        """
+        shared, places, aligned = set(unlayered), {}, self._crossings.between_layers
+        for index, numbers in devices.items():
+            layer = self._layers[index]
+            odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
+            layer.aligned = aligned if odd and aligned is not None else nullcontext
+            places.update(dict.fromkeys(layer.buffered, numbers[0]))
+        return places
+
     def copy_inputs(self, layer: int) -> None:
         """From now on, what is kept of calls of `layer` is a copy of what they were given."""
         self._layers[layer].inputs_change = True
@@ -109,7 +122,7 @@ class LayerCalls:
         held = held_by(caches.values())
         values = self._crossings.values_here(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
-        with layer.parameters.installed(copies):
+        with layer.parameters.installed(copies), layer.aligned():
             outputs = request.run(values[: len(request.args)], kwargs)
         restore(held)
         own = layer.memory(copies)

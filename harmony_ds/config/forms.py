@@ -157,7 +157,9 @@ FORMS: dict[str, Form] = {
     "gib or null": optional(_GIB),
     "file or null": optional(Form("the path of a JSON file", StrictStr, _MUST)),
     "device": Form('a name such as "cpu" or "cuda:0"', StrictStr, _MUST),
-    "devices": Form('a number of at least 1, "all", or a list of names such as ["cuda:0", "cuda:1"]', _DEVICES_TYPE, _IS),
+    "devices": Form(
+        'a number of at least 1, "all", or a list of names such as ["cuda:0", "cuda:1"]', _DEVICES_TYPE, _IS
+    ),
     "patterns": Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST),
     "weights": Form('"auto", "whole" or "share"', Literal["auto", "whole", "share"], _IS),
     "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),

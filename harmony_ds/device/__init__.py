@@ -15,12 +15,12 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
+    "DeviceGroup",
     "Event",
     "HostStreamDevice",
     "MemoryProbe",
     "Stream",
     "device_of_process",
-    "DeviceGroup",
     "make_device",
     "make_devices",
 ]

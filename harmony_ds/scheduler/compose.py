@@ -106,12 +106,6 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def turning(packing: Packing) -> tuple[int, ...]:
-    """The packs that are the last of their device's forward pass and the first of its backward pass: they stay there."""
-    last = {packing.packs[index].device: index for index in (*packing.forward, packing.backward[-1])}
-    return tuple(index for index in last.values() if index != packing.backward[-1])
-
-
 def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
     """Forward packs whose stash goes to the host, and backward packs that take some of it back."""
     away = packing.forward[: policy.stash_on_host]
@@ -165,7 +159,7 @@ class _Composer:
         *earlier, end = self._packing.backward
         backward = [end, *(i for i in reversed(earlier) if packs[i].needs_backward)]
         # Without a pass there and a pass back there is nothing to be kept for.
-        stay = (*policy.kept, *turning(self._packing))
+        stay = (*policy.kept, *self._packing.turning)
         kept = {*policy.resident, *(index for index in stay if index in forward and index in backward)}
         self._graphs = {
             (index, m)

@@ -51,7 +51,8 @@ class Packer:
             forward: from 0 to where the fused pack begins (None: the bounds of the backward pass).
         """
         packs = self.packs(backward)
-        forward = backward[:-1] if forward is None else forward
+        if forward is None or self._policy.pipeline > 1:  # whose packs lie on one device in both passes
+            forward = backward[:-1]
         known = {pack.positions: pack.index for pack in packs}
         everything, order = list(packs), []
         for first, last in pairwise(forward):

@@ -16,12 +16,10 @@ the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` upd
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
@@ -167,14 +165,20 @@ class Packing:
         return () if self.unlayered is None else (self.packs[self.unlayered],)
 
     @property
+    def turning(self) -> tuple[int, ...]:
+        """Of several devices: the last pack of each one's forward pass, which begins its backward pass, and stays there."""
+        last = {self.packs[index].device: index for index in (*self.forward, self.backward[-1])}
+        return tuple(index for index in last.values() if index != self.backward[-1])
+
+    @property
     def covering(self) -> tuple[Pack, ...]:
         """The packs that have calls."""
         return tuple(pack for pack in self.packs if pack.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(PlanSwitches):
-    """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
+class Policy:
+    """Where things wait, and when tasks are issued: what the ds_config says (the first three), and what the search decides.
 
     Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
 
@@ -194,6 +198,9 @@ class Policy(PlanSwitches):
         pipeline: how many devices one process drives, to which packs are dealt in turn.
     """
 
+    grouping: bool = True
+    prefetch: bool = True
+    gradient_slabs: int = 3
     stash_on_host: int = 0
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
@@ -207,21 +214,10 @@ class Policy(PlanSwitches):
     reduce_on_host: bool = False
     pipeline: int = 1
 
-    @staticmethod
-    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1, servers: int = 1) -> Policy:
-        """As the ds_config says; what the search decides is left as it is."""
-        given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
-        return Policy(**given, deferred_update=deferred_update, devices=devices, servers=servers)
-
     @property
     def alone(self) -> bool:
         """Whether one device trains the model."""
         return self.devices == self.servers == 1
-
-    @property
-    def updates_last(self) -> bool:
-        """Whether all updates come behind the backward pass."""
-        return self.deferred_update or not self.just_in_time_update
 
     @property
     def leave_whole(self) -> bool:
@@ -231,7 +227,7 @@ class Policy(PlanSwitches):
     @property
     def gradients_wait(self) -> bool:
         """Whether the gradients of all packs are on the host at once."""
-        return self.updates_last or not self.grouping
+        return self.deferred_update or not self.grouping
 
 
 _NEVER = 2**30
@@ -291,10 +287,6 @@ class Plan:
         shared = set(pack.parameters) - set(pack.owned)
         return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
 
-    def until(self, kind: TaskKind) -> Plan:
-        """The tasks before the first one of that kind."""
-        return self.part(0, next(place for place, task in enumerate(self.tasks) if task.kind is kind))
-
     def part(self, begin: int, end: int | None = None) -> Plan:
         """The tasks from one place to before another."""
         part = slice(begin, end)
@@ -320,17 +312,6 @@ class Plan:
 
 NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 """Where none has been run."""
-
-
-def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
-    """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
-    its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
-    """
-    last = max(packs, key=lambda pack: pack.positions[-1:]).index
-    there = {task.micro_batch for task in tasks if task.kind is TaskKind.FORWARD and task.pack == last}
-    if not there:
-        return frozenset()
-    return frozenset(t.micro_batch for t in tasks if t.kind is TaskKind.BACKWARD and t.pack == last) & there
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

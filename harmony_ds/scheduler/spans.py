@@ -12,6 +12,15 @@ PEER = "peer"
 """Beside these, where there are several devices: what they send each other."""
 
 
+_SHARED = (HOST, UPDATE)
+"""One of each for all devices."""
+
+
+def of_device(stream: str, device: int) -> str:
+    """The name of a stream, or of a link, of one of several devices."""
+    return stream if not device or stream in _SHARED else f"{stream} {device}"
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it."""

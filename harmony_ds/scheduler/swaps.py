@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Pack, Plan, TaskKind
+from harmony_ds.profiler.flow import Flow
+from harmony_ds.scheduler.plan import Pack, Packing, Plan, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,9 @@ class Swaps:
         return self.weights_in + self.gradients_out + self.stash_out + self.stash_in
 
 
-def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
+def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequence[int] = ()) -> Swaps:
     """The bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most); what the ledger will
-    count.
+    count. `counts`: how many micro-batches each one stands for; empty: for itself.
     """
     weights = gradients = out = back = sent = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
@@ -43,9 +45,10 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
             case TaskKind.REDUCE if pack.sent_bytes:
                 sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
-                out += stash_bytes(pack, costs)
+                out += stash_bytes(pack, costs) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
-                back += sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                nbytes = sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
     return Swaps(weights, gradients, out, back, sent)
@@ -54,6 +57,33 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
     """What one micro-batch stashes for a pack."""
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that a micro-batch takes along to a pack's device, and what comes there of gradients."""
+
+    forward: int = 0
+    back: int = 0
+
+    def of(self, kind: TaskKind) -> int:
+        return self.forward if kind is TaskKind.MOVE else self.back
+
+
+def moved_bytes(packing: Packing, flow: Flow) -> dict[int, Moved]:
+    """By pack: what one micro-batch moves for it between devices."""
+    devices = {p: packing.packs[index].device for index in packing.backward for p in packing.packs[index].positions}
+    if not any(devices.values()):
+        return {}
+    moves = flow.moves([devices[p] for p in sorted(devices)])
+    order, moved = packing.backward, {}
+    for index, following in zip(order, (*order[1:], None), strict=True):
+        back = () if following is None else packing.packs[following].positions
+        moved[index] = Moved(
+            sum(move.nbytes for move in moves if move.position in packing.packs[index].positions),
+            sum(move.nbytes for move in moves if move.position in back and move.returns),
+        )
+    return moved
 
 
 def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
@@ -66,7 +96,8 @@ def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     shared = policy.shared
     forward = sum(plan.packs[index].swap_in_bytes(shared) for index in once if index not in policy.resident)
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
-    kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
+    stay = (*policy.kept, *packing.turning)
+    kept = {packing.backward[-1], *(index for index in stay if index in packing.forward)}
     again = sum(pack.swap_in_bytes(shared) for pack in backward if pack.index not in kept)
     gradients = sum(pack.swap_out_bytes(rank) for pack in backward)
     always = sum(pack.swap_in_bytes(shared) + pack.swap_out_bytes(rank) for pack in packing.always)

@@ -305,7 +305,6 @@ class Tower(Net):
         ((4, 2, 3), {"pack_layers": 1}),
         ((2, 4, 1), {"pack_layers": 2}),
         ((1, 2, 3), {"pack_layers": 2}),
-        ((2, 4, 1), {"pack_layers": 2, "fuse_last_pack": False}),
     ],
 )
 def test_each_micro_batch_as_deep_as_it_asks(depths: tuple[int, ...], harmony: Any) -> None:

@@ -62,8 +62,7 @@ class _Walk:
         rounds = len(group.rounds(policy.grouping))
         self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
         self._swapped += self._always
-        through = packing.forward if policy.fuse_last_pack else (*packing.forward, self._last)
-        self._forward = {m: [*through] for m in group.fresh} | {m: [] for m in group.forwarded}
+        self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
         self._backward = {
             m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
@@ -134,8 +133,7 @@ class _Walk:
         self._check_ready(task)
         _require(self._out[task.pack] <= self._freed[task.pack], "its earlier gradients have not been freed")
         _require(not self._forward[task.micro_batch], "its forward pass is not finished")
-        fresh = task.pack == self._last and task.micro_batch in self._group.fresh
-        fused = fresh and self._policy.fuse_last_pack
+        fused = task.pack == self._last and task.micro_batch in self._group.fresh
         _require(fused == (task.kind is TaskKind.FUSED), "fused where it must not be, or not fused where it must")
         kept = (task.pack, task.micro_batch) in self._graphs
         _require(kept == (task.kind is TaskKind.BACKWARD_FROM_GRAPH), "recomputed though its graph is kept, or not")
@@ -201,8 +199,6 @@ class _Walk:
 
     def _update(self, task: Task) -> None:
         _require(not self._norm_missing, "updated before the norm is known")
-        early = not self._policy.just_in_time_update and any(self._backward.values())
-        _require(not early, "updated before the backward pass is over")
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
         there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered | self._apart)
         there = there or task.pack == self._packing.uncalled

@@ -116,12 +116,12 @@ def _path() -> str:
 
 
 def _build() -> ModuleType:
-    from harmony_ds.offload import compiled
+    from torch.utils import cpp_extension
 
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = _path()
     try:
         # The kernels are the CPU's, so there is nothing here worth optimizing further.
-        return compiled.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
+        return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
     finally:
         os.environ["PATH"] = before

@@ -64,8 +64,6 @@ WAYS_OFF = [
     ("bert", Way(0.0, 0.5, 1, "host"), "everything"),
     ("t5", Way(0.0, 0.5, 2, "host"), "everything"),
     ("mixtral", Way(0.0, 0.5, EVERY, "device"), "everything"),
-    ("gpt2", Way(0.0, 0.0, 1, "host"), "fused-last-pack"),
-    ("SkipNet", Way(0.0, 0.0, 2, "device"), "fused-last-pack"),
 ]
 
 

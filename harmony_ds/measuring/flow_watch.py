@@ -1,0 +1,67 @@
+"""Watches which tensors a forward pass hands from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harmony_ds.calls.crossing import tensors_among, writes
+from harmony_ds.calls.intercept import is_between_layers
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.profiler.flow import Event, Flow, Kind
+
+_NUMBER = "_harmony_flow"
+
+
+class FlowWatch(TorchFunctionMode):
+    """Notes the operations between layers while it is open, and the calls that it is told of.
+
+    Attributes:
+        in_objective: operations are noted though no layer call would be handled: the loss is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._key = object()  # numbers of another watch are none
+        self._nbytes: list[int] = []
+        self._returns: list[bool] = []
+        self._events: list[Event] = []
+        self._position = -1
+        self.in_objective = False
+
+    @property
+    def flow(self) -> Flow:
+        """What was seen so far."""
+        return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events))
+
+    def call(self, took: Any, gave: Any) -> None:
+        """The next layer call was given `took` and has returned `gave`."""
+        self._position += 1
+        self._note(Kind.CALL, tensors_in(took), tensors_in(gave))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (self.in_objective or is_between_layers()):
+            return func(*args, **kwargs)
+        took = tensors_among((*args, *kwargs.values()))
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)) or writes(func):
+            self._note(Kind.WRITE if writes(func) and took else Kind.OPERATION, took, tensors_among((result,)))
+        return result
+
+    def _note(self, kind: Kind, took: Iterable[Tensor], gave: Iterable[Tensor]) -> None:
+        numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (took, gave)]
+        self._events.append((kind, self._position, numbers[0], numbers[1]))
+
+    def _number(self, tensor: Tensor) -> int:
+        known = getattr(tensor, _NUMBER, None)
+        if known is None or known[0] is not self._key:
+            known = self._key, len(self._nbytes)
+            setattr(tensor, _NUMBER, known)
+            self._nbytes.append(tensor.nbytes)
+            self._returns.append(tensor.requires_grad)
+        number: int = known[1]
+        return number

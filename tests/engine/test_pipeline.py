@@ -1,0 +1,143 @@
+"""One process that drives several devices trains as it does with one, bit for bit, and moves what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import DoesNotFitError, HarmonyEngine
+from harmony_ds.errors import ConfigError
+from harmony_ds.offload.ledger import Kind
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    optimizer_for,
+    train_groups,
+    weights_of,
+)
+from tests.families import Family
+
+STEPS, ACCUMULATION = 2, 4
+LLAMA = family("llama")
+SHOWN = ("llama", "t5", "mixtral")  # at every number of devices in `make test`, the others at two
+
+
+def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """The weights, and the losses, of a model trained on so many devices, each layer a pack."""
+    model = one.build(0.1)
+    harmony = {"pack_layers": 1, "devices": devices}
+    with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, harmony, **more)) as engine:
+        losses = train_groups(engine, groups_of(one, STEPS, ACCUMULATION))
+        assert engine.swap_report().ratio == 1.0
+    return weights_of(model), losses
+
+
+def assert_equal(one: tuple[dict[str, Tensor], list[float]], other: tuple[dict[str, Tensor], list[float]]) -> None:
+    assert one[1] == other[1]
+    assert all(torch.equal(weight, other[0][name]) for name, weight in one[0].items())
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(3, id="3-deep"), pytest.param(4, id="4-deep")])
+@pytest.mark.parametrize("one", EVERY_FAMILY, ids=str)
+def test_every_family_trains_as_on_one_device(one: Family, devices: int) -> None:
+    assert_equal(trained(one, devices), trained(one, 1))
+
+
+@pytest.mark.parametrize("more", [{"clip": 0.0}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
+def test_without_clipping_and_in_half_precision(more: dict[str, Any]) -> None:
+    assert_equal(trained(LLAMA, 3, **more), trained(LLAMA, 1, **more))
+
+
+def test_losses_that_are_looked_at_early() -> None:
+    groups, results = groups_of(LLAMA, STEPS, ACCUMULATION), []
+    for devices in (1, 3):
+        model = LLAMA.build(0.1)
+        with engine_for(
+            model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})
+        ) as engine:
+            losses = loop(engine, groups, look=lambda i: i == 1)
+            with torch.no_grad():
+                seen = engine.eval_batch(iter(groups[0])).item()
+        results.append((weights_of(model), [loss for row in losses for loss in row] + [seen]))
+    assert_equal(*results)
+
+
+class Mixer(nn.Module):
+    """Code between layers that mixes what different devices have, in place and out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("offset", torch.linspace(0.0, 1.0, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kept, first = [], x
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + first) * self.scale + self.offset
+            kept.append(x.mean(1))
+        total = torch.zeros_like(kept[0])
+        for one in kept:
+            total += one
+        return (x + torch.stack(kept, 1).sum(1, keepdim=True) + total[:, None] - y).pow(2).mean()
+
+
+def mixed(devices: int) -> tuple[HarmonyEngine, dict[str, Tensor], list[float]]:
+    torch.manual_seed(0)
+    model = Mixer()
+    source = torch.Generator().manual_seed(1)
+    groups = [[{k: torch.randn(2, 6, generator=source) for k in "xy"} for _ in range(3)] for _ in range(2)]
+    with engine_for(model, adamw, config_of(3, 0.5, {"pack_layers": 1, "devices": devices})) as engine:
+        losses = train_groups(engine, groups)
+    return engine, weights_of(model), losses
+
+
+def test_code_between_layers_mixes_what_lies_on_several_devices() -> None:
+    _, weights, losses = mixed(3)
+    _, plain_weights, plain_losses = mixed(1)
+    assert_equal((weights, losses), (plain_weights, plain_losses))
+
+
+@pytest.mark.parametrize("budget", [400_000, 200_000])
+def test_under_a_budget_each_device_takes_and_swaps_what_was_planned(budget: int) -> None:
+    model = LLAMA.build(0.0)
+    harmony = {"devices": 2, "device_memory_gib": budget / 2**30}
+    with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, harmony)) as engine:
+        train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
+        memory, report = engine.memory_report(), engine.plan_report()
+        assert report.swapped_bytes == report.planned.total
+        assert memory.device_peaks == report.choices[0].plan.device_peaks
+        assert len(memory.device_peaks) == 2
+        assert max(memory.device_peaks) <= budget
+
+
+def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
+    model = LLAMA.build(0.0)
+    nbytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+    with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": 2})) as engine:
+        train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
+        swaps = engine.swap_report()
+    assert swaps.host_to_device[Kind.WEIGHTS.value] < 2 * nbytes
+    assert swaps.device_to_host[Kind.GRADIENTS.value] == pytest.approx(nbytes, rel=0.02)  # tensors are aligned
+
+
+def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
+    with (
+        pytest.raises(DoesNotFitError, match="64 devices"),
+        engine_for(LLAMA.build(0.0), adamw, config_of(2, 0.5, {"devices": 64})) as engine,
+    ):
+        train_groups(engine, groups_of(LLAMA, 1, 2))
+    for wrong in (0, [], "many"):
+        with (
+            pytest.raises(ConfigError, match="devices"),
+            engine_for(LLAMA.build(0.0), adamw, config_of(2, 0.5, {"devices": wrong})),
+        ):
+            pass
