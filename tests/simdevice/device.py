@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import nn
 
+import harmony_ds
 from harmony_ds.device.host_streams import HostStreamDevice
 from tests import simdevice
+from tests.engine.drive import config_of
 
 
 class SimDevice(HostStreamDevice):
@@ -15,6 +20,7 @@ class SimDevice(HostStreamDevice):
 
     def __init__(self, budget_bytes: int | None = None, index: int = 0) -> None:
         simdevice.load()
+        gc.collect()
         self.torch_device = torch.device("simdev", index)
         self.name = str(self.torch_device)
         self.budget_bytes = budget_bytes
@@ -43,3 +49,15 @@ class SimDevice(HostStreamDevice):
 
     def reset_peak(self) -> None:
         simdevice.reset_peak(self._index)
+
+
+def engine_of(
+    model: nn.Module, make: Any, group: int, clip: float = 0.0, budget_bytes: int | None = None, **config: Any
+) -> tuple[Any, SimDevice]:
+    """An engine that the test destroys, and its device. `make`: from parameters to an optimizer; None: the config's."""
+    device = SimDevice(budget_bytes)
+    optimizer = None if make is None else make(model.parameters())
+    made = harmony_ds.initialize(
+        model=model, optimizer=optimizer, config=config_of(group, clip, **config), device=device
+    )
+    return made[0], device

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import harmony_ds
 from harmony_ds.device.group import DeviceGroup
 from tests import simdevice
-from tests.exactness.models import weights
-from tests.families import Family
+from tests.engine.drive import engine_for, family, groups_of, optimizer_for, weights_of
+from tests.families import Batch
 from tests.graphs import graphs_in, keep_graphs
 from tests.simdevice.device import SimDevice
-from tests.simdevice.test_engine_exactness import ALL, EVERY, GROUP, SEED, STEPS, Way, optimizer_for
+from tests.simdevice.test_engine_exactness import EVERY, GROUP, STEPS, Way, config_for
 
 HOST, DEVICE = Way(0.1, 0.5, 1, "host"), Way(0.1, 0.0, 1, "device")
 RESIDENT, GRAPHS = Way(0.0, 0.5, 1, "host", EVERY), Way(0.1, 0.5, 1, "host", graphs=(GROUP, 0, 2))
@@ -30,6 +29,7 @@ CASES = [
     ("SkipNet", 2, HOST),
     ("SkipNet", 3, GRAPHS),
     ("SharedDepthNet", 2, DEVICE),
+    ("BatchNormNet", 2, HOST),
     ("LayerDropNet", 3, HOST),
     ("TwoPassNet", 2, HOST),
     ("InPlaceNet", 3, DEVICE),
@@ -37,41 +37,21 @@ CASES = [
     ("gpt2", 2, DEVICE),
     ("llama", 4, GRAPHS),
     ("t5", 3, HOST),
-    ("BatchNormNet", 2, HOST),
     ("deepseek_v3", 2, DEVICE),
     todo("packs stay on device 0 from step to step", "SkipNet", 2, RESIDENT),
 ]
 
 
-def devices(count: int) -> DeviceGroup:
-    return DeviceGroup([SimDevice(index=index) for index in range(count)])
-
-
-def engine_of(family: Family, way: Way, device: Any) -> Any:
-    model = family.build(way.dropout).train()
-    harmony = {"seed": SEED, "pack_layers": 1, "stash": way.stash, "residency": way.residency}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": GROUP,
-        "gradient_clipping": way.clip,
-        "harmony": harmony,
-    }
-    optimizer = optimizer_for(family, model)
-    return harmony_ds.initialize(model=model, optimizer=optimizer, config=config, device=device)[0]
-
-
-def trained(family: Family, way: Way, device: Any) -> dict[str, Tensor]:
+def trained(model: nn.Module, make: Any, groups: list[list[Batch]], way: Way, device: Any) -> dict[str, Tensor]:
     """Weights, and the losses of the steps."""
-    engine = engine_of(family, way, device)
-    found = {}
-    for step in range(STEPS):
-        found[f"loss {step}"] = engine.train_batch(family.batch(step * GROUP + i) for i in range(GROUP)).detach().cpu()
-        report = engine.memory_report()
-        assert max(device.peaks()) <= report.planned_peak_bytes
-    engine.finish_updates()
-    assert bool(way.graphs) == bool(graphs_in(engine.plan))
-    engine.destroy()
-    return {**found, **weights(engine.module)}
+    losses = {}
+    with engine_for(model, make, config_for(way), device=device) as engine:
+        for step, group in enumerate(groups):
+            losses[f"loss {step}"] = engine.train_batch(iter(group)).detach().cpu()
+            assert max(device.peaks()) <= engine.memory_report().planned_peak_bytes
+        assert engine.plan is not None
+        assert bool(way.graphs) == bool(graphs_in(engine.plan))
+    return losses | weights_of(model)
 
 
 @pytest.mark.parametrize(("name", "count", "way"), CASES, ids=str)
@@ -80,7 +60,10 @@ def test_weights_and_losses_are_those_of_one_device(
 ) -> None:
     if way.graphs:
         keep_graphs(monkeypatch, way.graphs)
-    expected, before = trained(ALL[name], way, SimDevice()), simdevice.peer_traffic()
-    found, after = trained(ALL[name], way, devices(count)), simdevice.peer_traffic()
+    one = family(name)
+    make, groups = optimizer_for(one), groups_of(one, STEPS, GROUP)
+    expected, before = trained(one.build(way.dropout), make, groups, way, SimDevice()), simdevice.peer_traffic()
+    several = DeviceGroup([SimDevice(index=index) for index in range(count)])
+    found, after = trained(one.build(way.dropout), make, groups, way, several), simdevice.peer_traffic()
     assert {index for pair in after if after[pair] > before[pair] for index in pair} == set(range(count))
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
