@@ -91,6 +91,8 @@ RULES: dict[str, Rule] = {
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
         "way"
     ),
+    "tests/simdevice/test_engine_pipeline.py": every,
+    "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
     "tests/test_forecast.py": one,
     "tests/test_survey.py": one,
 }
@@ -170,7 +172,6 @@ SLOW = """
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
-    simdevice/test_engine_residency.py::test_masters_are_planned_for
     test_config_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
     test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
     test_survey.py::test_a_saved_profile_stands_in_for_measuring

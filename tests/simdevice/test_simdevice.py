@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +17,8 @@ from tests.simdevice import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _fresh_device() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
-    yield
-    simdevice.set_limit(None)
 
 
 class Held:
@@ -239,20 +237,87 @@ def test_work_on_the_device_counts_no_traffic() -> None:
 # ---- a device that is not the host
 
 
-def test_mixing_a_cpu_tensor_in_is_refused_as_on_a_real_device_but_for_a_single_number() -> None:
-    x = torch.ones(3, device=DEVICE)
+@pytest.mark.parametrize("other", ["cpu", "simdev:1"])
+def test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu(other: str) -> None:
+    x, y = torch.ones(3, device=DEVICE), torch.ones(3, device=other)
     attempts: list[Callable[[], Tensor]] = [
-        lambda: x + torch.ones(3),
-        lambda: torch.ones(3).add_(x),
-        lambda: F.linear(x, torch.ones(2, 3)),
-        lambda: torch.cat([x, torch.ones(3)]),
-        lambda: F.embedding(torch.tensor([0]), x.view(3, 1)),
-        lambda: F.conv1d(x.view(1, 1, 3), torch.ones(1, 1, 1)),
+        lambda: x + y,
+        lambda: y.add_(x),
+        lambda: F.linear(x, y.expand(2, 3)),
+        lambda: torch.cat([x, y]),
+        lambda: torch.add(x, x, out=y),
+        lambda: F.embedding(torch.tensor([0], device=other), x.view(3, 1)),
+        lambda: F.conv1d(x.view(1, 1, 3), y[:1].view(1, 1, 1)),
     ]
+    if other != "cpu":
+        attempts.append(lambda: y * torch.tensor(2.0, device=DEVICE))
     for attempt in attempts:
         with pytest.raises(RuntimeError, match="same device"):
             attempt()
     assert (x * torch.tensor(2.0)).tolist() == [2, 2, 2]
+
+
+# ---- several devices
+
+
+def test_each_device_counts_its_own_bytes_up_to_its_own_limit() -> None:
+    before = [simdevice.allocated_bytes(index) for index in range(4)]
+    simdevice.set_limit(before[2] + 100, index=2)
+    held = torch.empty(200, device="simdev:1"), torch.empty(20, device="simdev:2")
+    with pytest.raises(torch.OutOfMemoryError, match="at index 2: asked for 80 bytes"):
+        held[1] + 1
+    assert [simdevice.allocated_bytes(index) - before[index] for index in range(4)] == [0, 800, 80, 0]
+    simdevice.reset_peak(1)
+    held[0].resize_(300)
+    assert simdevice.allocated_bytes(1) == before[1] + 1200
+    assert simdevice.peak_bytes(1) == torch.accelerator.max_memory_allocated(1) == before[1] + 2000
+
+
+def test_copies_between_devices_are_counted_by_pair() -> None:
+    before, traffic = simdevice.peer_traffic(), simdevice.traffic()
+    x = torch.arange(10.0).to("simdev:3")
+    y = torch.zeros(10, device="simdev:1", dtype=torch.float64).copy_(x)
+    y[:5].copy_(x.to("simdev:2")[:5])
+    after = simdevice.peer_traffic()
+    assert torch.equal(y.cpu(), torch.arange(10.0, dtype=torch.float64))
+    moved = {pair: nbytes - before[pair] for pair, nbytes in after.items() if nbytes > before[pair]}
+    assert moved == {(3, 1): 80, (3, 2): 40, (2, 1): 40}
+    assert simdevice.traffic() == (traffic[0] + 40, traffic[1] + 80)
+
+
+def test_tensors_lie_on_the_device_asked_for_or_on_the_current_one_of_the_thread() -> None:
+    seen: list[torch.device] = []
+    with torch.accelerator.device_index(2), torch.Stream(device="simdev:3"):
+        assert torch.accelerator.current_device_index() == 3
+        assert [torch.accelerator.current_stream(index).stream_id == 0 for index in (2, 3)] == [True, False]
+        assert (torch.ones(2, device="simdev:1") + 1).argmax().device.index == 1
+        assert torch.randperm(2, device="simdev:1").device.index == 1
+        assert torch.ones(2, device=DEVICE).device.index == 3
+        thread = threading.Thread(target=lambda: seen.append(torch.ones(2, device=DEVICE).device))
+        thread.start()
+        thread.join()
+    assert [device.index for device in seen] == [0]
+    assert torch.accelerator.current_device_index() == 0
+    with pytest.raises(RuntimeError, match="4 devices, not index 4"):
+        torch.ones(2, device="simdev:4")
+
+
+def test_backward_runs_in_a_thread_of_each_device_where_that_is_current() -> None:
+    seen: dict[int, tuple[int, int]] = {}
+
+    def note(gradient: Tensor) -> None:
+        seen[gradient.get_device()] = torch.accelerator.current_device_index(), threading.get_ident()
+
+    x = leaf(4)
+    first = x.to("simdev:1") * 2
+    second = first.to("simdev:3") * 3
+    for tensor in (first, second):
+        tensor.register_hook(note)
+    second.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6, 6, 6, 6]
+    assert {index: current for index, (current, _) in seen.items()} == {1: 1, 3: 3}
+    assert seen[1][1] != seen[3][1]
 
 
 # ---- results, of kernels that are the device's own (the families' tests show the others)
