@@ -191,7 +191,10 @@ class LateDevice(CpuDevice):
         block.used.add((self.place, Stream.COMPUTE))
 
     def upload(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()  # staged: done when the call returns
+        with self._here.unwatched():
+            made = tensor.clone()  # staged: done when the call returns
+        self._own((self.place, Stream.COMPUTE), made, "upload")
+        return made
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._here.unwatched():

@@ -20,13 +20,19 @@ Clock = dict[Who, int]
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory in one piece: whose it is, the last accesses to it by each stream, and what its allocator was told of."""
+    """Memory in one piece: whose it is, and the last accesses to it by each stream.
+
+    Attributes:
+        used: streams that the allocator was told of: it waits until they have come to where the memory was given back.
+        done: what they had done there.
+    """
 
     owner: Who
     what: str
     reads: Clock = field(default_factory=dict)
     writes: Clock = field(default_factory=dict)
     used: set[Who] = field(default_factory=set)
+    done: Clock = field(default_factory=dict)
 
 
 class Order:
@@ -64,6 +70,9 @@ class Order:
 
     def free(self, block: Block) -> None:
         """The program dropped `block`. May be called at any moment, on any thread."""
+        for who in block.used:
+            for other, at in list(self._known[who].items()):
+                block.done[other] = max(at, block.done.get(other, 0))
         self._freed[block.owner].append(block)
 
     def allocate(self, who: Who, what: str) -> Block:
@@ -74,7 +83,7 @@ class Order:
             block = freed.popleft()
             for others in (block.writes, block.reads):
                 for other, at in others.items():
-                    if other not in (who, *block.used) and self._known[who].get(other, 0) < at:
+                    if other != who and max(self._known[who].get(other, 0), block.done.get(other, 0)) < at:
                         self.reports.append(
                             f"{block.what} was given back to {name_of(who)} and may be handed out again, while "
                             f"{name_of(other)} may still use it"
