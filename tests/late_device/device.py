@@ -54,13 +54,6 @@ _SHARED = (
 """What the devices of a group have in common."""
 
 
-def late_devices(count: int, seed: int | None = None, budget_bytes: int | None = None) -> Device:
-    """So many of them, as one `Device`."""
-    first = LateDevice(seed, budget_bytes)
-    others = [LateDevice(seed, budget_bytes, beside=first) for _ in range(count - 1)]
-    return DeviceGroup([first, *others]) if others else first
-
-
 class LateDevice(CpuDevice):
     """Use it under `watched`; then `assert_in_order`."""
 
@@ -260,7 +253,7 @@ class LateDevice(CpuDevice):
                     return self._copy_late(who, args[0], args[1])
                 self._synchronize(who)
             if who is not _HOST and who[1] is Stream.PEER and not func.is_view:
-                if func is _TO_COPY and places[0] != who[0]:
+                if func is _TO_COPY and places and places[0] != who[0]:
                     with self._here.unwatched():
                         made = poisoned(func(*args, **kwargs))
                     self._own(who, made, str(func))
@@ -354,6 +347,13 @@ class LateDevice(CpuDevice):
             poisoned(target)
         elif out or not done:
             target.copy_(source)
+
+
+def late_devices(count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice) -> Device:
+    """So many of them, as one `Device`."""
+    first = kind(seed, budget_bytes)
+    others = [kind(seed, budget_bytes, beside=first) for _ in range(count - 1)]
+    return DeviceGroup([first, *others]) if others else first
 
 
 class _LateEvent:
