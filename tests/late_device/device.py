@@ -349,7 +349,9 @@ class LateDevice(CpuDevice):
             target.copy_(source)
 
 
-def late_devices(count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice) -> Device:
+def late_devices(
+    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice
+) -> Device:
     """So many of them, as one `Device`."""
     first = kind(seed, budget_bytes)
     others = [kind(seed, budget_bytes, beside=first) for _ in range(count - 1)]

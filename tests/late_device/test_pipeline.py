@@ -31,10 +31,10 @@ from tests.engine.drive import (
     weights_of,
 )
 from tests.engine.test_pipeline import Mixer, Trained, assert_equal, trained
+from tests.families import Batch
 from tests.late_device.device import late_devices
 from tests.late_device.test_engine import late_engine
 from tests.late_device.test_steady import Model
-from tests.families import Batch
 from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")

@@ -103,7 +103,10 @@ class _Walk:
     def _move(self, task: Task) -> None:
         through = self._forward[task.micro_batch] or self._backward[task.micro_batch]
         _require(through[:1] == [task.pack], "it does not go to the pack that comes next")
-        there, back = self._packing.packs[task.pack].device, task.pack != self._last and not self._forward[task.micro_batch]
+        there, back = (
+            self._packing.packs[task.pack].device,
+            task.pack != self._last and not self._forward[task.micro_batch],
+        )
         _require(self._on.get(task.micro_batch, there) != there, "it is there already, or has not begun")
         _require(back == (task.kind is TaskKind.MOVE_BACK), "moved back on its way there, or the other way round")
         self._on[task.micro_batch] = there
