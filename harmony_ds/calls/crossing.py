@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harmony_ds.calls.trees import map_tensors
+from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.offload.ledger import Ledger
@@ -83,10 +84,16 @@ class Crossings:
         return tensor if self._group is None else self.moved(tensor, HOME)
 
     def values_here(self, values: list[Any]) -> list[Any]:
-        """The same of arguments: tensors, and what tuples, lists and dictionaries hold."""
-        if self._group is None:
-            return values
-        return [map_tensors(self.moved, v) if isinstance(v, (Tensor, tuple, list, dict)) else v for v in values]
+        """The same of arguments and what they hold. Containers stay the caller's, for layers write into them."""
+        return values if self._group is None else [self._value_here(value) for value in values]
+
+    def _value_here(self, value: Any) -> Any:
+        assert self._group is not None
+        if all(self.place(tensor) in (None, self._group.number) for tensor in tensors_in(value)):
+            return value
+        if change_contents(value, self._value_here):
+            return value
+        return map_tensors(self.moved, value)
 
     def moved(self, tensor: Tensor, place: int | None = None) -> Tensor:
         """`tensor` on the current device, or on `place`: moved there once, as long as it lives."""

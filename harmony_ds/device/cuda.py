@@ -111,7 +111,7 @@ class CudaDevice(Device):
         if not self.pins_host or nbytes == 0:
             return
         with torch.cuda.device(self.torch_device):  # registering is for the current device, and makes it one
-            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 1)  # for all devices
         if int(status) == 0:
             self._registered[buffer.data_ptr()] = nbytes
         else:

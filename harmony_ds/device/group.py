@@ -91,10 +91,6 @@ class DeviceGroup(Device):
         for member in self.members:
             member.unlimit_process()
 
-    def host_free(self, buffer: Tensor) -> None:
-        for member in self.members:
-            member.host_free(buffer)
-
     def reset_peak(self) -> None:
         for member in self.members:
             member.reset_peak()
@@ -104,6 +100,20 @@ class DeviceGroup(Device):
 
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
+
+    # ---- host memory, which is page-locked for all by the home device
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.members[HOME].host_empty(numel, dtype)
+
+    def host_lock(self, buffer: Tensor) -> None:
+        self.members[HOME].host_lock(buffer)
+
+    def host_free(self, buffer: Tensor) -> None:
+        for member in self.members[HOME + 1 :]:
+            for stream in Stream:
+                member.record(stream).synchronize()
+        self.members[HOME].host_free(buffer)
 
     # ---- the current one
 
@@ -130,12 +140,6 @@ class DeviceGroup(Device):
 
     def free(self, buffer: Tensor) -> None:
         self._now.free(buffer)
-
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._now.host_empty(numel, dtype)
-
-    def host_lock(self, buffer: Tensor) -> None:
-        self._now.host_lock(buffer)
 
     def charge(self, nbytes: int, what: str) -> None:
         self._now.charge(nbytes, what)

@@ -27,10 +27,11 @@ from tests.families import Family
 
 STEPS, ACCUMULATION = 2, 4
 LLAMA = family("llama")
+Trained = tuple[dict[str, Tensor], list[float]]
 FEW_CALLS = ("BareParameterNet", "UntouchedNet")
 
 
-def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
+def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> Trained:
     """The weights, and the losses, of a model trained on so many devices, each layer a pack."""
     model = one.build(0.1)
     harmony = {"pack_layers": 1, "devices": devices}
@@ -40,7 +41,7 @@ def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> tuple[
     return weights_of(model), losses
 
 
-def assert_equal(one: tuple[dict[str, Tensor], list[float]], other: tuple[dict[str, Tensor], list[float]]) -> None:
+def assert_equal(one: Trained, other: Trained) -> None:
     assert one[1] == other[1]
     assert all(torch.equal(weight, other[0][name]) for name, weight in one[0].items())
 
