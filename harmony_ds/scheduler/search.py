@@ -42,7 +42,7 @@ _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
 _PATIENCE = 1_500
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 600_000, 250_000
+_WORK, _FIRST_WORK = 600_000, 350_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
@@ -158,7 +158,7 @@ class _Search:
         cuts = Cuts(self._costs, self._packer, self._request)
         self._look_at(cuts.first(), cuts)
         varied: set[Cut] = set()
-        while not self._request.is_manual and self._work < _FIRST_WORK:
+        while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
             best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
             cut = next((one for one in best if one not in varied), None)
             if cut is None:
@@ -200,7 +200,7 @@ class _Search:
                 waiting[best.point] = self._around(best)
             for _ in range(_AT_ONCE):
                 near = next(waiting[best.point], None)
-                if near is None:
+                if near is None or self._work >= _WORK:
                     over.add(best.point)
                     break
                 self._look_near(near, best)
