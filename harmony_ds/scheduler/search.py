@@ -40,7 +40,7 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 1_500
+_PATIENCE = 900
 """After so many plans none of which was better, the others are taken not to be."""
 _WORK, _FIRST_WORK = 600_000, 350_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
@@ -287,7 +287,11 @@ class _Search:
         peaks = self._stages(packing, policy)
         policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
         pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
-        wanted_ms = self.found[-1].ms if len(self.found) == self._most else float("inf")
+        wanted_ms = min(
+            [one.ms for one in self.found if one.packing.packs == packing.packs]
+            + [one.ms for one in self.found[self._most - 1 :]],
+            default=float("inf"),
+        )
         new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
         better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1

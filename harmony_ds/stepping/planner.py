@@ -172,9 +172,7 @@ class Planner:
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            choices = search(
-                graph, costs, machine, self._element, request, top=_TOP if thorough else 1, thorough=thorough
-            )
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
             if isinstance(self._settings.residency, int):
                 for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                     _logger.warning("%s", reason)
