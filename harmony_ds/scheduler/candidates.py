@@ -125,9 +125,13 @@ def policies(
         peak: the device peak in bytes; infinite where the host has no room.
         thorough: also without swaps ahead, with all the stash on the host, and with the last packs resident.
     """
-    stashes = _stashes(packing, request)
-    for early in ahead(copies_overlap, request):
-        base = replace(request.policy, resident=_given(packing, request), prefetch=early)
+    stashes, ways_ahead = _stashes(packing, request), ahead(copies_overlap, request)
+    base = replace(request.policy, resident=_given(packing, request))
+    least = peak(replace(base, prefetch=ways_ahead[-1], stash_on_host=stashes[-1]))
+    if request.budget_bytes is not None and least > request.budget_bytes:
+        return
+    for early in ways_ahead:
+        base = replace(base, prefetch=early)
         ways = [replace(base, stash_on_host=away) for away in stashes]
         first = first_fitting(ways, peak, request)
         if first is None:

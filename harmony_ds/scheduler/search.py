@@ -40,9 +40,9 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 1_500
+_PATIENCE = 900
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 600_000, 250_000
+_WORK, _FIRST_WORK = 600_000, 350_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
@@ -165,7 +165,7 @@ class _Search:
         cuts = Cuts(self._costs, self._packer, self._request)
         self._look_at(cuts.first(), cuts)
         varied: set[Cut] = set()
-        while not self._request.is_manual and self._work < _FIRST_WORK:
+        while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
             best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
             cut = next((one for one in best if one not in varied), None)
             if cut is None:
@@ -207,7 +207,7 @@ class _Search:
                 waiting[best.point] = self._around(best)
             for _ in range(_AT_ONCE):
                 near = next(waiting[best.point], None)
-                if near is None:
+                if near is None or self._work >= _WORK:
                     over.add(best.point)
                     break
                 self._look_near(near, best)
@@ -294,7 +294,11 @@ class _Search:
         peaks = self._stages(packing, policy)
         policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
         pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
-        wanted_ms = self.found[-1].ms if len(self.found) == self._most else float("inf")
+        wanted_ms = min(
+            [one.ms for one in self.found if one.packing.packs == packing.packs]
+            + [one.ms for one in self.found[self._most - 1 :]],
+            default=float("inf"),
+        )
         new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
         better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1
