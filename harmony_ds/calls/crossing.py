@@ -29,6 +29,8 @@ from harmony_ds.offload.ledger import Ledger
 
 _PLACE = "_harmony_device"
 _COPIES = "_harmony_crossed"
+_Copies = dict[int, tuple[int, Tensor]]
+"""By device, the copy of a tensor there, and the version that it is of."""
 
 
 class Crossings:
@@ -41,6 +43,7 @@ class Crossings:
         if self._group is not None and self._group.is_apart:
             self._numbers = {member.torch_device: number for number, member in enumerate(self._group.members)}
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
+        self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -102,15 +105,16 @@ class Crossings:
         source, target = self.place(tensor), group.number if place is None else place
         if source is None or source == target:
             return tensor
-        copies: dict[tuple[int, int], Tensor] = tensor.__dict__.setdefault(_COPIES, {})
-        key = target, tensor._version
-        if key not in copies:
+        copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
+        if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
             if not self._numbers:
                 setattr(copy, _PLACE, target)
-            copies[key] = copy
-        return copies[key]
+            copies[target] = tensor._version, copy
+            if tensor.is_leaf and tensor.requires_grad:
+                self._of_leaves.append(copies)
+        return copies[target][1]
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """A copy of `tensor` on another device, there before what its compute stream does next."""
@@ -134,10 +138,12 @@ class Crossings:
             copied, _ = self._leaving.pop(source)
             self._group.members[source].wait(Stream.COMPUTE, copied)
 
-    def abandon(self) -> None:
-        """Drop what is on its way, each after its copy."""
+    def finish(self) -> None:
+        """Drops what is on its way, each after its copy, and the copies of parameters."""
         for source in list(self._leaving):
             self._let_go(source)
+        while self._of_leaves:
+            self._of_leaves.pop().clear()
 
 
 class _Crossing(torch.autograd.Function):

@@ -61,6 +61,7 @@ class DeviceGroup(Device):
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
+        self.enter(HOME)  # where this thread is again afterwards
         with ExitStack() as stack:
             for member in reversed(self.members):  # the home device last, so that it is current
                 stack.enter_context(member.inherited())
