@@ -84,7 +84,7 @@ def planned(devices: int, micro_batch: int, samples: int = SAMPLES) -> Choice:
         samples // micro_batch,
         BUDGET_BYTES,
         resident_bytes=buffers,
-        policy=Policy(deferred_update=False, pipeline=devices),
+        policy=Policy(deferred_update=False, gradient_slabs=3 * devices, pipeline=devices),
     )
     (best,) = search(graph_of(profile), table_of(profile, micro_batch), machine_of(profile), ElementBytes(4, 4), request)
     return best
