@@ -57,7 +57,9 @@ def _in_waves(visits: Sequence[Visit]) -> Iterator[Task]:
     known = all(visit.pack.forward_ms and visit.pack.backward_ms for visit in visits)
     following = _following(visits)
     first = {visit.pack.device: visit for visit in reversed(visits)}
-    order: list[tuple[float, int, int, list[Task]]] = [(0.0, -1, 0, visit.before) for visit in first.values()]
+    # Devices whose last visit ends first come first: the updates of the step before end in that order.
+    begun = reversed(list(first.values()))
+    order: list[tuple[float, int, int, list[Task]]] = [(0.0, -1, 0, visit.before) for visit in begun]
     for number, visit in enumerate(visits):
         here, pass_ms = visit.pack.device, visit.pass_ms if known else 1.0
         for place, (m, tasks) in enumerate(visit.runs):
