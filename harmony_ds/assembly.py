@@ -212,7 +212,7 @@ def _parts(
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:
-        limit = None if config.deferred_update else config.harmony.gradient_slabs
+        limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)

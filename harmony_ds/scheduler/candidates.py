@@ -136,7 +136,7 @@ def policies(
         first = first_fitting(ways, peak, request)
         if first is None:
             continue
-        if thorough or not may_stay(request):
+        if thorough or not may_stay(request) or request.policy.pipeline > 1:
             yield first
         for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
             if may_stay(request):

@@ -95,6 +95,8 @@ class Pack:
         gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
             each swaps in its share.
         device: of those that one process drives, the one that it runs on.
+        forward_ms, backward_ms: about what a micro-batch takes through it, by which several devices take turns; 0: not
+            known.
     """
 
     index: int
@@ -112,6 +114,8 @@ class Pack:
     sent_bytes: tuple[int, ...] = ()
     gathered_bytes: int = 0
     device: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
 
     def swap_in_bytes(self, shared: bool) -> int:
         """What one swap-in moves; `shared`: of a device's share."""

@@ -305,6 +305,8 @@ class _Search:
         return new.ms
 
     def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+        if self._outlook.least_ms(found.packing, found.policy) > wanted_ms:
+            return found
         short = self._outlook.short(found.packing, found.policy)
         self._work += _SIMULATED * len(short.plan.tasks)
         ms = self._outlook.step_ms(short, pieces, wanted_ms)

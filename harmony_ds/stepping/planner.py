@@ -57,7 +57,7 @@ class Planner:
         self._policy = Policy(
             grouping=config.harmony.grouping,
             prefetch=config.harmony.prefetch,
-            gradient_slabs=config.harmony.gradient_slabs,
+            gradient_slabs=config.harmony.gradient_slabs * parts.device.count,
             deferred_update=config.deferred_update,
             devices=parts.world.local_size,
             servers=parts.world.servers,
