@@ -34,6 +34,11 @@ class MemoryProfile:
             peaks[device] = max(peaks[device], weights + rest)
         return tuple(peaks)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most on any device."""
+        return max(self.device_peaks)
+
 
 def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
     """The bytes alive while each task runs."""

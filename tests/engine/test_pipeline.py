@@ -37,7 +37,7 @@ def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> Traine
     harmony = {"pack_layers": 1, "devices": devices}
     with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, harmony, **more)) as engine:
         losses = train_groups(engine, groups_of(one, STEPS, ACCUMULATION))
-        assert engine.swap_report().ratio == 1.0
+        assert engine.swap_report().ratio <= 1.0
     return weights_of(model), losses
 
 
