@@ -15,19 +15,21 @@ from harmony_ds.device.base import HOME, Device, Event, Issuing, MemoryProbe, Mo
 
 
 class DeviceGroup(Device):
-    """Several devices of one kind and one budget each."""
+    """Several devices of one kind. Each may use what the one with least memory has."""
 
     def __init__(self, members: Sequence[Device]) -> None:
         self.members = tuple(members)
         self.count = len(members)
         home = members[HOME]
         self.name = f"{len(members)} x {home.name}"
-        self.budget_bytes = home.budget_bytes
+        budgets = [member.budget_bytes for member in members if member.budget_bytes is not None]
+        self.budget_bytes = min(budgets, default=None)
         self.copies_overlap = home.copies_overlap
         self.host_type = home.host_type
         self.pins_host = home.pins_host
         self.has_values = home.has_values
         self.modes = home.modes
+        self.model = home.model
         self._now = home
         self._apart = len({member.torch_device for member in members}) == len(members)
 
@@ -92,6 +94,9 @@ class DeviceGroup(Device):
             member.unlimit_process()
 
     def host_free(self, buffer: Tensor) -> None:
+        for member in self.members:  # one has locked it, each may still copy
+            for stream in (Stream.SWAP_IN, Stream.SWAP_OUT):
+                member.record(stream).synchronize()
         for member in self.members:
             member.host_free(buffer)
 
