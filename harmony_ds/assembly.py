@@ -225,7 +225,7 @@ def _parts(
     device_optimizer: DeviceOptimizer | None,
 ) -> tuple[Parts, Ledger]:
     device, store, world = memory
-    ledger, timeline = Ledger(), StepTimeline(device)
+    ledger, timeline = Ledger(device), StepTimeline(device)
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:

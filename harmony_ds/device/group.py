@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class DeviceGroup(Device):
         self.modes = home.modes
         self.model = home.model
         self._now = home
+        self._copying: int | None = None
         self._apart = len({member.torch_device for member in members}) == len(members)
 
     @property
@@ -57,9 +59,21 @@ class DeviceGroup(Device):
     @contextmanager
     def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
         with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(member.copies_watched(watch))
+            for number, member in enumerate(self.members):
+                stack.enter_context(member.copies_watched(partial(self._watched, watch, number)))
             yield
+
+    @contextmanager
+    def _watched(
+        self, watch: Callable[[Stream, Issuing], Issuing], number: int, stream: Stream, issuing: Issuing
+    ) -> Iterator[None]:
+        """Around copies of member `number`, whose moments are taken meanwhile."""
+        before, self._copying = self._copying, number
+        try:
+            with watch(stream, issuing):
+                yield
+        finally:
+            self._copying = before
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
@@ -75,7 +89,8 @@ class DeviceGroup(Device):
         return max(member.now_ms() for member in self.members)
 
     def moment(self, stream: Stream) -> Moment:
-        return self.number, self._now.moment(stream)
+        number = self.number if self._copying is None else self._copying
+        return number, self.members[number].moment(stream)
 
     def read_moments(self, moments: Sequence[Moment]) -> list[float]:
         times: dict[int, float] = {}
