@@ -55,7 +55,7 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
                 back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
-    moved = sum(between_devices(plan.packing, costs.flow).values()) * plan.micro_batches
+    moved = sum(between_devices(plan.packing, costs.flow, plan.micro_batches).values())
     return Swaps(weights, gradients, out, back, sent, moved)
 
 
@@ -75,13 +75,13 @@ class Moved:
         return self.forward if kind is TaskKind.MOVE else self.back
 
 
-def between_devices(packing: Packing, flow: Flow) -> dict[tuple[int, int], int]:
-    """What one micro-batch takes from a device to another, by their numbers: activations, and gradients of them."""
+def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:
+    """What a step takes from a device to another, by their numbers: activations, and gradients of them."""
     between: defaultdict[tuple[int, int], int] = defaultdict(int)
     for move in _moves(packing, flow):
-        between[move.source, move.target] += move.nbytes
+        between[move.source, move.target] += move.nbytes * (1 if move.is_lasting else micro_batches)
         if move.returns:
-            between[move.target, move.source] += move.nbytes
+            between[move.target, move.source] += move.nbytes * micro_batches
     return dict(between)
 
 
