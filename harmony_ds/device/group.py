@@ -41,6 +41,10 @@ class DeviceGroup(Device):
         return self._now.torch_device
 
     @property
+    def steps_as(self) -> torch.device:
+        return self._now.steps_as
+
+    @property
     def is_apart(self) -> bool:
         """Whether torch tells the members' tensors apart."""
         return self._apart
