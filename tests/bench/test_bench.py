@@ -378,6 +378,18 @@ def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, pl
     assert theirs.report["sent_bytes"] > 4 * half * 0.8
 
 
+def test_a_pipeline_is_compared_with_one_device(model: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "ds.json", tmp_path / "bench.json"
+    file.write_text(json.dumps({**DS_CONFIG, "harmony": {"pack_layers": 1}}), encoding="utf-8")
+    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--devices", "2", "--output", str(output))
+    found = shell(*arguments, "--engines", "harmony", "--rounds", "1", "--steps", "1")
+    assert found.exit_code == 0, found.stdout + found.stderr
+    rows = Results.load(output).rows
+    assert [*rows] == ["harmony", "harmony, one device"]
+    assert rows["harmony"].losses == rows["harmony, one device"].losses
+    assert rows["harmony"].report["between_devices"] > 0 == rows["harmony, one device"].report["between_devices"]
+
+
 def test_an_error_in_one_of_two_processes_is_the_row_s(task: Workload, tmp_path: Path) -> None:
     broken = replace(task, devices=2, ds_config={**DS_CONFIG, "optimizer": {"type": "Nonsense", "params": {}}})
     results = run([Contestant("harmony", "harmony", broken)], Rounds(1, 1, 1), tmp_path / "b.json", False, silent)
