@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -40,10 +41,15 @@ class FlowWatch(TorchFunctionMode):
         """What was seen so far."""
         return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events), tuple(self._lasting))
 
-    def call(self, took: Any, gave: Any) -> None:
-        """The next layer call was given `took` and has returned `gave`."""
+    def call(self, took: Sequence[Tensor], gave: Any, arguments: Sequence[Any]) -> None:
+        """The next layer call was given `took` and has returned `gave`. It may have written into containers among its
+        `arguments`, which hold what it has of their tensors then.
+        """
         self._position += 1
-        self._note(Kind.CALL, tensors_in(took), tensors_in(gave))
+        known = {id(tensor) for tensor in took}
+        inside = [tensors_in(value) for value in arguments]
+        written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
+        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written)])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
