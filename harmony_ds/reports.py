@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
@@ -20,6 +20,8 @@ class SwapReport:
             weights in twice, gradients in and out for every micro-batch, and the fp32 gradients out once.
         micro_batches: in the step.
         sent_bytes: what this process's device sent to others'.
+        between_devices: what went from one to another of the devices that this process drives, by their numbers.
+        links: weights, gradients and activations to and from each of these devices.
     """
 
     host_to_device: dict[str, int]
@@ -28,6 +30,8 @@ class SwapReport:
     zero3_offload_bytes: int
     micro_batches: int
     sent_bytes: int = 0
+    between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
+    links: tuple[tuple[int, int], ...] = ()
 
     @property
     def swap_bytes(self) -> int:
@@ -53,6 +57,11 @@ class SwapReport:
             lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
         if self.sent_bytes:
             lines.append(f"  sent to other devices {self.sent_bytes:,} bytes")
+        if len(self.links) > 1:
+            for device, (into, out) in enumerate(self.links):
+                lines.append(f"  {f'link of device {device}':<36}{into:>17,}{out:>16,}")
+            for (source, target), nbytes in sorted(self.between_devices.items()):
+                lines.append(f"  from device {source} to {target} {nbytes:,} bytes")
         return "\n".join(lines)
 
 
@@ -103,6 +112,7 @@ class PlanReport:
         swapped_bytes: weights, gradients and stash in the last step, both ways.
         sent_bytes: what this process's device sent to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
+        moved_bytes: what went between the devices that this process drives in the last step.
     """
 
     choices: tuple[Choice, ...]
@@ -111,6 +121,7 @@ class PlanReport:
     swapped_bytes: int
     sent_bytes: int
     planned: Swaps
+    moved_bytes: int = 0
 
     @property
     def predicted_step_ms(self) -> float:
@@ -147,6 +158,10 @@ class PlanReport:
         if self.planned.sent:
             lines.append(
                 f"  between       {self.planned.sent:,} bytes to other devices planned, {self.sent_bytes:,} counted"
+            )
+        if self.planned.moved:
+            lines.append(
+                f"  moved         {self.planned.moved:,} bytes between devices planned, {self.moved_bytes:,} counted"
             )
         lines += [
             f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from harmony_ds.assembly import Assembly
-from harmony_ds.offload.ledger import Kind, Traffic
+from harmony_ds.offload.ledger import SWAPPED, Traffic
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
@@ -95,6 +95,11 @@ class StepRecord:
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
             self._sent_bytes,
+            dict(self.traffic.between_devices),
+            tuple(
+                (self.traffic.links[number, True], self.traffic.links[number, False])
+                for number in range(self._assembly.device.count)
+            ),
         )
 
     def plan_report(self) -> PlanReport:
@@ -108,7 +113,7 @@ class StepRecord:
         swapped = sum(
             side[kind]
             for side in (self.traffic.host_to_device, self.traffic.device_to_host)
-            for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
+            for kind in SWAPPED
         )
         return PlanReport(
             self._planner.choices,
@@ -117,6 +122,7 @@ class StepRecord:
             swapped,
             self._sent_bytes,
             self._planner.swaps,
+            sum(self.traffic.between_devices.values()),
         )
 
     def memory_report(self) -> MemoryReport:
