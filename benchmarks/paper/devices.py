@@ -108,7 +108,9 @@ def draw(content: Content) -> Figure:
     looks = {"pipeline": (OURS, "o-"), "replicas": (OURS, "s--"), "each_alone": (NAIVE, "^:")}
     for name, label in SYSTEMS.items():
         color, line = looks[name]
-        axes[0].plot(devices, [throughput(row, name, "executed_ms", content) for row in rows], line, color=color, label=label)
+        axes[0].plot(
+            devices, [throughput(row, name, "executed_ms", content) for row in rows], line, color=color, label=label
+        )
         predicted = [throughput(row, name, "predicted_ms", content) for row in rows]
         axes[0].plot(devices, predicted, "x", color="black", label="simulated" if name == "pipeline" else None)
         axes[1].plot(devices, [row[name]["swapped_bytes"] / MIB for row in rows], line, color=color, label=label)
@@ -129,7 +131,11 @@ def says(content: Content) -> str:
         return ", ".join(f"{first[name][key] / row[name][key]:.2f}" for row in rows)
 
     apart = max(
-        abs((first[name]["executed_ms"] / row[name]["executed_ms"]) / (first[name]["predicted_ms"] / row[name]["predicted_ms"]) - 1)
+        abs(
+            (first[name]["executed_ms"] / row[name]["executed_ms"])
+            / (first[name]["predicted_ms"] / row[name]["predicted_ms"])
+            - 1
+        )
         for row in rows
         for name in SYSTEMS
     )

@@ -121,8 +121,12 @@ class Crossings:
         assert self._group is not None
         there, here = self._group.members[source], self._group.members[target]
         self._let_go(source)
-        here.wait(Stream.PEER, there.record(Stream.COMPUTE))
-        with torch.no_grad(), here.on(Stream.PEER):
+        made = there.record(Stream.COMPUTE)
+        there.wait(
+            Stream.PEER, made
+        )  # CUDA copies on the current stream of the source, and lets that of the target wait
+        here.wait(Stream.PEER, made)
+        with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
             copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
         copied = here.record(Stream.PEER)
         here.wait(Stream.COMPUTE, copied)

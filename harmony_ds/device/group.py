@@ -113,13 +113,6 @@ class DeviceGroup(Device):
         for member in self.members:
             member.unlimit_process()
 
-    def host_free(self, buffer: Tensor) -> None:
-        for member in self.members:  # one has locked it, each may still copy
-            for stream in (Stream.SWAP_IN, Stream.SWAP_OUT):
-                member.record(stream).synchronize()
-        for member in self.members:
-            member.host_free(buffer)
-
     def reset_peak(self) -> None:
         for member in self.members:
             member.reset_peak()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from dataclasses import replace
-from pathlib import Path
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
