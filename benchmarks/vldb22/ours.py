@@ -88,7 +88,9 @@ def planned(devices: int, micro_batch: int, samples: int = SAMPLES) -> Choice:
         resident_bytes=buffers,
         policy=Policy(deferred_update=False, gradient_slabs=3 * devices, pipeline=devices),
     )
-    (best,) = search(graph_of(profile), table_of(profile, micro_batch), machine_of(profile, devices), ElementBytes(4, 4), request)
+    (best,) = search(
+        graph_of(profile), table_of(profile, micro_batch), machine_of(profile, devices), ElementBytes(4, 4), request
+    )
     return best
 
 
