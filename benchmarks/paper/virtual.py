@@ -170,7 +170,7 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
                 tensor.register_hook(timed_gradient)
         return outputs
 
-    def timed_gradient(gradient: Tensor) -> None:
+    def timed_gradient(_: Tensor) -> None:
         take(pace.propagate_ms)
 
     def timed_backward(call: Any, *args: Any) -> None:

@@ -50,11 +50,8 @@ class Graphs:
         for index in sorted(self._most_worth(packing, stays), key=lambda one: one != before):
             pack, ends = bytes_of[index], last - packing.backward.index(index)
             nbytes = max(1, pack.kept_bytes + (pack.stash_bytes if index in away else 0))
-            stages = [
-                s
-                for s in range(began[index], ends + 1)
-                if packing.packs[order[s]].device == packing.packs[index].device
-            ]
+            here, packs = packing.packs[index].device, packing.packs
+            stages = [stage for stage in range(began[index], ends + 1) if packs[order[stage]].device == here]
             left = [spare[stage] - (lingering if index in away else 0) for stage in stages]
             if not counts[index]:  # while the pack runs back, one of its graphs is part of what that takes anyway
                 left[-1] += pack.kept_bytes - pack.from_graph_excess_bytes
