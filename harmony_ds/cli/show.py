@@ -33,7 +33,9 @@ def _show(answer: Answer, note: str) -> None:
     processes, devices = policy.devices, policy.devices * policy.pipeline
     each = "" if processes == 1 else f" in each of {processes} processes"
     driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
-    print(f"{steps} micro-batches of {rows} in a step{each}{driven}: {subject.items * steps * processes:,} {subject.unit}\n")
+    print(
+        f"{steps} micro-batches of {rows} in a step{each}{driven}: {subject.items * steps * processes:,} {subject.unit}\n"
+    )
     if answer.forecast is not None:
         _show_forecast(answer.forecast, subject.unit)
     if answer.forecast is not None and answer.alone is not None:

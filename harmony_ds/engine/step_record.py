@@ -111,9 +111,7 @@ class StepRecord:
         if self.traffic is None or self._planner.plan is None:
             raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
         swapped = sum(
-            side[kind]
-            for side in (self.traffic.host_to_device, self.traffic.device_to_host)
-            for kind in SWAPPED
+            side[kind] for side in (self.traffic.host_to_device, self.traffic.device_to_host) for kind in SWAPPED
         )
         return PlanReport(
             self._planner.choices,

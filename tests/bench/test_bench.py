@@ -364,7 +364,18 @@ def test_what_runs_on_one_device_is_left_out(task: Workload) -> None:
 def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, place: str) -> None:
     file, output = tmp_path / "ds.json", tmp_path / "bench.json"
     file.write_text(json.dumps({**DS_CONFIG, "harmony": {"reduce": place}}), encoding="utf-8")
-    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--processes", "2", "--output", str(output))
+    arguments = (
+        "bench",
+        model,
+        "--ds-config",
+        str(file),
+        "--device",
+        "cpu",
+        "--processes",
+        "2",
+        "--output",
+        str(output),
+    )
     found = shell(*arguments, "--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1")
 
     assert found.exit_code == 0, found.stdout + found.stderr

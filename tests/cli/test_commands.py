@@ -173,7 +173,9 @@ def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) ->
     events = json.loads(drawn.read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     busy = {(e["pid"], tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"}
-    assert {(pid, f"{stream}{n}") for pid in (1, 2) for stream in ("compute", "peer", "swap_in") for n in ("", " 1")} <= busy
+    assert {
+        (pid, f"{stream}{n}") for pid in (1, 2) for stream in ("compute", "peer", "swap_in") for n in ("", " 1")
+    } <= busy
 
 
 def test_a_batch_that_devices_do_not_divide_is_said(tiny: str, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_processes_drive_devices_side_by_side(shares: dict[int, float], monkeypa
     assert devices_of_process("auto", "all", 0, 2) == ("cuda:0", "cuda:1")
     assert devices_of_process("cuda", 1, 3, 4) == ("cuda:3",)
     assert devices_of_process("cpu", 2, 1, 2) == ()
-    with pytest.raises(ConfigError, match=r"2 processes of 3 devices each .* need 6 CUDA devices, and this machine has 4"):
+    with pytest.raises(
+        ConfigError, match=r"2 processes of 3 devices each .* need 6 CUDA devices, and this machine has 4"
+    ):
         devices_of_process("auto", 3, 1, 2)
     for name, devices in (("cuda:0", 1), ("auto", ("cuda:0",))):
         with pytest.raises(ContradictionError, match="for all 2 processes"):
