@@ -191,6 +191,12 @@ def _variable() -> Any:
     return getattr(variable, "context_var", variable)
 
 
+def collector_here() -> Collector:
+    """The one that the current context's calls hand to; empty: none."""
+    variable = _variable()
+    return {} if variable is None else variable.get(None) or {}
+
+
 def _collector(request: Request) -> Collector | None:
     variable = _variable()
     return None if variable is None else request.context.get(variable)

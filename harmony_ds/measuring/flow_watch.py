@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from harmony_ds.calls.arguments import collector_here
 from harmony_ds.calls.crossing import tensors_among, writes
-from harmony_ds.calls.intercept import is_between_layers
+from harmony_ds.calls.intercept import Request, is_between_layers
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.profiler.flow import Event, Flow, Kind
 
@@ -41,15 +42,18 @@ class FlowWatch(TorchFunctionMode):
         """What was seen so far."""
         return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events), tuple(self._lasting))
 
-    def call(self, took: Sequence[Tensor], gave: Any, arguments: Sequence[Any]) -> None:
-        """The next layer call was given `took` and has returned `gave`. It may have written into containers among its
-        `arguments`, which hold what it has of their tensors then.
+    def call(self, request: Request, took: Sequence[Tensor], gave: Any) -> None:
+        """The next layer call was given `took` and has returned `gave`.
+
+        It may have written into containers among its arguments, which hold what it has of their tensors then; and handed
+        more to a collector.
         """
         self._position += 1
         known = {id(tensor) for tensor in took}
-        inside = [tensors_in(value) for value in arguments]
+        inside = [tensors_in(value) for value in (*request.args, *request.kwargs.values())]
         written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
-        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written)])
+        collected = [t for t in tensors_in([*collector_here().values()]) if not self._has_number(t)]
+        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written), *collected])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,14 +69,16 @@ class FlowWatch(TorchFunctionMode):
         numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (took, gave)]
         self._events.append((kind, self._position, numbers[0], numbers[1]))
 
-    def _number(self, tensor: Tensor) -> int:
+    def _has_number(self, tensor: Tensor) -> bool:
         known = getattr(tensor, _NUMBER, None)
-        if known is None or known[0] is not self._key:
-            known = self._key, len(self._nbytes)
-            setattr(tensor, _NUMBER, known)
+        return known is not None and known[0] is self._key
+
+    def _number(self, tensor: Tensor) -> int:
+        if not self._has_number(tensor):
+            setattr(tensor, _NUMBER, (self._key, len(self._nbytes)))
             if any(tensor is parameter for parameter in self._parameters):
                 self._lasting.append(len(self._nbytes))
             self._nbytes.append(tensor.nbytes)
             self._returns.append(tensor.requires_grad)
-        number: int = known[1]
+        number: int = getattr(tensor, _NUMBER)[1]
         return number

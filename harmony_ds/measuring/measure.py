@@ -157,7 +157,7 @@ class Measurement(Passes):
             outputs, recorded = self._record(replace(request, forward=forward), copy)
         call.note_most(forward_bytes=stretch.peak())
         if self._flow is not None:
-            self._flow.call(self._inputs, outputs, [*request.args, *request.kwargs.values()])
+            self._flow.call(request, self._inputs, outputs)
         if recorded is not None:
             self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)

@@ -136,7 +136,7 @@ def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
     assert swaps.device_to_host[Kind.GRADIENTS.value] == pytest.approx(nbytes, rel=0.02)  # tensors are aligned
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "SkipNet", "OutsideParameterNet", "BatchNormNet"])
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "SkipNet", "OutsideParameterNet", "BatchNormNet"])
 def test_what_crosses_each_link_and_goes_between_devices_is_planned(name: str) -> None:
     one = family(name)
     with engine_for(one.build(0.0), optimizer_for(one), config_of(3, 0.5, {"pack_layers": 1, "devices": 3})) as engine:
