@@ -148,7 +148,6 @@ SLOW = """
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     engine/test_surface.py::test_offloaded_states_come_back_with_the_next_step
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
-    engine/test_switches.py::test_losses_that_are_looked_at_early
     engine/test_switches.py::test_models_with_habits
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
@@ -172,7 +171,6 @@ SLOW = """
     test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
     test_survey.py::test_a_saved_profile_stands_in_for_measuring
     test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
-    test_survey.py::test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak
     test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
     test_survey.py::test_times_are_the_rooflines
     test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
