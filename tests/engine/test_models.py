@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.engine.drive import (
-    adamw,
-    config_of,
-    engine_for,
-    family,
-    groups_of,
-    seed_of,
-    train_groups,
-)
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, seed_of, train_groups
 from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
