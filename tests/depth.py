@@ -78,14 +78,12 @@ RULES: dict[str, Rule] = {
     "tests/offload": each_value,
     "tests/parallel": none,
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
-    "tests/parallel/test_exchange.py": every,
     "tests/parallel/test_failures.py": every,
     "tests/parallel/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
     "tests/parallel/test_host_room.py": one,
     "tests/parallel/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
     "tests/parallel/test_slots.py": every,
     "tests/scheduler": each_value,
-    "tests/scheduler/test_budgets.py": none,
     "tests/scheduler/test_search.py": one,
     "tests/simdevice": one,
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
@@ -150,8 +148,6 @@ SLOW = """
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     engine/test_surface.py::test_offloaded_states_come_back_with_the_next_step
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
-    engine/test_switches.py::test_any_two_switches_together_give_the_same_bits
-    engine/test_switches.py::test_losses_that_are_looked_at_early
     engine/test_switches.py::test_models_with_habits
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
@@ -164,7 +160,6 @@ SLOW = """
     parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
     parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
     parallel/test_host_room.py::test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan
-    scheduler/test_devices.py::test_bounds_of_the_search_hold_for_several_devices
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
@@ -176,7 +171,6 @@ SLOW = """
     test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
     test_survey.py::test_a_saved_profile_stands_in_for_measuring
     test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
-    test_survey.py::test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak
     test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
     test_survey.py::test_times_are_the_rooflines
     test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep

@@ -24,7 +24,6 @@ from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.search import search
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
 from tests.cover import spread
@@ -221,21 +220,6 @@ def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer
         counter = 512 * (state > 0)  # an allocator's piece for one number
         assert spec.state_bytes == (4 + state) * spec.numel + counter
         assert (spec.update_bytes == 0) == (optimizer != "Adagrad")
-
-
-def test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak() -> None:
-    model, inputs = llama("llama-2-7b", 1, 512)
-    plans = {}
-    for residency in ("off", "auto", 3):
-        config = config_of(bf16={"enabled": True}, harmony={"residency": residency})
-        found = estimate(model, inputs, config, HARDWARE)
-        plans[residency] = search(found.graph, found.costs, found.profile.machine, found.element, found.request)[0]
-
-    assert plans["auto"].prediction.step_ms < plans["off"].prediction.step_ms
-    assert plans["auto"].plan.policy.resident and not plans["off"].plan.policy.resident
-    kept = [plans[3].plan.packs[index] for index in plans[3].plan.policy.resident]
-    assert len(kept) == 3
-    assert plans[3].plan.peak_bytes > sum((2 + 12) * pack.update_elements for pack in kept)
 
 
 @pytest.mark.parametrize(("more", "stays"), [({}, "kept"), ({"pack_layers": 2}, "off")])

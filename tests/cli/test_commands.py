@@ -340,13 +340,6 @@ def test_a_file_that_is_no_profile(tiny: str, tmp_path: Path, text: str | None, 
     assert message in found.stderr
 
 
-def test_plan_measures_where_no_profile_is_given(tiny: str, on_cpu: str) -> None:
-    found = run("plan", tiny, "--ds-config", on_cpu, "--no-advice")
-
-    assert found.exit_code == 0, found.stderr
-    assert "tokens/s" in found.stdout
-
-
 # ---- machines
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
@@ -169,22 +167,6 @@ def test_the_faster_way_to_reduce_is_taken() -> None:
             for place in ("device", "host")
         ]
         assert choices[0].prediction.step_ms == min(one.prediction.step_ms for one in both)
-
-
-@pytest.mark.parametrize("machine", [GPU, CPU])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_plans_of_several_devices_are_as_they_are_wanted(machine: Machine, deferred: bool) -> None:
-    graph = graph_of([NUMEL, 3000, 200, NUMEL, 64, 5000])
-    costs = costs_of(graph.calls, COST)
-    slow = replace(machine, peer_bytes_per_ms=100.0, peer_ms=1.0)
-    for devices, weights, place in product((2, 4), ("whole", "share"), ("device", "host")):
-        policy = Policy(deferred_update=deferred, devices=devices)
-        request = PlanRequest(HarmonySettings(weights=weights, reduce=place), 3, None, 0, policy)
-        for choice in search(graph, costs, slow, FP32, request, top=10):
-            plan = choice.plan
-            assert plan.policy.devices == devices and plan.policy.shared == (weights == "share")
-            assert plan.policy.reduce_on_host == (place == "host")
-            assert (choice.prediction.busy_ms.get(PEER, 0.0) > 0) == (weights == "share" or place == "device")
 
 
 def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
