@@ -139,13 +139,14 @@ def says(content: Content) -> str:
     swapped = {name: last[name]["swapped_bytes"] / MIB for name in SYSTEMS}
     slower = {name: last[name]["executed_ms"] / last["pipeline"]["executed_ms"] for name in SYSTEMS}
     return (
-        f"Executed on devices in virtual time: {content['layers']} equal layers of {content['forward_ms']:.0f} ms forward and "
-        f"{content['propagate_ms']:.0f} ms back, {content['micro_batches']} micro-batches a step, packs of one layer; a layer's "
-        f"weights take {SWAP_MS:.0f} ms of the link that all devices share; the engine's own work is real. With "
+        f"Executed on devices in virtual time: {content['layers']} equal layers of {content['forward_ms']:.0f} ms forward "
+        f"and {content['propagate_ms']:.0f} ms back, {content['micro_batches']} micro-batches a step, packs of one layer; "
+        f"a layer's weights take {SWAP_MS:.0f} ms of the link that all devices share; the engine's own work is real. With "
         f"{', '.join(str(row['devices']) for row in rows)} devices: {scaled}. With {last['devices']}, the pipeline swaps "
-        f"{swapped['pipeline']:.0f} MiB a step, replicas {swapped['replicas']:.0f}, and swapping for each micro-batch "
-        f"{swapped['each_alone']:.0f}; a step takes these {slower['replicas']:.2f} and {slower['each_alone']:.2f} times as long "
-        "as the pipeline. A replica is run alone, with its share of the micro-batches and of the link; adding up the "
+        f"{swapped['pipeline']:.0f} MiB a step, replicas {swapped['replicas']:.0f}, and swapping for each "
+        f"micro-batch {swapped['each_alone']:.0f}; a step takes them "
+        f"{slower['replicas']:.2f} and {slower['each_alone']:.2f} times as long as the pipeline."
+        " A replica is run alone, with its share of the micro-batches and of the link; adding up the "
         "replicas' gradients is not counted, in their favour."
     )
 

@@ -58,8 +58,8 @@ Harmony (VLDB'22), redone with this engine: `make paper` runs everything, `bench
 **Measured** numbers were made on the CPU device of the machine named in each JSON (`benchmarks/results/paper`), with
 small models and one thread; times there are ratios within one run. **Simulated** numbers are estimates under the cost
 model of the original's scheduler ([vldb22.md](vldb22.md)) for its machine, GTX 1080 Ti on PCIe 3: no GPU was used, and
-everything with more than one device is of this kind, or was **executed in virtual time** (says its section). The paper's figures themselves are not quoted: what is said of it
-is from its abstract and its published scripts and schedules.
+everything with more than one device is of this kind, or was **executed in virtual time** (says its section). The paper's
+figures themselves are not quoted: what is said of it is from its abstract and its published scripts and schedules.
 """
 
 
