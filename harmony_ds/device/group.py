@@ -6,17 +6,32 @@ The executor enters the device of each task. What holds bytes (residency, stash,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import HOME, Device, Event, Issuing, MemoryProbe, Moment, Stream
+from harmony_ds.device.base import HOME, Device, Issuing, Moment, Stream
+
+
+def _of_current(method: Any) -> Any:
+    """The same method of a group's current member."""
+
+    @wraps(method, updated=())  # it is not abstract
+    def call(group: DeviceGroup, *given: Any) -> Any:
+        return getattr(group.now, method.__name__)(*given)
+
+    return call
 
 
 class DeviceGroup(Device):
-    """Several devices of one kind. Each may use what the one with least memory has."""
+    """Several devices of one kind. Each may use what the one with least memory has.
+
+    Attributes:
+        is_apart: whether torch tells the members' tensors apart.
+    """
 
     def __init__(self, members: Sequence[Device]) -> None:
         self.members = tuple(members)
@@ -31,32 +46,27 @@ class DeviceGroup(Device):
         self.has_values = home.has_values
         self.modes = home.modes
         self.model = home.model
-        self._now = home
+        self.now = home
         self._copying: int | None = None
-        self._apart = len({member.torch_device for member in members}) == len(members)
+        self.is_apart = len({member.torch_device for member in members}) == len(members)
 
     @property
     def torch_device(self) -> torch.device:  # type: ignore[override]
         """That of the current member."""
-        return self._now.torch_device
+        return self.now.torch_device
 
     @property
     def steps_as(self) -> torch.device:
-        return self._now.steps_as
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether torch tells the members' tensors apart."""
-        return self._apart
+        return self.now.steps_as
 
     def enter(self, number: int) -> None:
         """From now on member `number` is current. The random numbers go on where they were."""
         if number == self.number:
             return
-        state = self._now.random_state()
-        self.number, self._now = number, self.members[number]
-        self._now.enter(0)
-        self._now.set_random_state(state)
+        state = self.now.random_state()
+        self.number, self.now = number, self.members[number]
+        self.now.enter(0)
+        self.now.set_random_state(state)
 
     # ---- all members
 
@@ -139,50 +149,19 @@ class DeviceGroup(Device):
 
     # ---- the current one
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._now.on(stream)
-
-    def record(self, stream: Stream) -> Event:
-        return self._now.record(stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._now.wait(stream, event)
-
-    def current(self) -> object:
-        return self._now.current()
-
-    def make_current(self, place: object) -> None:
-        self._now.make_current(place)
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        return self._now.upload(tensor)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._now.empty(numel, dtype)
-
-    def free(self, buffer: Tensor) -> None:
-        self._now.free(buffer)
-
-    def charge(self, nbytes: int, what: str) -> None:
-        self._now.charge(nbytes, what)
-
-    def discharge(self, nbytes: int) -> None:
-        self._now.discharge(nbytes)
-
-    def reserve_bytes(self) -> int:
-        return self._now.reserve_bytes()
-
-    def allocated_bytes(self) -> int:
-        return self._now.allocated_bytes()
-
-    def probe(self) -> AbstractContextManager[MemoryProbe]:
-        return self._now.probe()
-
-    def random_state(self) -> tuple[Tensor, ...]:
-        return self._now.random_state()
-
-    def set_random_state(self, state: tuple[Tensor, ...]) -> None:
-        self._now.set_random_state(state)
-
-    def seed(self, seed: int) -> None:
-        self._now.seed(seed)
+    on = _of_current(Device.on)
+    record = _of_current(Device.record)
+    wait = _of_current(Device.wait)
+    current = _of_current(Device.current)
+    make_current = _of_current(Device.make_current)
+    upload = _of_current(Device.upload)
+    empty = _of_current(Device.empty)
+    free = _of_current(Device.free)
+    charge = _of_current(Device.charge)
+    discharge = _of_current(Device.discharge)
+    reserve_bytes = _of_current(Device.reserve_bytes)
+    allocated_bytes = _of_current(Device.allocated_bytes)
+    probe = _of_current(Device.probe)
+    random_state = _of_current(Device.random_state)
+    set_random_state = _of_current(Device.set_random_state)
+    seed = _of_current(Device.seed)

@@ -112,7 +112,7 @@ class Lowering:
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
                 self._move_stash(tasks, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
-                self._move(task, self._moved_bytes[task.pack].of(task.kind))
+                self._move(task, self._moved_bytes[task.kind, task.pack])
             case TaskKind.NORM:
                 self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
             case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:

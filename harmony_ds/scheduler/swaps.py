@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,20 +64,9 @@ def stash_bytes(pack: Pack, costs: CostTable) -> int:
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes that a micro-batch takes along to a pack's device, and what comes there of gradients."""
-
-    forward: int = 0
-    back: int = 0
-
-    def of(self, kind: TaskKind) -> int:
-        return self.forward if kind is TaskKind.MOVE else self.back
-
-
 def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:
     """What a step takes from a device to another, by their numbers: activations, and gradients of them."""
-    between: defaultdict[tuple[int, int], int] = defaultdict(int)
+    between: Counter[tuple[int, int]] = Counter()
     for move in _moves(packing, flow):
         between[move.source, move.target] += move.nbytes * (1 if move.is_lasting else micro_batches)
         if move.returns:
@@ -90,18 +79,14 @@ def _moves(packing: Packing, flow: Flow) -> tuple[Move, ...]:
     return flow.moves([devices[p] for p in sorted(devices)]) if any(devices.values()) else ()
 
 
-def moved_bytes(packing: Packing, flow: Flow) -> dict[int, Moved]:
-    """By pack: what one micro-batch moves for it between devices."""
-    moves = _moves(packing, flow)
-    if not moves:
-        return {}
-    order, moved = packing.backward, {}
-    for index, following in zip(order, (*order[1:], None), strict=True):
-        back = () if following is None else packing.packs[following].positions
-        moved[index] = Moved(
-            sum(move.nbytes for move in moves if move.position in packing.packs[index].positions),
-            sum(move.nbytes for move in moves if move.position in back and move.returns),
-        )
+def moved_bytes(packing: Packing, flow: Flow) -> Counter[tuple[TaskKind, int]]:
+    """By the kind of move and the pack: what one micro-batch takes along to the pack's device, what comes of gradients."""
+    pack_of = {p: index for index in packing.backward for p in packing.packs[index].positions}
+    moved: Counter[tuple[TaskKind, int]] = Counter()
+    for move in _moves(packing, flow):
+        index = pack_of[max(move.position, 0)]
+        moved[TaskKind.MOVE, index] += move.nbytes
+        moved[TaskKind.MOVE_BACK, index - 1] += move.nbytes * move.returns
     return moved
 
 

@@ -147,7 +147,7 @@ class _Process:
         pack = self.plan.packs[task.pack]
         swaps = swaps_of(replace(self.plan, tasks=(task,), micro_batches=0), self.costs)
         between = task.kind in (TaskKind.MOVE, TaskKind.MOVE_BACK)
-        moved = moved_bytes(self.plan.packing, self.costs.flow)[pack.index].of(task.kind) if between else 0
+        moved = moved_bytes(self.plan.packing, self.costs.flow)[task.kind, task.pack] if between else 0
         return {
             "task": str(task),
             "pack": -1 if whole else task.pack,
