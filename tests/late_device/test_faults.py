@@ -74,7 +74,7 @@ class Fault:
         handlers[self.kind] = handler
 
     def at(self, where: str, stream: Stream | None = None) -> None:
-        if self.inside and not self.sprung and self.where == where and stream is STREAMS.get(self.kind, stream):
+        if self.inside and not self.sprung and self.where == where and stream in (None, STREAMS.get(self.kind)):
             self.sprung = True
             raise self.error
 
@@ -151,6 +151,8 @@ def test_a_failed_step_is_as_if_it_had_not_been_tried(where: tuple[TaskKind, str
         with pytest.raises(type(fault.error)) as caught:
             engine.train_batch(iter(groups[1]))
         assert caught.value is fault.error
+        fault.error.__traceback__ = None  # whose frames hold what the step had
+        del caught
         assert lanes() == [] and engine.usable
         after, still_held = state_of(engine, group.members)
         assert still_held == held
