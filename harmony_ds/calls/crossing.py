@@ -122,12 +122,14 @@ class Crossings:
         there, here = self._group.members[source], self._group.members[target]
         self._let_go(source)
         here.wait(Stream.PEER, there.record(Stream.COMPUTE))
-        with torch.no_grad(), here.on(Stream.PEER):
-            copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
-        copied = here.record(Stream.PEER)
+        try:
+            with torch.no_grad(), here.on(Stream.PEER):
+                copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
+        finally:
+            copied = here.record(Stream.PEER)
+            self._leaving[source] = copied, tensor
         here.wait(Stream.COMPUTE, copied)
         here.used(copy)
-        self._leaving[source] = copied, tensor
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 
