@@ -121,17 +121,18 @@ class Crossings:
         assert self._group is not None
         there, here = self._group.members[source], self._group.members[target]
         self._let_go(source)
+        # CUDA copies on the source's current stream, and lets the target's wait.
         made = there.record(Stream.COMPUTE)
-        there.wait(
-            Stream.PEER, made
-        )  # CUDA copies on the current stream of the source, and lets that of the target wait
+        there.wait(Stream.PEER, made)
         here.wait(Stream.PEER, made)
-        with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
-            copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
-        copied = here.record(Stream.PEER)
+        try:
+            with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
+                copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
+        finally:
+            copied = here.record(Stream.PEER)
+            self._leaving[source] = copied, tensor
         here.wait(Stream.COMPUTE, copied)
         here.used(copy)
-        self._leaving[source] = copied, tensor
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 

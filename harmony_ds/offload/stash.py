@@ -153,6 +153,7 @@ class Stash:
         for number in range(self._device.count):
             self._device.enter(number)
             self._let_go()
+            self._device.wait(Stream.COMPUTE, self._device.record(Stream.SWAP_OUT))
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
         self._device.enter(HOME)
 

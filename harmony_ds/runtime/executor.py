@@ -164,11 +164,12 @@ class Executor:
         """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
         updater.
         """
+        self._parts.stash.abandon()
         self._parts.device_store.forget_gradients()
         for pack in list(self._copies):
             self._free(pack)
         self.updates.abandon()
-        self._parts.stash.abandon()
+        self._parts.device.enter(HOME)
 
     def _free(self, pack: int) -> None:
         self._parts.device.enter(self._plan.packs[pack].device)

@@ -146,9 +146,7 @@ class Updates:
         """After a failure: frees what is on its way."""
         self._reduced.clear()
         self._left.clear()
-        for pack in list(self._leaving):
-            self._parts.device.enter(self._plan.packs[pack].device)
-            self._free(pack)
+        self._leaving.clear()  # behind their copies: the stash has seen to that
 
     # ---- handlers
 
