@@ -129,6 +129,7 @@ def assemble(
     _check_parallel(config, world)
     saved = saved_plan(settings.plan)
     device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
+    _check_pipeline(config, device, saved)
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
@@ -172,6 +173,22 @@ def _check_parallel(config: Config, world: Alone) -> None:
         world.refuse('gradient_allreduce_op "sum"')
 
 
+def _check_pipeline(config: Config, device: Device, saved: Plan | None) -> None:
+    """Raises UnsupportedError for what several devices of one process cannot do."""
+    if device.count == 1:
+        return
+    if config.harmony.residency not in ("auto", "kept", "off", 0):
+        raise UnsupportedError(
+            f"harmony.residency is {config.harmony.residency}, and {device.count} devices run one plan (harmony.devices): "
+            'none of their packs stays from step to step. Set it to "auto", "kept" or "off".'
+        )
+    if saved is not None and (saved.policy.resident or len(saved.packing.covering) > len(saved.packing.backward)):
+        raise UnsupportedError(
+            f"harmony.plan was made for one device: packs of it stay there, or the passes are cut differently, and "
+            f"{device.count} devices (harmony.devices) do neither. Plan again."
+        )
+
+
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
 ) -> HostStore:
@@ -208,11 +225,11 @@ def _parts(
     device_optimizer: DeviceOptimizer | None,
 ) -> tuple[Parts, Ledger]:
     device, store, world = memory
-    ledger, timeline = Ledger(), StepTimeline(device)
+    ledger, timeline = Ledger(device), StepTimeline(device)
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:
-        limit = None if config.deferred_update else config.harmony.gradient_slabs
+        limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)

@@ -8,7 +8,7 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config, Section
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.measuring.measuring import SEVERAL
@@ -164,7 +165,7 @@ def _on_meta(
     """`target`: the machine, and what may be used of its device's memory."""
     machine, budget = target
     with on_meta(rates) as clock:
-        device = MetaDevice(lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
+        device = _meta_devices(config, lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
         assembly = assemble(model, _bare(config), None, None, device)
         try:
             return _see(assembly, model, inputs, config, machine)
@@ -174,6 +175,16 @@ def _on_meta(
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
+
+
+def _meta_devices(config: Config, clock_ms: Callable[[], float], budget: int | None, steps_as: str) -> Device:
+    """As many as are wanted."""
+    wanted = config.harmony.devices
+    if wanted == "all":
+        raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
+    count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
+    made = [MetaDevice(clock_ms, budget, steps_as) for _ in range(count)]
+    return made[0] if count == 1 else DeviceGroup(made)
 
 
 def _bare(config: Config) -> Config:
@@ -223,8 +234,8 @@ def _sized(survey: Survey, config: Config) -> Survey:
         return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
-        request = with_sizes(sizes).request
-        return search(survey.graph, costs, profile.machine, survey.element, request, thorough=False)[0]
+        request = replace(with_sizes(sizes).request, thorough=False)
+        return search(survey.graph, costs, profile.machine, survey.element, request)[0]
 
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])

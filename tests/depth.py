@@ -68,6 +68,7 @@ RULES: dict[str, Rule] = {
     "tests/engine": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_host_memory.py": none,
+    "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/examples": none,
     "tests/integrations": none,
     "tests/integrations/test_trainer.py": one,

@@ -70,6 +70,7 @@ def test_gradients_accumulate_in_fp32_or_the_compute_dtype(name: str | None, dty
 def test_the_harmony_block_is_read() -> None:
     block = {
         "device": "cpu",
+        "devices": 2,
         "device_memory_gib": 0.5,
         "pack_layers": 3,
         "layers": ["h.*", "head"],

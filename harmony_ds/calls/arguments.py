@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -162,6 +163,16 @@ def contents(container: Any) -> tuple[list[Any], list[Any]]:
     """The keys (of a dictionary) and values that `container` holds now."""
     held = _held(container)
     return ([], list(held)) if isinstance(held, list) else (list(held), list(held.values()))
+
+
+def change_contents(container: Any, change: Callable[[Any], Any]) -> bool:
+    """Puts what `change` makes of each thing that `container` holds in its place. False: it is no container."""
+    if not _is_container(container.__class__):
+        return False
+    held = _held(container)
+    for key in range(len(held)) if isinstance(held, list) else list(held):
+        held[key] = change(held[key])
+    return True
 
 
 def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:

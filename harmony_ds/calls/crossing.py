@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harmony_ds.calls.trees import map_tensors
+from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.offload.ledger import Ledger
 
 _PLACE = "_harmony_device"
 _COPIES = "_harmony_crossed"
+_Copies = dict[int, tuple[int, Tensor]]
+"""By device, the copy of a tensor there, and the version that it is of."""
 
 
 class Crossings:
@@ -40,6 +43,7 @@ class Crossings:
         if self._group is not None and self._group.is_apart:
             self._numbers = {member.torch_device: number for number, member in enumerate(self._group.members)}
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
+        self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -83,10 +87,16 @@ class Crossings:
         return tensor if self._group is None else self.moved(tensor, HOME)
 
     def values_here(self, values: list[Any]) -> list[Any]:
-        """The same of arguments: tensors, and what tuples, lists and dictionaries hold."""
-        if self._group is None:
-            return values
-        return [map_tensors(self.moved, v) if isinstance(v, (Tensor, tuple, list, dict)) else v for v in values]
+        """The same of arguments and what they hold. Containers stay the caller's, for layers write into them."""
+        return values if self._group is None else [self._value_here(value) for value in values]
+
+    def _value_here(self, value: Any) -> Any:
+        assert self._group is not None
+        if all(self.place(tensor) in (None, self._group.number) for tensor in tensors_in(value)):
+            return value
+        if change_contents(value, self._value_here):
+            return value
+        return map_tensors(self.moved, value)
 
     def moved(self, tensor: Tensor, place: int | None = None) -> Tensor:
         """`tensor` on the current device, or on `place`: moved there once, as long as it lives."""
@@ -95,23 +105,28 @@ class Crossings:
         source, target = self.place(tensor), group.number if place is None else place
         if source is None or source == target:
             return tensor
-        copies: dict[tuple[int, int], Tensor] = tensor.__dict__.setdefault(_COPIES, {})
-        key = target, tensor._version
-        if key not in copies:
+        copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
+        if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
             if not self._numbers:
                 setattr(copy, _PLACE, target)
-            copies[key] = copy
-        return copies[key]
+            copies[target] = tensor._version, copy
+            if tensor.is_leaf and tensor.requires_grad:
+                self._of_leaves.append(copies)
+        return copies[target][1]
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """A copy of `tensor` on another device, there before what its compute stream does next."""
         assert self._group is not None
         there, here = self._group.members[source], self._group.members[target]
         self._let_go(source)
-        here.wait(Stream.PEER, there.record(Stream.COMPUTE))
-        with torch.no_grad(), here.on(Stream.PEER):
+        made = there.record(Stream.COMPUTE)
+        there.wait(
+            Stream.PEER, made
+        )  # CUDA copies on the current stream of the source, and lets that of the target wait
+        here.wait(Stream.PEER, made)
+        with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
             copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
         copied = here.record(Stream.PEER)
         here.wait(Stream.COMPUTE, copied)
@@ -127,10 +142,12 @@ class Crossings:
             copied, _ = self._leaving.pop(source)
             self._group.members[source].wait(Stream.COMPUTE, copied)
 
-    def abandon(self) -> None:
-        """Drop what is on its way, each after its copy."""
+    def finish(self) -> None:
+        """Drops what is on its way, each after its copy, and the copies of parameters."""
         for source in list(self._leaving):
             self._let_go(source)
+        while self._of_leaves:
+            self._of_leaves.pop().clear()
 
 
 class _Crossing(torch.autograd.Function):

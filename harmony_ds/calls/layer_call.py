@@ -178,8 +178,8 @@ class LayerCalls:
             call.cut = self._cut(request.layer, given, rows or WHOLE_CALLS)
             outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
         leaves = cut_outputs(call, outcome, given.tensors, layer.memory(copies), layer.name)
+        self._crossings.made(leaves)  # those in containers that the layer writes into, too
         outputs = given.hand_over(outcome, leaves)
-        self._crossings.made(outputs)
         self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
         if keeps_graph:
             call.keep_graph(outcome.tensors)

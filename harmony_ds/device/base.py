@@ -62,6 +62,8 @@ class Device(ABC):
 
     name: str
     torch_device: torch.device
+    model = "CPU"
+    """What it is: one plan is made for devices of one model."""
     budget_bytes: int | None
     copies_overlap: bool
     """Whether copies run beside compute, or on the thread that computes."""

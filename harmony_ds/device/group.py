@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,26 +16,33 @@ from harmony_ds.device.base import HOME, Device, Event, Issuing, MemoryProbe, Mo
 
 
 class DeviceGroup(Device):
-    """Several devices of one kind and one budget each."""
+    """Several devices of one kind. Each may use what the one with least memory has."""
 
     def __init__(self, members: Sequence[Device]) -> None:
         self.members = tuple(members)
         self.count = len(members)
         home = members[HOME]
         self.name = f"{len(members)} x {home.name}"
-        self.budget_bytes = home.budget_bytes
+        budgets = [member.budget_bytes for member in members if member.budget_bytes is not None]
+        self.budget_bytes = min(budgets, default=None)
         self.copies_overlap = home.copies_overlap
         self.host_type = home.host_type
         self.pins_host = home.pins_host
         self.has_values = home.has_values
         self.modes = home.modes
+        self.model = home.model
         self._now = home
+        self._copying: int | None = None
         self._apart = len({member.torch_device for member in members}) == len(members)
 
     @property
     def torch_device(self) -> torch.device:  # type: ignore[override]
         """That of the current member."""
         return self._now.torch_device
+
+    @property
+    def steps_as(self) -> torch.device:
+        return self._now.steps_as
 
     @property
     def is_apart(self) -> bool:
@@ -55,12 +63,25 @@ class DeviceGroup(Device):
     @contextmanager
     def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
         with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(member.copies_watched(watch))
+            for number, member in enumerate(self.members):
+                stack.enter_context(member.copies_watched(partial(self._watched, watch, number)))
             yield
 
     @contextmanager
+    def _watched(
+        self, watch: Callable[[Stream, Issuing], Issuing], number: int, stream: Stream, issuing: Issuing
+    ) -> Iterator[None]:
+        """Around copies of member `number`, whose moments are taken meanwhile."""
+        before, self._copying = self._copying, number
+        try:
+            with watch(stream, issuing):
+                yield
+        finally:
+            self._copying = before
+
+    @contextmanager
     def inherited(self) -> Iterator[None]:
+        self.enter(HOME)  # where this thread is again afterwards
         with ExitStack() as stack:
             for member in reversed(self.members):  # the home device last, so that it is current
                 stack.enter_context(member.inherited())
@@ -73,7 +94,8 @@ class DeviceGroup(Device):
         return max(member.now_ms() for member in self.members)
 
     def moment(self, stream: Stream) -> Moment:
-        return self.number, self._now.moment(stream)
+        number = self.number if self._copying is None else self._copying
+        return number, self.members[number].moment(stream)
 
     def read_moments(self, moments: Sequence[Moment]) -> list[float]:
         times: dict[int, float] = {}
@@ -91,10 +113,6 @@ class DeviceGroup(Device):
         for member in self.members:
             member.unlimit_process()
 
-    def host_free(self, buffer: Tensor) -> None:
-        for member in self.members:
-            member.host_free(buffer)
-
     def reset_peak(self) -> None:
         for member in self.members:
             member.reset_peak()
@@ -104,6 +122,20 @@ class DeviceGroup(Device):
 
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
+
+    # ---- host memory, which is page-locked for all by the home device
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.members[HOME].host_empty(numel, dtype)
+
+    def host_lock(self, buffer: Tensor) -> None:
+        self.members[HOME].host_lock(buffer)
+
+    def host_free(self, buffer: Tensor) -> None:
+        for member in self.members[HOME + 1 :]:
+            for stream in Stream:
+                member.record(stream).synchronize()
+        self.members[HOME].host_free(buffer)
 
     # ---- the current one
 
@@ -130,12 +162,6 @@ class DeviceGroup(Device):
 
     def free(self, buffer: Tensor) -> None:
         self._now.free(buffer)
-
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._now.host_empty(numel, dtype)
-
-    def host_lock(self, buffer: Tensor) -> None:
-        self._now.host_lock(buffer)
 
     def charge(self, nbytes: int, what: str) -> None:
         self._now.charge(nbytes, what)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -23,24 +24,32 @@ class FlowWatch(TorchFunctionMode):
         in_objective: operations are noted though no layer call would be handled: the loss is computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        """`parameters`: those that code between layers may use, as it sees them."""
         super().__init__()
         self._key = object()  # numbers of another watch are none
         self._nbytes: list[int] = []
         self._returns: list[bool] = []
         self._events: list[Event] = []
+        self._lasting: list[int] = []
         self._position = -1
+        self._parameters = parameters
         self.in_objective = False
 
     @property
     def flow(self) -> Flow:
         """What was seen so far."""
-        return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events))
+        return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events), tuple(self._lasting))
 
-    def call(self, took: Any, gave: Any) -> None:
-        """The next layer call was given `took` and has returned `gave`."""
+    def call(self, took: Sequence[Tensor], gave: Any, arguments: Sequence[Any]) -> None:
+        """The next layer call was given `took` and has returned `gave`. It may have written into containers among its
+        `arguments`, which hold what it has of their tensors then.
+        """
         self._position += 1
-        self._note(Kind.CALL, tensors_in(took), tensors_in(gave))
+        known = {id(tensor) for tensor in took}
+        inside = [tensors_in(value) for value in arguments]
+        written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
+        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written)])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,6 +70,8 @@ class FlowWatch(TorchFunctionMode):
         if known is None or known[0] is not self._key:
             known = self._key, len(self._nbytes)
             setattr(tensor, _NUMBER, known)
+            if any(tensor is parameter for parameter in self._parameters):
+                self._lasting.append(len(self._nbytes))
             self._nbytes.append(tensor.nbytes)
             self._returns.append(tensor.requires_grad)
         number: int = known[1]

@@ -58,7 +58,7 @@ class Measurement(Passes):
         self._base = 0  # alive before the first call
         self._given: list[tuple[int, Writes]] = []  # to the layers' calls
         self._surprises: list[str] = []
-        self._flow = FlowWatch() if self._parts.device.count > 1 else None
+        self._flow: FlowWatch | None = None
 
     def measure(self, sample: Sample) -> CostTable:
         """Costs of its forward pass and of propagating its objective.
@@ -72,6 +72,7 @@ class Measurement(Passes):
         with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
             self._resident_leaves = copy.leaves
+            self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
             with self._parts.device.probe() as probe:
                 self._stretch = _Stretch(probe)
                 self._base = probe.live_bytes()
@@ -156,7 +157,7 @@ class Measurement(Passes):
             outputs, recorded = self._record(replace(request, forward=forward), copy)
         call.note_most(forward_bytes=stretch.peak())
         if self._flow is not None:
-            self._flow.call((request.args, request.kwargs), outputs)
+            self._flow.call(self._inputs, outputs, [*request.args, *request.kwargs.values()])
         if recorded is not None:
             self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)

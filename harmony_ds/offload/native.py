@@ -56,10 +56,18 @@ def _tell_of_lock(extension: str) -> None:
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
-    """The attribute of `optimizer` that holds its compiled op, and a stand-in whose update releases the lock."""
+    """The attribute of `optimizer` that holds its compiled op, and a stand-in whose update releases the lock.
+
+    The op itself, if this DeepSpeed's function takes other arguments than those that are known.
+    """
     row = native_of(optimizer)
     assert row is not None and row.native is not None
-    return row.native.op, GilFreeOp(getattr(optimizer, row.native.op), row.native)
+    op = getattr(optimizer, row.native.op)
+    try:
+        return row.native.op, GilFreeOp(op, row.native)
+    except (AttributeError, OSError) as error:
+        _logger.warning("updates of %s hold Python's lock, so that device work may wait: %s", row.native.cls, error)
+        return row.native.op, op
 
 
 class GilFreeOp:

@@ -10,7 +10,8 @@ with. Gradients gather on those leaves (or beside them, in the accumulation dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -96,8 +97,7 @@ class Residency:
         """
         pieces = self._store.pieces(names)
         total = sum(piece.memory.numel() for piece in pieces)
-        with torch.no_grad(), self._device.on(Stream.SWAP_IN):
-            buffer = self._device.empty(total, self._store.dtype)
+        with self._buffer(total) as buffer:
             views: dict[str, Tensor] = {}
             offset = 0
             for piece in pieces:
@@ -114,6 +114,19 @@ class Residency:
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
+
+    @contextmanager
+    def _buffer(self, numel: int) -> Iterator[Tensor]:
+        """A buffer to be filled by the swap-in stream, which is current meanwhile; freed if that fails."""
+        buffer = None
+        try:
+            with torch.no_grad(), self._device.on(Stream.SWAP_IN):
+                buffer = self._device.empty(numel, self._store.dtype)
+                yield buffer
+        except BaseException:
+            if buffer is not None:
+                self._device.free(buffer)
+            raise
 
     def join(self, copy: DeviceCopy, names: Iterable[str]) -> None:
         """Swaps in those of `names` that `copy` does not have, to stay with it."""

@@ -30,6 +30,7 @@ class Move:
 
     Attributes:
         returns: whether a gradient of as many bytes comes back.
+        is_lasting: whether it is all micro-batches', for which it goes once; gradients come back of each.
     """
 
     position: int
@@ -37,6 +38,7 @@ class Move:
     target: int
     nbytes: int
     returns: bool
+    is_lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,13 @@ class Flow:
     Attributes:
         nbytes, returns: by number: the size, and whether it requires a gradient.
         events: in the order of the forward pass.
+        lasting: the numbers of parameters, which all micro-batches share.
     """
 
     nbytes: tuple[int, ...] = ()
     returns: tuple[bool, ...] = ()
     events: tuple[Event, ...] = ()
+    lasting: tuple[int, ...] = ()
 
     def at(self, positions: Sequence[int]) -> Flow:
         """The same where the call at each position is at another one."""
@@ -60,7 +64,8 @@ class Flow:
     def moves(self, devices: Sequence[int]) -> tuple[Move, ...]:
         """What crosses where the call at each position runs on the device that `devices` says.
 
-        As `harmony_ds.calls.crossing` does it: once to each device, and anew after a tensor was changed in place.
+        As `harmony_ds.calls.crossing` does it: once to each device, and anew after a tensor was changed in place. What a
+        call returns as it came is what has crossed for it, from then on.
         """
         where: dict[int, int] = {}
         copies: defaultdict[int, set[int]] = defaultdict(set)
@@ -76,10 +81,14 @@ class Flow:
                 source = where.get(tensor, HOME)
                 if source != here and here not in copies[tensor]:
                     copies[tensor].add(here)
-                    moves.append(Move(position, source, here, self.nbytes[tensor], self.returns[tensor]))
+                    nbytes, returns = self.nbytes[tensor], self.returns[tensor]
+                    moves.append(Move(position, source, here, nbytes, returns, tensor in self.lasting))
             if kind is Kind.WRITE:
                 copies[took[0]].clear()
             for tensor in gave:
+                if kind is Kind.CALL and where.get(tensor, here) != here:
+                    copies[tensor].clear()
+                    where[tensor] = here
                 where.setdefault(tensor, here)
         return tuple(moves)
 
@@ -87,7 +96,7 @@ class Flow:
     def of(data: dict[str, Any]) -> Flow:
         """From what `dataclasses.asdict` made of it and JSON has kept."""
         events = tuple((Kind(kind), p, tuple(took), tuple(gave)) for kind, p, took, gave in data["events"])
-        return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events)
+        return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events, tuple(data["lasting"]))
 
 
 NO_FLOW = Flow()

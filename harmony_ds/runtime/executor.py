@@ -119,6 +119,7 @@ class Executor:
             if not self.propagated:
                 parts.random.check_drawn()
         finally:
+            parts.crossings.finish()
             parts.random.close()
             self._micro_batches = {}
             for index in plan.policy.resident:
@@ -168,7 +169,6 @@ class Executor:
             self._free(pack)
         self.updates.abandon()
         self._parts.stash.abandon()
-        self._parts.crossings.abandon()
 
     def _free(self, pack: int) -> None:
         self._parts.device.enter(self._plan.packs[pack].device)
@@ -261,6 +261,8 @@ class Executor:
             self._copies[pack.index].wait(self._parts.device)
 
     def _evict(self, task: Task) -> None:
+        if not self._plan.packs[task.pack].positions:  # which may be on its way to other devices
+            self._parts.crossings.finish()
         self._parts.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:

@@ -146,8 +146,9 @@ class Updates:
         """After a failure: frees what is on its way."""
         self._reduced.clear()
         self._left.clear()
-        while self._leaving:
-            self._free(next(iter(self._leaving)))
+        for pack in list(self._leaving):
+            self._parts.device.enter(self._plan.packs[pack].device)
+            self._free(pack)
 
     # ---- handlers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import combinations, product
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
@@ -57,7 +58,8 @@ class Cuts:
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
         self._best = {
-            kind: BestCuts(sums_of(values), Combine.MAX) for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
+            kind: BestCuts(sums_of(values), Combine.MAX)
+            for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
         }
 
     def first(self) -> Iterator[Cut]:
@@ -123,14 +125,18 @@ def policies(
         peak: the device peak in bytes; infinite where the host has no room.
         thorough: also without swaps ahead, with all the stash on the host, and with the last packs resident.
     """
-    stashes = _stashes(packing, request)
-    for early in ahead(copies_overlap, request):
-        base = replace(request.policy, resident=_given(packing, request), prefetch=early)
+    stashes, ways_ahead = _stashes(packing, request), ahead(copies_overlap, request)
+    base = replace(request.policy, resident=_given(packing, request))
+    least = peak(replace(base, prefetch=ways_ahead[-1], stash_on_host=stashes[-1]))
+    if request.budget_bytes is not None and least > request.budget_bytes:
+        return
+    for early in ways_ahead:
+        base = replace(base, prefetch=early)
         ways = [replace(base, stash_on_host=away) for away in stashes]
         first = first_fitting(ways, peak, request)
         if first is None:
             continue
-        if thorough or not may_stay(request):
+        if thorough or not may_stay(request) or request.policy.pipeline > 1:
             yield first
         for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
             if may_stay(request):
@@ -139,8 +145,21 @@ def policies(
             return
 
 
+def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
+    """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
+    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
+    sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
+    for early, resident in product(ahead(copies_overlap, request), sets):
+        if closed(packing, resident) == resident:
+            base = replace(request.policy, resident=resident, prefetch=early)
+            ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
+            first = first_fitting(ways, peak, request)
+            if first is not None:
+                yield _kept(packing, first, request, peak)
+
+
 def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
-    """The same with as many packs that stay as fit: the last ones kept; before that, the first ones or the last resident."""
+    """The same with as many packs that stay as fit: the last ones kept; before that, the first or the last resident."""
     yield _kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)

@@ -75,10 +75,10 @@ def run_jobs(
         now += step
         still, left_of = [], []
         for place, ms, v in zip(running, left, speed, strict=True):
-            ms -= step * v
-            if ms > 1e-9 * jobs[place].duration_ms:
+            rest = ms - step * v
+            if rest > 1e-9 * jobs[place].duration_ms:
                 still.append(place)
-                left_of.append(ms)
+                left_of.append(rest)
                 continue
             end[place] = now
             for other in followers[place]:

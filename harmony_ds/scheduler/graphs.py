@@ -41,7 +41,8 @@ class Graphs:
         last = len(packing.forward) + len(packing.backward) - 1
         began = {index: stage for stage, index in enumerate(packing.forward)}
         away = {*packing.forward[: policy.stash_on_host]}  # what has its graph kept does not leave
-        stays = {*policy.kept, *policy.resident}
+        stays = {*policy.kept, *policy.resident, *(packing.turning if policy.pipeline > 1 else ())}
+        order = [*packing.forward, *reversed(packing.backward)]
         counts = [*policy.graphs] or [0] * len(packing.backward)
         spare = [self._budget - peak for peak in peaks]
         # A copy to the host leaves the device when the next one moves, which now may be long after.
@@ -49,13 +50,16 @@ class Graphs:
         for index in sorted(self._most_worth(packing, stays), key=lambda one: one != before):
             pack, ends = bytes_of[index], last - packing.backward.index(index)
             nbytes = max(1, pack.kept_bytes + (pack.stash_bytes if index in away else 0))
-            left = [room - (lingering if index in away else 0) for room in spare[began[index] : ends + 1]]
+            here, packs = packing.packs[index].device, packing.packs
+            stages = [stage for stage in range(began[index], ends + 1) if packs[order[stage]].device == here]
+            left = [spare[stage] - (lingering if index in away else 0) for stage in stages]
             if not counts[index]:  # while the pack runs back, one of its graphs is part of what that takes anyway
                 left[-1] += pack.kept_bytes - pack.from_graph_excess_bytes
             more = min(self._at_once - counts[index] // self._rounds, min(left) // nbytes)
             if more > 0:
                 counts[index] += more * self._rounds
-                spare[began[index] : ends + 1] = [room - more * nbytes for room in left]
+                for stage, room in zip(stages, left, strict=True):
+                    spare[stage] = room - more * nbytes
                 lingering = 0 if index in away else lingering
         return replace(policy, graphs=tuple(counts) if any(counts) else ())
 

@@ -20,6 +20,7 @@ _RUNS = {
 }
 _HEADINGS = ("pass", "pack", "calls", "weights", "gradients", "swap in", "runs", "stash", "swap out", "update", "then")
 _RIGHT = ("pack", "weights", "gradients")
+_RUNS_AT = _HEADINGS.index("runs")
 _LEGEND = (
     "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,",
     "B recompute and backward; K forward, its graph is kept; P back through that. A kept pack waits on the device for",
@@ -33,6 +34,7 @@ class _Visit:
     """The tasks from the first swap-in issued before a pack runs to the last one before the next pack's."""
 
     runs: Task | None = None
+    begins: int = 0  # place of its first run among the plan's tasks
     tasks: list[Task] = field(default_factory=list)
 
     def goes_on(self, task: Task) -> bool:
@@ -48,9 +50,12 @@ def format_plan(plan: Plan) -> str:
     """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The same plan
     always prints the same.
     """
-    visits, closing = _visits(plan.tasks)
-    table = [_HEADINGS, *_fewer([_row(plan, visit, visit.runs) for visit in visits if visit.runs])]
-    shown = [column for column in range(len(_HEADINGS)) if any(row[column] for row in table[1:])]
+    visits, closing = _visits(plan)
+    headings = [*_HEADINGS]
+    if plan.policy.pipeline > 1:
+        headings[_RUNS_AT : _RUNS_AT + 1] = [f"device {device}" for device in range(plan.policy.pipeline)]
+    table = [tuple(headings), *_fewer([_row(plan, visit, visit.runs) for visit in visits if visit.runs])]
+    shown = [column for column in range(len(headings)) if any(row[column] for row in table[1:])]
     lines = [*_head(plan), "", *_aligned([[_cut(row[column]) for column in shown] for row in table])]
     return "\n".join([*lines, *_closing(closing), "", *_LEGEND])
 
@@ -74,6 +79,9 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.micro_batches} micro-batches in a group"
     )
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
+    if policy.pipeline > 1:
+        peaks = ", ".join(amount(peak) for peak in plan.device_peaks)
+        yield f"packs are dealt to {policy.pipeline} devices in turn (peaks {peaks}); a column shows what each runs"
     away = len(packing.forward[: policy.stash_on_host])
     stash = f"of {away} forward packs on the host" if away else "on the device"
     if not policy.grouping:
@@ -87,17 +95,23 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 
 
-def _visits(tasks: Sequence[Task]) -> tuple[list[_Visit], Sequence[Task]]:
-    """The visits, and what comes from the norm on."""
-    visits = [_Visit()]
+def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
+    """The visits in the order of their first runs, and what comes from the norm on."""
+    tasks = plan.tasks
     end = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.NORM), len(tasks))
-    for task in tasks[:end]:
-        if not visits[-1].goes_on(task):
-            visits.append(_Visit())
-        if task.kind in _RUNS:
-            visits[-1].runs = task
-        visits[-1].tasks.append(task)
-    return visits, tasks[end:]
+    visits: list[_Visit] = []
+    for device in range(plan.policy.pipeline):
+        own = [_Visit()]
+        for place, task in enumerate(tasks[:end]):
+            if plan.packs[task.pack].device != device:
+                continue
+            if not own[-1].goes_on(task):
+                own.append(_Visit())
+            if task.kind in _RUNS and own[-1].runs is None:
+                own[-1].runs, own[-1].begins = task, place
+            own[-1].tasks.append(task)
+        visits += own
+    return sorted(visits, key=lambda visit: visit.begins), tasks[end:]
 
 
 def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
@@ -110,6 +124,7 @@ def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
     stash = [f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)
     updated = [f"on host {ranges(updates)}"] * bool(updates) + ["on device"] * bool(numbers(TaskKind.UPDATE_ON_DEVICE))
+    ran = f"{runs.kind.value} {ranges(numbers(runs.kind))}"
     evicted = "evicted" if pack.index in numbers(TaskKind.EVICT) else "kept"
     return (
         _RUNS[runs.kind],
@@ -118,7 +133,7 @@ def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
         amount(pack.weight_bytes),
         "" if _RUNS[runs.kind] == "forward" else amount(pack.gradient_bytes),
         ranges(numbers(TaskKind.SWAP_IN)),
-        f"{runs.kind.value} {ranges(numbers(runs.kind))}",
+        *["" if device != pack.device else ran for device in range(plan.policy.pipeline)],
         " ".join(stash),
         ranges(numbers(TaskKind.SWAP_OUT)),
         " ".join(updated),
@@ -131,7 +146,7 @@ def _fewer(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     if left <= 0:
         return rows
     half = _ROWS_SHOWN // 2
-    return [*rows[:half], (f"... {left} more", *("" for _ in _HEADINGS[1:])), *rows[-half:]]
+    return [*rows[:half], (f"... {left} more", *("" for _ in rows[0][1:])), *rows[-half:]]
 
 
 def _aligned(table: list[list[str]]) -> Iterator[str]:

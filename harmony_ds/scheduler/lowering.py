@@ -68,7 +68,9 @@ class Lowering:
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
-        self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what its next compute waits for
+        self._compute_after: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # device -> what its next compute waits for
         self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
@@ -99,12 +101,8 @@ class Lowering:
         match task.kind:
             case kind if kind in _RUNS:
                 self._run(tasks, pack)
-            case TaskKind.SWAP_IN:
-                after = self._owner_updates(pack.parameters)
-                self._arrived[task.pack] = self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), after)
-            case TaskKind.GATHER:
-                shares = (self._arrived[task.pack],)
-                self._arrived[task.pack] = self._exchange(task, pack.gathered_bytes, shares)
+            case TaskKind.SWAP_IN | TaskKind.GATHER:
+                self._arrived[task.pack] = self._weights_in(task, pack)
             case TaskKind.EVICT:
                 self._swap_in_after[pack.device] = self._latest(COMPUTE)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
@@ -119,6 +117,12 @@ class Lowering:
                 self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
             case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
                 self._update_pack(task, pack)
+
+    def _weights_in(self, task: Task, pack: Pack) -> int:
+        if task.kind is TaskKind.GATHER:
+            return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
+        updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
+        return self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), updates)
 
     def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
         if pack.device in self._leaving:
@@ -213,9 +217,6 @@ class Lowering:
         after = (*self._host((task,), machine.task_ms), *behind)
         return self._add(PEER, (task,), machine.peer_exchange_ms(sent_bytes), after, demands)
 
-    def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple({self._updated[name] for name in parameters if name in self._updated})
-
     # ---- jobs
 
     def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...]) -> int:
@@ -227,7 +228,11 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
-        after = (*self._host(tasks, len(tasks) * machine.task_ms, updates), *updates, *self._swap_in_after.get(self._device, ()))
+        after = (
+            *self._host(tasks, len(tasks) * machine.task_ms, updates),
+            *updates,
+            *self._swap_in_after.get(self._device, ()),
+        )
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
         return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
 
@@ -303,7 +308,9 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
         several = tuple(visit)
         if counts:
-            several = tuple(chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several))
+            several = tuple(
+                chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
+            )
         moves = tuple(task for task in several if task.kind not in _RUNS)
         if through and moves and 2 * len(moves) == len(several):
             runs = tuple(task for task in several if task.kind in _RUNS)

@@ -165,12 +165,8 @@ class _Walk:
                 self._stash_out(self._packs[task.pack], task)
             case TaskKind.STASH_IN:
                 self._stash_in(self._packs[task.pack], task)
-            case TaskKind.MOVE:
-                first = self._packs[task.pack].first
-                self._waiting.put(task.micro_batch, self._costs.costs[first].alive_bytes)
-            case TaskKind.MOVE_BACK:
-                after = self._packs[task.pack].last + 1
-                self._waiting.put(task.micro_batch, self._held_by(task) + self._costs.costs[after].shared_bytes)
+            case TaskKind.MOVE | TaskKind.MOVE_BACK:
+                self._waiting.put(task.micro_batch, self._moved(self._packs[task.pack], task))
             case TaskKind.FREE_GRADIENTS:
                 self._gradients.take(task.pack)
         working = self._plan_packs[task.pack].update_bytes if task.kind is TaskKind.UPDATE_ON_DEVICE else 0
@@ -180,6 +176,12 @@ class _Walk:
         if task.kind is TaskKind.UPDATE_ON_DEVICE:
             self._free_updated(task.pack)
         return held
+
+    def _moved(self, pack: PackBytes, task: Task) -> int:
+        """What a micro-batch holds that comes to the device."""
+        if task.kind is TaskKind.MOVE:
+            return self._costs.costs[pack.first].alive_bytes
+        return self._held_by(task) + self._costs.costs[pack.last + 1].shared_bytes
 
     def bring(self, index: int) -> None:
         """Weights come; those of no call with their gradients, which any call may give them."""

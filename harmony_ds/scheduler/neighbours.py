@@ -18,6 +18,8 @@ from harmony_ds.scheduler.resident import closed, holders, may_stay
 
 _FEW = 8
 """Of so many packs at most, two are changed at once."""
+_MANY = 8
+"""Of so many packs that stay at most, each in turn has its graphs kept before the others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap
     if may_stay(request):
         yield from _restated(point, packing, request)
     stays = sorted(point.kept | point.resident)
-    for begin in (None, *stays) if request.settings.keep_graphs and len(stays) <= _FEW else ():
+    for begin in (None, *stays) if request.settings.keep_graphs and len(stays) <= _MANY else ():
         if begin != point.graphs:
             yield replace(point, graphs=begin)
 

@@ -7,6 +7,7 @@ is, and the one between them counts as often as there are others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
-from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, TaskKind
 from harmony_ds.scheduler.simulate import step_ms
 from harmony_ds.scheduler.swaps import swaps_of
 
@@ -64,16 +65,34 @@ class Outlook:
         packing = plan.packing
         forward = {index: stage for stage, index in enumerate(packing.forward)}
         backward = {index: stage for stage, index in enumerate(reversed(packing.backward), len(forward))}
-        base, stage = resident_bytes(packing, plan.policy, self._request), 0
+        base = resident_bytes(packing, plan.policy, self._request)
+        now: dict[int, int] = {}  # by device: its stage
         peaks = [base] * (len(forward) + len(backward))
         profile = self._walks.walk(packing.packs, plan.tasks, short.counts)
-        for task, weights, rest in zip(plan.tasks, profile.weight_bytes, profile.activation_bytes, strict=True):
+        walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
+        for task, device, weights, rest in walked:
             if task.kind in FORWARD_KINDS:
-                stage = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
+                now[device] = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
             elif task.kind is TaskKind.FUSED or task.kind in BACKWARD_KINDS:
-                stage = backward[task.pack]
+                now[device] = backward[task.pack]
+            stage = now.get(device, forward.get(device, 0))
             peaks[stage] = max(peaks[stage], base + weights + rest)
         return peaks
+
+    def least_ms(self, packing: Packing, policy: Policy) -> float:
+        """What the device that computes most takes for that, with nothing to wait for."""
+        counts = dict(enumerate(policy.graphs))
+        busy: defaultdict[int, float] = defaultdict(float)
+        for index in packing.backward:
+            pack = packing.packs[index]
+            calls = [self._costs.costs[p] for p in pack.positions]
+            if index == packing.backward[-1]:
+                one = sum(call.fused_ms for call in calls)
+            else:
+                one = sum(call.forward_ms + call.backward_ms * pack.needs_backward for call in calls)
+            busy[pack.device] += one * self._request.micro_batches
+            busy[pack.device] -= sum(call.saved_ms for call in calls) * counts.get(index, 0)
+        return max(busy.values())
 
     def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
         """What a micro-batch adds in each pack."""

@@ -104,6 +104,8 @@ class Packer:
             update_bytes=self._update_bytes(owned),
             gradient_pieces=self._gradient_pieces(trained),
             sent_bytes=self._sent_bytes(trained),
+            forward_ms=sum(self._costs[p].forward_ms for p in positions),
+            backward_ms=sum(self._costs[p].backward_ms for p in positions),
         )
         return pack
 

@@ -95,6 +95,8 @@ class Pack:
         gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
             each swaps in its share.
         device: of those that one process drives, the one that it runs on.
+        forward_ms, backward_ms: about what a micro-batch takes through it, by which several devices take turns; 0: not
+            known.
     """
 
     index: int
@@ -112,6 +114,8 @@ class Pack:
     sent_bytes: tuple[int, ...] = ()
     gathered_bytes: int = 0
     device: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
 
     def swap_in_bytes(self, shared: bool) -> int:
         """What one swap-in moves; `shared`: of a device's share."""
@@ -245,8 +249,9 @@ class Plan:
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
         resident_bytes: everything that is on the device from step to step: buffers, resident packs.
-        peak_bytes: predicted device peak.
+        peak_bytes: predicted device peak; of several devices that one process drives, the highest.
         calls: the call order, by the layers' indices: what packs' positions refer to.
+        device_peaks: the peak of each.
         activation_bytes: what each task holds beside weights, in the order of `tasks`.
         rows: how layer calls are cut into slices of a micro-batch's rows. Where they are, the fused pack keeps no graph.
     """
@@ -259,6 +264,7 @@ class Plan:
     peak_bytes: int
     calls: tuple[int, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    device_peaks: tuple[int, ...] = ()
     rows: Rows = WHOLE_CALLS
 
     @property

@@ -41,7 +41,13 @@ def adopt(
             raise ConfigError(
                 f"harmony.plan was made for {what} {there[what]}, and is to run with {here[what]}. Plan again."
             )
-    several = ("devices", "servers", "shared", "reduce_on_host")  # a plan that was made for one may be run on several
+    several = (
+        "devices",
+        "servers",
+        "shared",
+        "reduce_on_host",
+        "pipeline",
+    )  # a plan that was made for one may be run on several
     policy = replace(plan.policy, **{one: getattr(wanted, one) for one in several})
     adopted = make_plan(packing, costs, request, policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:

@@ -5,9 +5,9 @@ packs stay on the device from forward to backward, and which from step to step; 
 are kept.
 
 First many ways to cut are looked at, with few uses of memory each; then, again and again, the neighbours of the best few.
-All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full. Times
-are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one with
-fewer packs. Nothing depends on chance.
+All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full.
+Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
+with fewer packs. Nothing depends on chance.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import DoesNotFitError
+from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, first_fitting, policies, use_of
+from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.host_room import waiting_of
@@ -31,6 +32,7 @@ from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.resident import closed, may_stay
 from harmony_ds.scheduler.simulate import Prediction, simulate
 
 _QUANTUM = math.log1p(2e-3)
@@ -38,14 +40,16 @@ _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
-_PATIENCE = 300
+_PATIENCE = 900
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 400_000, 250_000
+_WORK, _FIRST_WORK = 600_000, 350_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
 _SLOWER, _MARGIN = 2, 1.1
 """After so many ways to cut of one kind, each so much slower than the best, more packs are taken to be slower still."""
+_FEW = 6
+"""Of so many packs at most, every set of them is tried as the resident ones."""
 _SHORT = 8
 """Of so many packs at most, all uses of memory are looked at for each way to cut."""
 _PIECES = 8
@@ -65,26 +69,28 @@ class Choice:
 
 
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1,
-    thorough: bool = True,
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
 ) -> tuple[Choice, ...]:
     """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
 
-    Args:
-        thorough: whether neighbours of the best are looked at, too; without, it is quick, and near.
-
     Raises:
+        ConfigError: there are more devices than packs.
         DoesNotFitError: nothing fits the device; says what the smallest plan needs and what would help.
     """
-    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top, thorough)
+    packs, devices = -(-len(costs.calls) // (request.settings.pack_layers or 1)), request.policy.pipeline
+    if packs < devices:
+        raise ConfigError(
+            f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} "
+            "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
+        )
+    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
-    return _search(graph, costs, machine, element, request, top, thorough) or fastest
+    return _search(graph, costs, machine, element, request, top) or fastest
 
 
 def _search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int,
-    thorough: bool,
+    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
 ) -> tuple[Choice, ...]:
     """None where the host's room is what is too small."""
     found: list[tuple[Choice, ...]] = []
@@ -92,7 +98,7 @@ def _search(
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
         one = _Search(costs, machine, packer, way, top)
-        one.run(thorough)
+        one.run()
         choices = one.choices()
         if choices:
             found.append(choices)
@@ -108,8 +114,6 @@ def _search(
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choice for choices in found if choices is not best for choice in choices]
     return (*best, *others)[:top]
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class _Search:
         self._tried: set[Point] = set()
         self._work = 0  # tasks walked
         self._cuts: dict[tuple[Bounds, Bounds], Cut] = {}
+        self._every: set[tuple[Bounds, Bounds]] = set()
         self._in_vain = 0
         self.found: list[_Found] = []
         self.smallest: tuple[Packing, Policy] | None = None
@@ -155,19 +160,19 @@ class _Search:
 
     # ---- the way
 
-    def run(self, thorough: bool) -> None:
+    def run(self) -> None:
         """Look at ways to cut from scratch, then at neighbours of the best."""
         cuts = Cuts(self._costs, self._packer, self._request)
         self._look_at(cuts.first(), cuts)
         varied: set[Cut] = set()
-        while not self._request.is_manual and self._work < _FIRST_WORK:
+        while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
             best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
             cut = next((one for one in best if one not in varied), None)
             if cut is None:
                 break
             varied.add(cut)
             self._look_at(cuts.near(cut), cuts)
-        if thorough and self._request.policy.grouping:
+        if self._request.thorough and self._request.policy.grouping:
             self._improve()
 
     def _look_at(self, several: Iterable[Cut], cuts: Cuts) -> None:
@@ -202,15 +207,24 @@ class _Search:
                 waiting[best.point] = self._around(best)
             for _ in range(_AT_ONCE):
                 near = next(waiting[best.point], None)
-                if near is None:
+                if near is None or self._work >= _WORK:
                     over.add(best.point)
                     break
                 self._look_near(near, best)
 
     def _around(self, best: _Found) -> Iterator[Point]:
-        yield from reused(best.point, best.packing, self._request, self._machine.copies_overlap)
-        if not self._request.is_manual:
-            yield from recut(best.point, self._request.policy.pipeline)
+        """Its neighbours: other uses of memory and other cuts in turn. Of few packs, first any that may be resident are."""
+        packing = best.packing
+        if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._every:
+            self._every.add(_cuts_of(packing))
+            for policy in every_set(
+                packing, self._machine.copies_overlap, self._request, lambda one: self._peak(packing, one)
+            ):
+                yield Point.of(packing, policy)
+        uses = reused(best.point, packing, self._request, self._machine.copies_overlap)
+        cuts = iter(()) if self._request.is_manual else recut(best.point, self._request.policy.pipeline)
+        for both in zip_longest(uses, cuts):
+            yield from filter(None, both)
 
     def _look_near(self, point: Point, best: _Found) -> None:
         """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
@@ -234,9 +248,9 @@ class _Search:
         kept, resident, count = policy.kept, policy.resident, len(packing.forward)
         yield [replace(policy, kept=kept[number:]) for number in range(1, len(kept) + 1)]
         if self._request.settings.residency == "auto":
-            yield [
-                replace(policy, resident=(), kept=kept)
-            ] if resident else []
+            for index in resident:
+                yield [replace(policy, resident=closed(packing, [other for other in resident if other != index]))]
+            yield [replace(policy, resident=())]
         if self._request.settings.stash == "auto":
             yield [replace(policy, stash_on_host=away) for away in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:
@@ -280,13 +294,19 @@ class _Search:
         peaks = self._stages(packing, policy)
         policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
         pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
-        wanted_ms = self.found[-1].ms if len(self.found) == self._most else float("inf")
+        wanted_ms = min(
+            [one.ms for one in self.found if one.packing.packs == packing.packs]
+            + [one.ms for one in self.found[self._most - 1 :]],
+            default=float("inf"),
+        )
         new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
         better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1
         return new.ms
 
     def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+        if self._outlook.least_ms(found.packing, found.policy) > wanted_ms:
+            return found
         short = self._outlook.short(found.packing, found.policy)
         self._work += _SIMULATED * len(short.plan.tasks)
         ms = self._outlook.step_ms(short, pieces, wanted_ms)
@@ -296,12 +316,14 @@ class _Search:
         return replace(found, ms=ms, rank=rank)
 
     def _add(self, new: _Found) -> bool:
-        """Keep it if it is among the best, one for each way to cut. Returns whether it is the best of all."""
-        same = next((one for one in self.found if one.packing.packs == new.packing.packs), None)
-        if same and same.rank <= new.rank:
+        """Keep it if it is among the best: one for each way to cut; of those that do the same, that of the fewest packs.
+
+        Returns whether it is the best of all.
+        """
+        same = [one for one in self.found if one.packing.packs == new.packing.packs or one.rank[:2] == new.rank[:2]]
+        if any(one.rank <= new.rank for one in same):
             return False
-        if same:
-            self.found.remove(same)
+        self.found = [one for one in self.found if one not in same]
         self.found.append(new)
         self.found.sort(key=lambda one: one.rank)
         del self.found[self._most :]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.flow import Flow
+from harmony_ds.profiler.flow import Flow, Move
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """Bytes that one step moves on one device, by kind; `sent`: to other devices, not the host."""
+    """Bytes that one step moves on one device, by kind; `sent`: to other processes' devices, not the host; `moved`: from
+    one to another of the devices that one process drives (the other kinds are all of these devices' then).
+    """
 
     weights_in: int = 0
     gradients_out: int = 0
     stash_out: int = 0
     stash_in: int = 0
     sent: int = 0
+    moved: int = 0
 
     @property
     def total(self) -> int:
@@ -51,7 +55,8 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
                 back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
-    return Swaps(weights, gradients, out, back, sent)
+    moved = sum(between_devices(plan.packing, costs.flow, plan.micro_batches).values())
+    return Swaps(weights, gradients, out, back, sent, moved)
 
 
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
@@ -70,12 +75,26 @@ class Moved:
         return self.forward if kind is TaskKind.MOVE else self.back
 
 
+def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:
+    """What a step takes from a device to another, by their numbers: activations, and gradients of them."""
+    between: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for move in _moves(packing, flow):
+        between[move.source, move.target] += move.nbytes * (1 if move.is_lasting else micro_batches)
+        if move.returns:
+            between[move.target, move.source] += move.nbytes * micro_batches
+    return dict(between)
+
+
+def _moves(packing: Packing, flow: Flow) -> tuple[Move, ...]:
+    devices = {p: packing.packs[index].device for index in packing.backward for p in packing.packs[index].positions}
+    return flow.moves([devices[p] for p in sorted(devices)]) if any(devices.values()) else ()
+
+
 def moved_bytes(packing: Packing, flow: Flow) -> dict[int, Moved]:
     """By pack: what one micro-batch moves for it between devices."""
-    devices = {p: packing.packs[index].device for index in packing.backward for p in packing.packs[index].positions}
-    if not any(devices.values()):
+    moves = _moves(packing, flow)
+    if not moves:
         return {}
-    moves = flow.moves([devices[p] for p in sorted(devices)])
     order, moved = packing.backward, {}
     for index, following in zip(order, (*order[1:], None), strict=True):
         back = () if following is None else packing.packs[following].positions

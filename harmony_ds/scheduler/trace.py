@@ -15,8 +15,8 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.simulate import Prediction
-from harmony_ds.scheduler.spans import COMPUTE, PEER, STREAMS, UPDATE, Span, busy_of
-from harmony_ds.scheduler.swaps import swaps_of
+from harmony_ds.scheduler.spans import COMPUTE, UPDATE, Span, busy_of, streams_of
+from harmony_ds.scheduler.swaps import moved_bytes, swaps_of
 
 _US_PER_MS = 1e3
 _Event = dict[str, Any]
@@ -118,13 +118,15 @@ class _Process:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
         yield self._meta("process_name", 0, {"name": f"{self.name} step"})
         yield self._meta("process_sort_index", 0, {"sort_index": self.pid})
-        tracks = STREAMS if self.plan.policy.alone else (*STREAMS, PEER)
+        policy = self.plan.policy
+        tracks = streams_of(policy.pipeline, peers=not policy.alone)
         for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})
         for span in sorted(spans, key=lambda span: (span.begin_ms, span.end_ms)):
-            if span.stream == COMPUTE and span.tasks[0] in bytes_of:
-                yield self._event("C", "device memory", span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
+            if span.stream.startswith(COMPUTE) and span.tasks[0] in bytes_of:
+                name = f"device memory{span.stream.removeprefix(COMPUTE)}"
+                yield self._event("C", name, span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
             begin, end = _us(span.begin_ms), _us(span.end_ms)
             yield {
                 **self._event("X", span.name, span.begin_ms, tracks.index(span.stream) + 1, args=self._args(span)),
@@ -143,14 +145,16 @@ class _Process:
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM
         pack = self.plan.packs[task.pack]
-        moved = swaps_of(replace(self.plan, tasks=(task,)), self.costs)
+        swaps = swaps_of(replace(self.plan, tasks=(task,), micro_batches=0), self.costs)
+        between = task.kind in (TaskKind.MOVE, TaskKind.MOVE_BACK)
+        moved = moved_bytes(self.plan.packing, self.costs.flow)[pack.index].of(task.kind) if between else 0
         return {
             "task": str(task),
             "pack": -1 if whole else task.pack,
             "layers": "" if whole else self._layers(pack),
             "micro_batch": task.micro_batch,
             # What it moves between host and device, or between devices, at most.
-            "bytes": moved.total + moved.sent,
+            "bytes": swaps.total + swaps.sent + moved,
         }
 
     def _layers(self, pack: Pack) -> str:

@@ -2,10 +2,13 @@
 
 Each device runs its packs one after the other, and each pack all micro-batches. A micro-batch passes a pack when it has
 passed the one before. On several devices that makes a wave: while one device runs micro-batch 1 through its pack, the next
-runs micro-batch 0 through the following one. Tasks are issued in the order of slots, which count as if all passes took the
-same time:
+runs micro-batch 0 through the following one. Tasks are issued in the order of predicted times:
 
-    slot(visit, m) = 1 + max of slot(visit before, m), slot(visit, m - 1), slot(visit before on this device, last m)
+    begin(visit, m) = max of end(visit before, m), end(visit, m - 1), end(visit before on this device, last m)
+    end(visit, m) = begin(visit, m) + the time of the visit's pass
+
+A run is issued when it begins; what moves its results, and what comes after the last run of a visit, when it has ended:
+copies share streams, where one issued too early would hold up those of micro-batches that are ready before.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ class Visit:
     before: list[Task] = field(default_factory=list)
     after: list[Task] = field(default_factory=list)
 
+    @property
+    def pass_ms(self) -> float:
+        return self.pack.backward_ms if self.is_backward else self.pack.forward_ms
+
 
 def issued(visits: Sequence[Visit]) -> Iterator[Task]:
     """The tasks of `visits`, which are in the order in which each micro-batch passes them."""
@@ -45,30 +52,33 @@ def issued(visits: Sequence[Visit]) -> Iterator[Task]:
 
 
 def _in_waves(visits: Sequence[Visit]) -> Iterator[Task]:
-    passed: dict[int, int] = {}  # by micro-batch: the slot in which it passed its last visit
-    free: dict[int, int] = {}  # by device: its last slot
-    order: list[tuple[int, int, int]] = []  # slot, visit, place among its runs
-    for number, visit in enumerate(visits):
-        for place, (m, _) in enumerate(visit.runs):
-            slot = 1 + max(passed.get(m, -1), free.get(visit.pack.device, -1))
-            passed[m] = free[visit.pack.device] = slot
-            order.append((slot, number, place))
+    passed: dict[int, float] = {}  # by micro-batch: when it passed its last visit
+    free: dict[int, float] = {}  # by device: when it has done its last run
+    known = all(visit.pack.forward_ms and visit.pack.backward_ms for visit in visits)
     following = _following(visits)
     first = {visit.pack.device: visit for visit in reversed(visits)}
-    for visit in first.values():
-        yield from visit.before
-    for _, number, place in sorted(order):
-        visit = visits[number]
-        micro_batch, tasks = visit.runs[place]
-        if place == 0 and visit is not first[visit.pack.device]:
-            yield from visit.before
+    # Devices whose last visit ends first come first: the updates of the step before end in that order.
+    begun = reversed(list(first.values()))
+    order: list[tuple[float, int, int, list[Task]]] = [(0.0, -1, 0, visit.before) for visit in begun]
+    for number, visit in enumerate(visits):
+        here, pass_ms = visit.pack.device, visit.pass_ms if known else 1.0
+        for place, (m, tasks) in enumerate(visit.runs):
+            begin = max(passed.get(m, 0.0), free.get(here, 0.0))
+            end = passed[m] = free[here] = begin + pass_ms
+            before = visit.before if place == 0 and visit is not first[here] else []
+            order.append((begin, number, 2 * place, [*before, *tasks]))
+            moved = _moved(visit, following.get((number, m)), m)
+            order.append((end, number, 2 * place + 1, [*moved, *(visit.after if place == len(visit.runs) - 1 else [])]))
+    for *_, tasks in sorted(order, key=lambda one: one[:3]):
         yield from tasks
-        after = following.get((number, micro_batch))
-        if after is not None and after.pack.device != visit.pack.device:
-            back = after.is_backward and visit.is_backward
-            yield Task(TaskKind.MOVE_BACK if back else TaskKind.MOVE, after.pack.index, micro_batch)
-        if place == len(visit.runs) - 1:
-            yield from visit.after
+
+
+def _moved(visit: Visit, after: Visit | None, micro_batch: int) -> list[Task]:
+    """What takes the results of `visit` to the device of the visit that comes next."""
+    if after is None or after.pack.device == visit.pack.device:
+        return []
+    back = after.is_backward and visit.is_backward
+    return [Task(TaskKind.MOVE_BACK if back else TaskKind.MOVE, after.pack.index, micro_batch)]
 
 
 def _following(visits: Sequence[Visit]) -> dict[tuple[int, int], Visit]:

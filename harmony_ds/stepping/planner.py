@@ -57,7 +57,7 @@ class Planner:
         self._policy = Policy(
             grouping=config.harmony.grouping,
             prefetch=config.harmony.prefetch,
-            gradient_slabs=config.harmony.gradient_slabs,
+            gradient_slabs=config.harmony.gradient_slabs * parts.device.count,
             deferred_update=config.deferred_update,
             devices=parts.world.local_size,
             servers=parts.world.servers,
@@ -173,13 +173,14 @@ class Planner:
     def _choose(
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
-        """The best plans, as the first process finds them; all run the same. `thorough`: see `search`."""
-        machine, request = self._machine(), self.request(graph, group_size, sizes)
+        """The best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        machine = self._machine()
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
 
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1, thorough=thorough)
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
             if isinstance(self._settings.residency, int):
                 for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                     _logger.warning("%s", reason)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import DoesNotFitError, HarmonyEngine
-from harmony_ds.errors import ConfigError
+from harmony_ds import HarmonyEngine, format_plan
+from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.ledger import Kind
+from harmony_ds.scheduler.plan import Plan
 from tests.engine.drive import (
     EVERY_FAMILY,
     adamw,
@@ -27,26 +30,30 @@ from tests.families import Family
 
 STEPS, ACCUMULATION = 2, 4
 LLAMA = family("llama")
-SHOWN = ("llama", "t5", "mixtral")  # at every number of devices in `make test`, the others at two
+Trained = tuple[dict[str, Tensor], list[float]]
+FEW_CALLS = ("BareParameterNet", "UntouchedNet")
 
 
-def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
+def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> Trained:
     """The weights, and the losses, of a model trained on so many devices, each layer a pack."""
     model = one.build(0.1)
     harmony = {"pack_layers": 1, "devices": devices}
     with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, harmony, **more)) as engine:
         losses = train_groups(engine, groups_of(one, STEPS, ACCUMULATION))
-        assert engine.swap_report().ratio == 1.0
+        assert engine.swap_report().ratio <= 1.0
     return weights_of(model), losses
 
 
-def assert_equal(one: tuple[dict[str, Tensor], list[float]], other: tuple[dict[str, Tensor], list[float]]) -> None:
+def assert_equal(one: Trained, other: Trained) -> None:
     assert one[1] == other[1]
     assert all(torch.equal(weight, other[0][name]) for name, weight in one[0].items())
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, id="3-deep"), pytest.param(4, id="4-deep")])
-@pytest.mark.parametrize("one", EVERY_FAMILY, ids=str)
+@pytest.mark.parametrize(
+    ("one", "devices"),
+    [(one, n) for n in (2, 3, 4) for one in EVERY_FAMILY if n < 4 or one.name not in FEW_CALLS],
+    ids=str,
+)
 def test_every_family_trains_as_on_one_device(one: Family, devices: int) -> None:
     assert_equal(trained(one, devices), trained(one, 1))
 
@@ -56,13 +63,12 @@ def test_without_clipping_and_in_half_precision(more: dict[str, Any]) -> None:
     assert_equal(trained(LLAMA, 3, **more), trained(LLAMA, 1, **more))
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_losses_that_are_looked_at_early() -> None:
     groups, results = groups_of(LLAMA, STEPS, ACCUMULATION), []
     for devices in (1, 3):
         model = LLAMA.build(0.1)
-        with engine_for(
-            model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})
-        ) as engine:
+        with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})) as engine:
             losses = loop(engine, groups, look=lambda i: i == 1)
             with torch.no_grad():
                 seen = engine.eval_batch(iter(groups[0])).item()
@@ -114,9 +120,10 @@ def test_under_a_budget_each_device_takes_and_swaps_what_was_planned(budget: int
         train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
         memory, report = engine.memory_report(), engine.plan_report()
         assert report.swapped_bytes == report.planned.total
-        assert memory.device_peaks == report.choices[0].plan.device_peaks
-        assert len(memory.device_peaks) == 2
-        assert max(memory.device_peaks) <= budget
+        planned = report.choices[0].plan.device_peaks
+        assert all(
+            0.9 * most <= taken <= most <= budget for taken, most in zip(memory.device_peaks, planned, strict=True)
+        )
 
 
 def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
@@ -129,9 +136,61 @@ def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
     assert swaps.device_to_host[Kind.GRADIENTS.value] == pytest.approx(nbytes, rel=0.02)  # tensors are aligned
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "SkipNet", "OutsideParameterNet", "BatchNormNet"])
+def test_what_crosses_each_link_and_goes_between_devices_is_planned(name: str) -> None:
+    one = family(name)
+    with engine_for(one.build(0.0), optimizer_for(one), config_of(3, 0.5, {"pack_layers": 1, "devices": 3})) as engine:
+        train_groups(engine, [[one.batch(0)] * 3] * 2)
+        found, report = engine.swap_report(), engine.plan_report()
+        drawn = format_plan(report.choices[0].plan)
+    assert report.planned.moved == report.moved_bytes == sum(found.between_devices.values()) > 0
+    assert report.planned.total == report.swapped_bytes == sum(into + out for into, out in found.links)
+    assert "device 0  device 1  device 2" in drawn and "dealt to 3 devices" in drawn
+    assert "link of device 2" in str(found) and "from device 1 to 2" in str(found)
+    assert "bytes between devices planned" in str(report)
+
+
+def test_any_number_of_devices_goes_on_from_a_checkpoint_and_generates(tmp_path: Path) -> None:
+    groups, after = groups_of(LLAMA, 4, ACCUMULATION), []
+    for devices in (3, 1, 2):
+        model = LLAMA.build(0.1)
+        with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": devices})) as engine:
+            if not after:
+                train_groups(engine, groups[:2])
+                engine.save_checkpoint(str(tmp_path))
+            else:
+                engine.load_checkpoint(str(tmp_path))
+            losses = train_groups(engine, groups[2:])
+            words = engine.generate(groups[0][0]["input_ids"][:1, :4], max_new_tokens=4, do_sample=False)
+            losses += [engine.eval_batch(iter(groups[0])).item()]
+        after.append((weights_of(model) | {"words": words}, losses))
+    assert_equal(after[0], after[1])
+    assert_equal(after[0], after[2])
+
+
+def test_a_plan_of_any_number_of_devices_runs_on_any_other(tmp_path: Path) -> None:
+    file, found = tmp_path / "plan.json", []
+    for devices, more in ((3, {"pack_layers": 1}), (2, {"plan": str(file)}), (1, {"plan": str(file)})):
+        model = LLAMA.build(0.1)
+        with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"devices": devices, **more})) as engine:
+            losses = train_groups(engine, groups_of(LLAMA, 1, ACCUMULATION))
+            file.write_text(engine.plan.to_json())
+        found.append((weights_of(model), losses))
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+    plan = Plan.from_json(file.read_text())
+    file.write_text(replace(plan, policy=replace(plan.policy, resident=(0,))).to_json())
+    for wrong, said in (({"residency": 2}, "residency is 2, and 2 devices"), ({"plan": str(file)}, "packs of it stay")):
+        with (
+            pytest.raises(UnsupportedError, match=said),
+            engine_for(LLAMA.build(0.1), adamw, config_of(2, 0.5, {"devices": 2, **wrong})),
+        ):
+            pass
+
+
 def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
     with (
-        pytest.raises(DoesNotFitError, match="64 devices"),
+        pytest.raises(ConfigError, match="asks for 64 devices"),
         engine_for(LLAMA.build(0.0), adamw, config_of(2, 0.5, {"devices": 64})) as engine,
     ):
         train_groups(engine, groups_of(LLAMA, 1, 2))

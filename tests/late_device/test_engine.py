@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
+from harmony_ds.device import Device, DeviceGroup
 from tests.cover import spread
 from tests.engine.drive import (
     Groups,
@@ -50,15 +51,17 @@ def late_engine(
     config: dict[str, Any],
     seed: int | None = None,
     make: Any = adamw,
-    device: LateDevice | None = None,
+    device: Device | None = None,
 ) -> Iterator[HarmonyEngine]:
-    """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
+    """An engine on a late device, or a group; at the end it is destroyed, and everything must have been in order."""
     device = device or LateDevice(seed)
-    with device.watched(), engine_for(model, make, config, device=device) as engine:
-        updater_of(engine)._timed = lambda: device.watched(None)
+    home = device.members[0] if isinstance(device, DeviceGroup) else device
+    assert isinstance(home, LateDevice)
+    with home.watched(), engine_for(model, make, config, device=device) as engine:
+        updater_of(engine)._timed = lambda: home.watched(None)
         yield engine
     gc.collect()
-    device.assert_in_order()
+    home.assert_in_order()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ BITWISE = (
     Training(loop="one looks", harmony=SHARE),
     Training(harmony={**SHARE, "grouping": False}, accumulation=1),
     Training(model="experts", clip=0.01, harmony={**SHARE, "stash": "host", "prefetch": False}),
+    # Each process drives several devices.
+    Training(bf16=True, clip=0.05, loop="familiar", harmony={"devices": 3}),
+    Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "devices": 2, "pack_layers": 1}),
+    Training(clip=0.05, harmony={"devices": 2, "pack_layers": 1}),
 )
 CLOSE = (
     Training(harmony={"reproducible": False}, clip=0.05),

@@ -12,8 +12,8 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.outlook import Outlook
+from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.swaps import swaps_of

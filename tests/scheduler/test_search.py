@@ -18,7 +18,6 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cuts, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import Choice, search, steps

@@ -31,7 +31,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
     swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
-    is kept stays until that has been propagated through, and is not recomputed.
+    is kept stays until that has been propagated through, and is not recomputed. Of several devices that one process
+    drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does.
     """
     _require(closed(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another")
     walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
@@ -74,6 +75,7 @@ class _Walk:
         self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
+        self._on: dict[int, int] = {}  # by micro-batch that has begun: its device
         self._out: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
         self._updated: Counter[int] = Counter()
@@ -91,10 +93,23 @@ class _Walk:
             TaskKind.FREE_GRADIENTS: self._free,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.MOVE: self._move,
+            TaskKind.MOVE_BACK: self._move,
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
             TaskKind.UPDATE_ON_DEVICE: self._update,
         }
+
+    def _move(self, task: Task) -> None:
+        through = self._forward[task.micro_batch] or self._backward[task.micro_batch]
+        _require(through[:1] == [task.pack], "it does not go to the pack that comes next")
+        there, back = (
+            self._packing.packs[task.pack].device,
+            task.pack != self._last and not self._forward[task.micro_batch],
+        )
+        _require(self._on.get(task.micro_batch, there) != there, "it is there already, or has not begun")
+        _require(back == (task.kind is TaskKind.MOVE_BACK), "moved back on its way there, or the other way round")
+        self._on[task.micro_batch] = there
 
     def check_end(self) -> None:
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
@@ -147,6 +162,8 @@ class _Walk:
         _require(task.micro_batch in self._backward, "there is no such micro-batch")
         _require(task.pack in self._inside, "its weights are not on the device")
         _require(self._always <= self._inside, "the unlayered parameters are not on the device")
+        there = self._packing.packs[task.pack].device
+        _require(self._on.setdefault(task.micro_batch, there) == there, "it is on another device")
 
     def _unfinished(self, task: Task) -> bool:
         """Whether gradients of the pack are still to come."""

@@ -44,8 +44,7 @@ def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: 
         (lambda p: torch.optim.AdamW(p, fused=True), EVERY, 0.5),
         (lambda p: torch.optim.AdamW(p, foreach=True), EVERY, 0.5),
         (lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1), EVERY, 0.5),
-        (torch.optim.RAdam, EVERY, 0.5),
-        (torch.optim.Adafactor, EVERY, 0.5),
+        (lambda p: torch.optim.Adagrad(p, weight_decay=0.1, maximize=True), EVERY, 0.5),
         (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), EVERY, 0.5),
     ],
 )
@@ -95,7 +94,6 @@ def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: Any) -> N
         ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}, 0.5),
         ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}, 0.0),
         ("Adagrad", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}, 0.5),
-        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}, 0.0),
     ],
 )
 def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, params: Any, clip: float) -> None:
@@ -115,12 +113,8 @@ def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, 
         assert report.device_peak_bytes <= report.planned_peak_bytes
         states.append(engine.optimizer.state_dict()["state"])
         engine.destroy()
-    if type_ == "Lion":  # a sign may flip where the direction is near zero
-        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-            assert ((mine - theirs).abs() > 1e-5).float().mean() < 0.01
-    else:
-        assert_same(models[1], models[0], bitwise=False, relative=1e-4)
+    assert_same(models[1], models[0], bitwise=False, relative=1e-4)
     for mine, theirs in zip(states[1].values(), states[0].values(), strict=True):
-        assert mine.keys() | {"exp_avg_sq"} == theirs.keys()  # Lion's second moment, which nothing reads, stays away
+        assert mine.keys() == theirs.keys()
         assert mine["step"] == theirs["step"] == 6
         assert all(type(value) is type(theirs[key]) for key, value in mine.items())
