@@ -176,7 +176,8 @@ class _Alignment(TorchFunctionMode):
         crossings = self._crossings
         places = {place for tensor in tensors if (place := crossings.place(tensor)) is not None}
         if len(places) > 1:
-            place = crossings.place(tensors[0]) if writes(func) else None
+            written = kwargs.get("out", tensors[0] if writes(func) else None)
+            place = crossings.place(written) if isinstance(written, Tensor) else None
             args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
             places = {place} if place is not None else set()
         result = func(*args, **kwargs)

@@ -14,17 +14,10 @@ from tests.engine.drive import engine_for, family, groups_of, optimizer_for, wei
 from tests.families import Batch
 from tests.graphs import graphs_in, keep_graphs
 from tests.simdevice.device import SimDevice
-from tests.simdevice.test_engine_exactness import EVERY, GROUP, STEPS, Way, config_for
+from tests.simdevice.test_engine_exactness import GROUP, STEPS, Way, config_for
 
 HOST, DEVICE = Way(0.1, 0.5, 1, "host"), Way(0.1, 0.0, 1, "device")
-RESIDENT, GRAPHS = Way(0.0, 0.5, 1, "host", EVERY), Way(0.1, 0.5, 1, "host", graphs=(GROUP, 0, 2))
-
-
-def todo(why: str, *values: Any) -> Any:
-    """A case that the engine has yet to learn."""
-    return pytest.param(*values, marks=pytest.mark.xfail(raises=RuntimeError, strict=True, reason=why))
-
-
+GRAPHS = Way(0.1, 0.5, 1, "host", graphs=(GROUP, 0, 2))
 CASES = [
     ("SkipNet", 2, HOST),
     ("SkipNet", 3, GRAPHS),
@@ -38,7 +31,6 @@ CASES = [
     ("llama", 4, GRAPHS),
     ("t5", 3, HOST),
     ("deepseek_v3", 2, DEVICE),
-    todo("packs stay on device 0 from step to step", "SkipNet", 2, RESIDENT),
 ]
 
 
