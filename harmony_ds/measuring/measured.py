@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.flow import NO_FLOW, Flow
+from harmony_ds.profiler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
 _NOTHING_KNOWN = CallCost()
@@ -66,7 +66,7 @@ class Seen:
     scalar: int = 0
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
-    flow: Flow = NO_FLOW
+    flow: Flow = Flow()
 
     def table(self) -> CostTable:
         """The costs of every call."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
-from harmony_ds.profiler.flow import NO_FLOW, Flow
+from harmony_ds.profiler.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class CostTable:
     head_ms: float = 0.0
     tail_ms: float = 0.0
     in_slices: bool = False
-    flow: Flow = NO_FLOW
+    flow: Flow = Flow()
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""

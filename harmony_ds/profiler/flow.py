@@ -97,6 +97,3 @@ class Flow:
         """From what `dataclasses.asdict` made of it and JSON has kept."""
         events = tuple((Kind(kind), p, tuple(took), tuple(gave)) for kind, p, took, gave in data["events"])
         return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events, tuple(data["lasting"]))
-
-
-NO_FLOW = Flow()

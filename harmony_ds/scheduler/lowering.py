@@ -81,10 +81,6 @@ class Lowering:
         self._sums: list[int] = []
         self._sent: Counter[int] = Counter()  # pack -> how often its gradients have left in this step
 
-    @property
-    def devices(self) -> int:
-        return self._plan.policy.pipeline
-
     def step(self) -> range:
         """Queues one step; returns the places of its jobs."""
         first = len(self.jobs)

@@ -56,7 +56,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     """
     lowering = Lowering(plan, costs, machine)
     steps = [lowering.step() for _ in range(_STEPS)]
-    timeline = _run(lowering, machine)
+    timeline = _run(lowering, machine, plan.policy.pipeline)
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
         stream = lowering.work[job][0]
@@ -90,11 +90,11 @@ def step_ms(
         alone_ms = _step_ms(lowering, steps, run_jobs(lowering.jobs))
         if alone_ms > wanted_ms:
             return float("inf")
-    return _step_ms(lowering, steps, _run(lowering, machine))
+    return _step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
 
 
-def _run(lowering: Lowering, machine: Machine) -> Timeline:
-    return run_jobs(lowering.jobs, _capacities(machine, lowering.devices), crowded=("cores",))
+def _run(lowering: Lowering, machine: Machine, devices: int) -> Timeline:
+    return run_jobs(lowering.jobs, _capacities(machine, devices), crowded=("cores",))
 
 
 def _step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:

@@ -12,13 +12,9 @@ PEER = "peer"
 """Beside these, where there are several devices: what they send each other."""
 
 
-_SHARED = (HOST, UPDATE)
-"""One of each for all devices."""
-
-
 def of_device(stream: str, device: int) -> str:
-    """The name of a stream, or of a link, of one of several devices."""
-    return stream if not device or stream in _SHARED else f"{stream} {device}"
+    """The name of a stream, or of a link, of one of several devices, which share the host."""
+    return stream if not device or stream in (HOST, UPDATE) else f"{stream} {device}"
 
 
 def streams_of(devices: int, peers: bool) -> tuple[str, ...]:
