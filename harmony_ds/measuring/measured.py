@@ -66,7 +66,7 @@ class Seen:
     scalar: int = 0
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
-    flow: Flow = Flow()
+    flow: Flow = field(default_factory=Flow)
 
     def table(self) -> CostTable:
         """The costs of every call."""

@@ -9,7 +9,7 @@ A micro-batch's bytes in the three ways a call is run, `p` being its position:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
 from harmony_ds.profiler.flow import Flow
@@ -116,7 +116,7 @@ class CostTable:
     head_ms: float = 0.0
     tail_ms: float = 0.0
     in_slices: bool = False
-    flow: Flow = Flow()
+    flow: Flow = field(default_factory=Flow)
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""
