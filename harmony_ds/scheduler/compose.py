@@ -85,7 +85,7 @@ def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, 
     rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
     tasks = [*_begin(packing, group, policy)]
     for part in rounds:
-        tasks += issued(part.passes(last=part is rounds[-1]))
+        tasks += issued(part.passes(last=part is rounds[-1]), last_first=not policy.deferred_update)
     return (*tasks, *compose_end(packing, policy))
 
 

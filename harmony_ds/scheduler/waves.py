@@ -39,10 +39,12 @@ class Visit:
         return self.pack.backward_ms if self.is_backward else self.pack.forward_ms
 
 
-def issued(visits: Sequence[Visit]) -> Iterator[Task]:
-    """The tasks of `visits`, which are in the order in which each micro-batch passes them."""
+def issued(visits: Sequence[Visit], last_first: bool = False) -> Iterator[Task]:
+    """The tasks of `visits`, which are in the order in which each micro-batch passes them. `last_first`: the updates of the
+    last packs end first, so that the swap-ins of their devices are issued first.
+    """
     if len({visit.pack.device for visit in visits}) > 1:
-        yield from _in_waves(visits)
+        yield from _in_waves(visits, last_first)
         return
     for visit in visits:
         yield from visit.before
@@ -51,14 +53,13 @@ def issued(visits: Sequence[Visit]) -> Iterator[Task]:
         yield from visit.after
 
 
-def _in_waves(visits: Sequence[Visit]) -> Iterator[Task]:
+def _in_waves(visits: Sequence[Visit], last_first: bool) -> Iterator[Task]:
     passed: dict[int, float] = {}  # by micro-batch: when it passed its last visit
     free: dict[int, float] = {}  # by device: when it has done its last run
     known = all(visit.pack.forward_ms and visit.pack.backward_ms for visit in visits)
     following = _following(visits)
     first = {visit.pack.device: visit for visit in reversed(visits)}
-    # Devices whose last visit ends first come first: the updates of the step before end in that order.
-    begun = reversed(list(first.values()))
+    begun = sorted(first.values(), key=lambda visit: visit.pack.index, reverse=last_first)
     order: list[tuple[float, int, int, list[Task]]] = [(0.0, -1, 0, visit.before) for visit in begun]
     for number, visit in enumerate(visits):
         here, pass_ms = visit.pack.device, visit.pass_ms if known else 1.0
