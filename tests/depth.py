@@ -32,6 +32,10 @@ def every_third(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
     return items[::3]
 
 
+def every_tenth(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
+    return items[::10]
+
+
 def each_value(items: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
     """Every value of every parameter at least once, not every combination."""
     return _covering(items, lambda parameters: parameters)
@@ -75,6 +79,8 @@ RULES: dict[str, Rule] = {
     "tests/integrations/test_trl.py::test_trainers_that_generate": one,
     "tests/late_device": one,
     "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": every_third,
+    "tests/late_device/test_faults.py": every_tenth,
+    "tests/late_device/test_pipeline.py::test_several_devices_train_as_one": every_tenth,
     "tests/offload": each_value,
     "tests/parallel": none,
     "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.device import CpuDevice, Device, DeviceGroup, Event, Stream
+from harmony_ds.device import CpuDevice, Event, Stream
 from tests.late_device.order import Block, Clock, Order, Who, name_of
 from tests.late_device.tensors import Place, operands, poisoned, same_bits, tensors_in
 
@@ -347,15 +347,6 @@ class LateDevice(CpuDevice):
             poisoned(target)
         elif out or not done:
             target.copy_(source)
-
-
-def late_devices(
-    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice
-) -> Device:
-    """So many of them, as one `Device`."""
-    first = kind(seed, budget_bytes)
-    others = [kind(seed, budget_bytes, beside=first) for _ in range(count - 1)]
-    return DeviceGroup([first, *others]) if others else first
 
 
 class _LateEvent:

@@ -45,6 +45,15 @@ SEEDS = [None, 1]
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 
 
+def late_devices(
+    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice
+) -> Device:
+    """So many of them, as one `Device`."""
+    first = kind(seed, budget_bytes)
+    others = [kind(seed, budget_bytes, beside=first) for _ in range(count - 1)]
+    return DeviceGroup([first, *others]) if others else first
+
+
 @contextmanager
 def late_engine(
     model: nn.Module,

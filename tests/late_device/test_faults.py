@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
@@ -19,11 +20,11 @@ from harmony_ds.device import Stream
 from harmony_ds.errors import DeviceOutOfMemoryError
 from harmony_ds.scheduler.plan import Task, TaskKind
 from tests.engine.drive import Groups, adamw, config_of, engine_for, lanes, train_groups, weights_of
-from tests.engine.test_failures import Mishap, Trap, Trapped
+from tests.engine.test_failures import BackwardTrap, Mishap, Trap, Trapped
 from tests.engine.test_pipeline import Trained, assert_equal
 from tests.inside import assembly_of
-from tests.late_device.device import LateDevice, late_devices
-from tests.late_device.test_engine import late_engine
+from tests.late_device.device import LateDevice
+from tests.late_device.test_engine import late_devices, late_engine
 from tests.late_device.test_steady import Model
 
 DEVICES = 3
@@ -98,6 +99,18 @@ class Faulty(LateDevice):
         return super().empty(numel, dtype)
 
 
+class Head(nn.Module):
+    """The last layer, which `Trapped` would be around, and not within."""
+
+    def __init__(self, weight: nn.Parameter, fault: Fault) -> None:
+        super().__init__()
+        self.weight, self.fault = weight, fault
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.fault.traps["forward"].spring()
+        return F.linear(BackwardTrap.apply(hidden, self.fault.traps["backward"]), self.weight)
+
+
 def build(fault: Fault) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -105,7 +118,7 @@ def build(fault: Fault) -> nn.Module:
     for block in model.blocks:
         for way, trap in fault.traps.items():
             block.up = Trapped(block.up, trap, way)
-    model.head = Trapped(Trapped(model.head, fault.traps["forward"], "forward"), fault.traps["backward"], "backward")
+    model.head = Head(model.head.weight, fault)
     return model
 
 

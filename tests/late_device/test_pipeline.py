@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,8 +33,7 @@ from tests.engine.drive import (
 )
 from tests.engine.test_pipeline import Mixer, Trained, assert_equal
 from tests.families import Batch
-from tests.late_device.device import late_devices
-from tests.late_device.test_engine import late_engine
+from tests.late_device.test_engine import late_devices, late_engine
 from tests.late_device.test_steady import Model
 from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
 
@@ -65,6 +65,7 @@ ROWS = [
     *spread(NAMES, SETTINGS),
     *spread(NAMES, SETTINGS[2:] + SETTINGS[:2]),
     *(("llama", Setting(n, {"device_memory_gib": 2e5 / 2**30}, seed=n, budget=200_000)) for n in (2, 3)),
+    ("gemma4", Setting(2, {"pack_layers": 3})),  # whose layers write into a dictionary for others of the last pack
 ]
 
 
@@ -87,6 +88,21 @@ def test_several_devices_train_as_one(name: str, setting: Setting) -> None:
         losses = means_of(loop(engine, groups, lambda i: i == 1)) if setting.looks else train_groups(engine, groups)
         assert len(engine.memory_report().device_peaks) == setting.devices
     assert_equal((weights_of(model), losses), alone(name, setting.clip))
+
+
+def test_steps_leave_no_more_on_the_devices_than_the_ones_before() -> None:
+    """Unlayered parameters go to other devices, and into the graphs of what is computed there."""
+    device, (model, groups) = late_devices(3, 1), build(3)
+    counts = []
+    with late_engine(model, config_of(len(groups[0]), 0.5, {"pack_layers": 1}), device=device) as engine:
+        for _ in range(3):
+            train_groups(engine, groups[:1])
+            engine.eval()
+            engine.eval_batch(iter(groups[1]))
+            engine.train()
+            gc.collect()
+            counts.append(len(device.members[0]._blocks))
+    assert counts[0] == counts[1] == counts[2]
 
 
 # ---- plans that nobody would choose
